@@ -65,9 +65,9 @@ def main() -> None:
     import transformers
     from PIL import Image
 
-    from tokenprune_bench.profiling.model import load
+    from tokenprune_bench.profiling.model import load_model
 
-    subject, told = load("demo_qwen"), []
+    subject, told = load_model("demo_qwen"), []
     FOLDER.mkdir(exist_ok=True)
     for example, method in cells():
         one, drawing = shown(subject, example, method)

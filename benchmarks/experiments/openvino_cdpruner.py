@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import tokenprune
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.heldout import Example, load_heldout
 
 FILE = RESULTS / "openvino_cdpruner.jsonl"
@@ -293,7 +293,7 @@ def main() -> None:
     import openvino_genai
 
     torch.manual_seed(0)
-    subject = load("demo_qwen", device="cpu")
+    subject = load_model("demo_qwen", device="cpu")
     questions = list(asked(subject, args.images, ("colour", "presence", "count", "position", "thing")))
     first = header(torch.device("cpu"), openvino_genai=openvino_genai.__version__, images=args.images)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,12 +14,18 @@ from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.settings import Setting
 from tokenprune.settings.cost import CostModel, Load
 from tokenprune_bench.answers import Batch
-from tokenprune_bench.data import misfits, refuse, refused_images
-from tokenprune_bench.evidence import recalls
-from tokenprune_bench.profiling.cost import Prefill, closed_forms, escalated, load_of, spent
+from tokenprune_bench.data import find_misfits, find_refused_images, raise_for_misfits
+from tokenprune_bench.evidence import compute_batch_recalls
+from tokenprune_bench.profiling.cost import (
+    CacheMeter,
+    answer_with_escalation,
+    build_cost_model,
+    build_load,
+    get_batch_cost,
+)
 from tokenprune_bench.profiling.model import Model
-from tokenprune_bench.profiling.patched import escalates, methods_in, patched_by
-from tokenprune_bench.profiling.timing import NEW_TOKENS, compare, compare_batches
+from tokenprune_bench.profiling.patched import get_methods, is_escalation, patched_by
+from tokenprune_bench.profiling.timing import NEW_TOKENS, compare_batches, compare_times
 from tokenprune_bench.two_pass import ESCALATE
 
 EVIDENCE = "evidence"  # in the cost of a batch: the evidence recall of each question, or None
@@ -39,14 +45,14 @@ class BenchBackend(Protocol):
     max_new_tokens: int
     metric: str
 
-    def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
+    def find_misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
         """Return the places of questions that cannot be asked, each with the reason."""
 
     def begin(self, questions: Sequence[Any], evidence: bool = False) -> None:
         """Take up the questions of a run; raises DataError for those that cannot be asked. evidence: whether the cost
         of each batch shall hold their evidence recall, under `EVIDENCE`, as far as it is known."""
 
-    def alone(self, setting: Setting | None) -> bool:
+    def is_one_by_one(self, setting: Setting | None) -> bool:
         """Return whether questions are answered one by one under a setting, whatever the size of a batch."""
 
     def answering(self, setting: Setting | None) -> AbstractContextManager[Answer]:
@@ -66,7 +72,7 @@ class BenchBackend(Protocol):
         """Return times of answering questions together, processor included, against those of the unpatched model, as
         `timing.compare_batches` does. Raises UnsupportedSetupError where that cannot be measured."""
 
-    def closed_forms(self, questions: Sequence[Any]) -> tuple[CostModel, list[Load]] | None:
+    def build_cost_model(self, questions: Sequence[Any]) -> tuple[CostModel, list[Load]] | None:
         """Return the model's closed forms, and what each question asks of it; None where that is not known ahead."""
 
     def environment(self) -> dict[str, Any]:
@@ -97,31 +103,33 @@ class HfBackend:
     def metric(self) -> str:
         return self.subject.metric
 
-    def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
-        found = dict(misfits(questions, self.subject.processor))
+    def find_misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
+        found = dict(find_misfits(questions, self.subject.processor))
         rest = [place for place in range(len(questions)) if place not in found]
-        refused = refused_images([questions[place] for place in rest], lambda one: self.subject.inputs([one], ["?"]))
+        refused = find_refused_images(
+            [questions[place] for place in rest], lambda one: self.subject.inputs([one], ["?"])
+        )
         found |= {rest[place]: reason for place, reason in refused}
         return sorted(found.items())
 
     def begin(self, questions: Sequence[Any], evidence: bool = False) -> None:
         self._videos = any(question.is_video for question in questions)
         self._looks = evidence and any(getattr(question, "looks", ()) for question in questions)
-        refuse(questions, self.misfits(questions))
+        raise_for_misfits(questions, self.find_misfits(questions))
 
-    def alone(self, setting: Setting | None) -> bool:
+    def is_one_by_one(self, setting: Setting | None) -> bool:
         """Return True if a setting answers questions one by one. A method that looks at an image to size it does: in a
         batch, LLaVA's processor would make all images one size. Two passes take one prompt at a time."""
-        return escalates(setting) or any(
-            isinstance(method, ResizeMethod) and method.by_content for method in methods_in(setting)
+        return is_escalation(setting) or any(
+            isinstance(method, ResizeMethod) and method.by_content for method in get_methods(setting)
         )
 
     @contextmanager
     def answering(self, setting: Setting | None) -> Iterator[Answer]:
-        if escalates(setting):
+        if is_escalation(setting):
             if self._videos:
                 raise UnsupportedSetupError(f"{ESCALATE} takes images, and these questions are about videos")
-            yield lambda number, batch: escalated(self.subject, batch, setting.keep)
+            yield lambda number, batch: answer_with_escalation(self.subject, batch, setting.keep)
             return
         with patched_by(self.subject, setting, self._videos, record=self._looks):
             yield lambda number, batch: self._answer(setting, self._inputs(setting, number, batch), batch)
@@ -137,20 +145,20 @@ class HfBackend:
         def context() -> AbstractContextManager[Any]:
             return patched_by(self.subject, setting, self._videos)
 
-        return compare(self.subject, context, lambda: self._asked([question]), repeats, new_tokens, processor)
+        return compare_times(self.subject, context, lambda: self._asked([question]), repeats, new_tokens, processor)
 
     def batch_timing(self, setting: Setting | None, questions: Sequence[Any], repeats: int) -> dict[str, Any]:
         def answer(how: Setting | None) -> None:
-            size = 1 if self._videos or self.alone(how) else len(questions)
+            size = 1 if self._videos or self.is_one_by_one(how) else len(questions)
             with patched_by(self.subject, how, self._videos):
                 for first in range(0, len(questions), size):
                     self.subject.generate(self._asked(list(questions[first : first + size])))
 
         return compare_batches(lambda: answer(None), lambda: answer(setting), repeats, len(questions))
 
-    def closed_forms(self, questions: Sequence[Any]) -> tuple[CostModel, list[Load]] | None:
-        loads = [load_of(self.subject, self._asked([question])) for question in questions]
-        return closed_forms(self.subject), loads
+    def build_cost_model(self, questions: Sequence[Any]) -> tuple[CostModel, list[Load]] | None:
+        loads = [build_load(self.subject, self._asked([question])) for question in questions]
+        return build_cost_model(self.subject), loads
 
     def environment(self) -> dict[str, Any]:
         return self.subject.environment()
@@ -159,16 +167,16 @@ class HfBackend:
         return fingerprint(self.subject.model)
 
     def _answer(self, setting: Setting | None, inputs: dict[str, Any], batch: list[Any]) -> Batch:
-        with Prefill(self.subject) as prefill:
+        with CacheMeter(self.subject) as prefill:
             answers = self.subject.generate(inputs)
-        cost = spent(self.subject, inputs, prefill.kv_bytes if setting is None else None)
+        cost = get_batch_cost(self.subject, inputs, prefill.kv_bytes if setting is None else None)
         record = cost.sums()
-        if self._looks and any(method.site in _CHOOSING for method in methods_in(setting)):
-            record[EVIDENCE] = recalls(self.subject, inputs, batch, cost.cuts)
+        if self._looks and any(method.site in _CHOOSING for method in get_methods(setting)):
+            record[EVIDENCE] = compute_batch_recalls(self.subject, inputs, batch, cost.cuts)
         return answers, record
 
     def _inputs(self, setting: Setting | None, number: int, batch: list[Any]) -> dict[str, Any]:
-        if any(method.site is Site.PRE_ENCODER for method in methods_in(setting)):
+        if any(method.site is Site.PRE_ENCODER for method in get_methods(setting)):
             return self._asked(batch)  # the processor is another one now
         place = number, id(batch[0])  # a control shows something else under the same number
         if place not in self._reused:
@@ -189,6 +197,6 @@ class HfBackend:
         return self.subject.inputs(images, questions, labels if any(labels) else ())
 
 
-def backend_of(subject: Model | BenchBackend) -> BenchBackend:
+def get_backend(subject: Model | BenchBackend) -> BenchBackend:
     """Return a backend as it is, and for a model the one that runs it in this process."""
     return HfBackend(subject) if isinstance(subject, Model) else subject

@@ -20,14 +20,14 @@ from PIL import Image
 
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.media import (
-    BadRow,
+    RowError,
     Source,
-    image_size,
+    find_source,
+    get_image_size,
     is_animated,
     read_image,
     read_video,
-    short,
-    source_of,
+    shorten,
 )
 from tokenprune_bench.rows import read_rows
 
@@ -59,7 +59,7 @@ class Question:
         """The images, read anew; raises DataError."""
         try:
             return tuple(map(read_image, self.sources))
-        except BadRow as error:
+        except RowError as error:
             raise DataError(f"{self.where}: {error}") from error
 
     @property
@@ -69,7 +69,7 @@ class Question:
             return []
         try:
             return read_video(self.video_source, self.frames)
-        except BadRow as error:
+        except RowError as error:
             raise DataError(f"{self.where}: {error}") from error
 
 
@@ -115,7 +115,7 @@ def load_data(
     for where, row in islice(rows, limit or None):
         try:
             questions.append(_question(where, row, folder, dict(columns or {}), frames))
-        except BadRow as error:
+        except RowError as error:
             bad.append((where, str(error)))
     skipped = [f"{where}: {reason}" for where, reason in bad]
     if bad and not skip_bad:
@@ -151,7 +151,7 @@ def read_columns(text: str) -> dict[str, str]:
     return renamed
 
 
-def misfits(questions: Sequence[Question], processor: Any) -> list[tuple[int, str]]:
+def find_misfits(questions: Sequence[Question], processor: Any) -> list[tuple[int, str]]:
     """Return the places of the questions that do not fit the model's processor, each with the reason: a video where it
     takes none, or words in a question that it takes for an image."""
     no_videos, marks = getattr(processor, "video_processor", None) is None, _marks(processor)
@@ -165,7 +165,7 @@ def misfits(questions: Sequence[Question], processor: Any) -> list[tuple[int, st
     return found
 
 
-def left_out(data: Data, unfit: Sequence[tuple[int, str]]) -> Data:
+def drop_questions(data: Data, unfit: Sequence[tuple[int, str]]) -> Data:
     """Return the data without the questions at these places, which are listed among those skipped, in the rows' order.
 
     unfit: of `misfits` or of a benchmark's backend. Raises DataError where no question is left.
@@ -182,10 +182,10 @@ def left_out(data: Data, unfit: Sequence[tuple[int, str]]) -> Data:
 def check_questions(questions: Iterable[Question], processor: Any) -> None:
     """Raise DataError where questions do not fit the model's processor; see `misfits`."""
     questions = list(questions)
-    refuse(questions, misfits(questions, processor))
+    raise_for_misfits(questions, find_misfits(questions, processor))
 
 
-def refuse(questions: Sequence[Any], unfit: Sequence[tuple[int, str]]) -> None:
+def raise_for_misfits(questions: Sequence[Any], unfit: Sequence[tuple[int, str]]) -> None:
     """Raise DataError for the questions at these places, if any, which names up to ten rows for each reason."""
     if unfit:
         bad = [(getattr(questions[place], "where", f"question {place}"), reason) for place, reason in unfit]
@@ -193,7 +193,7 @@ def refuse(questions: Sequence[Any], unfit: Sequence[tuple[int, str]]) -> None:
         raise DataError(f"{asked} (--skip-bad leaves such rows out): {_alike(bad)}")
 
 
-def refused_images(questions: Sequence[Any], takes: Callable[[Image.Image], Any]) -> list[tuple[int, str]]:
+def find_refused_images(questions: Sequence[Any], takes: Callable[[Image.Image], Any]) -> list[tuple[int, str]]:
     """Return the places of the questions with an image of a size that the model's processor refuses, with its reason.
 
     takes: hands a blank image to the processor, and raises DataError. The narrowest, widest, smallest and largest are
@@ -226,8 +226,8 @@ def _refused(sizes: Iterable[tuple[int, int]], takes: Callable[[Image.Image], An
 def _sizes(question: Any) -> set[tuple[int, int]]:
     """Return the sizes of a question's images in files; what cannot be read is said where it is read."""
     try:
-        return {image_size(one) for one in getattr(question, "sources", ()) if isinstance(one, Source)}
-    except BadRow:
+        return {get_image_size(one) for one in getattr(question, "sources", ()) if isinstance(one, Source)}
+    except RowError:
         return set()
 
 
@@ -261,38 +261,38 @@ def _first(said: list[str]) -> str:
 
 
 def _question(where: str, row: Any, folder: Path, columns: dict[str, str], frames: int) -> Question:
-    if isinstance(row, BadRow):
+    if isinstance(row, RowError):
         raise row
     if not isinstance(row, dict):
-        raise BadRow("no JSON object")
+        raise RowError("no JSON object")
     row = {columns.get(name, name): value for name, value in row.items() if value is not None}
     row.pop("", None)
     for name in row:
         if name not in COLUMNS:
             close = get_close_matches(name, COLUMNS, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"a row has {', '.join(COLUMNS)}"
-            raise BadRow(f"unknown column {name!r}: {hint} (--columns {name}=OURS renames it, {name}= drops it)")
+            raise RowError(f"unknown column {name!r}: {hint} (--columns {name}=OURS renames it, {name}= drops it)")
     seen = [name for name in ("image", "images", "video") if name in row]
     if len(seen) != 1:
-        raise BadRow(f"needs one of image, images and video, has {' and '.join(seen) or 'none'}")
+        raise RowError(f"needs one of image, images and video, has {' and '.join(seen) or 'none'}")
     if not isinstance(row.get("question"), str) or not row["question"].strip():
-        raise BadRow("has no question")
+        raise RowError("has no question")
     kind = row.get("kind", DEFAULT_KIND)
     if not isinstance(kind, str):
-        raise BadRow(f"kind must be a text, not {short(kind)}")
+        raise RowError(f"kind must be a text, not {shorten(kind)}")
     answers = _answers(row)
     value = row[seen[0]]
     if "images" in row and not (isinstance(value, list) and value):
         hint = ' (one image: write "image")' if isinstance(value, (str, dict)) else ""
-        raise BadRow(f"images must be a list of images{hint}")
+        raise RowError(f"images must be a list of images{hint}")
     if "image" in row and isinstance(value, list):
-        raise BadRow('image holds a list: write "images" for several images')
+        raise RowError('image holds a list: write "images" for several images')
     if "video" in row and isinstance(value, list):
-        raise BadRow("video holds a list: name a video file, a GIF, or a folder of frames")
-    sources = tuple(source_of(one, folder) for one in (value if "images" in row else [value]))
+        raise RowError("video holds a list: name a video file, a GIF, or a folder of frames")
+    sources = tuple(find_source(one, folder) for one in (value if "images" in row else [value]))
     for text in (row["question"], kind, *answers, *(source.name for source in sources)):
         if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise BadRow("holds half of a letter (a surrogate), which cannot be written in UTF-8")
+            raise RowError("holds half of a letter (a surrogate), which cannot be written in UTF-8")
     if "video" in row:
         read_video(sources[0], frames)
         return Question(where, row["question"], answers, kind, (), sources[0], frames)
@@ -303,15 +303,15 @@ def _question(where: str, row: Any, folder: Path, columns: dict[str, str], frame
 
 def _answers(row: dict[str, Any]) -> tuple[str, ...]:
     if ("answer" in row) == ("answers" in row):
-        raise BadRow("needs either answer or answers")
+        raise RowError("needs either answer or answers")
     answers = row["answers"] if "answers" in row else [row["answer"]]
     valid = isinstance(answers, list) and answers
     if not valid or not all(isinstance(one, str) or _is_number(one) for one in answers):
-        raise BadRow(f"answers must be texts or numbers, not {short(answers)}")
+        raise RowError(f"answers must be texts or numbers, not {shorten(answers)}")
     # 2.0 is what tables make of a column of whole numbers with a gap.
     texts = tuple(str(int(one)) if isinstance(one, float) and one.is_integer() else str(one) for one in answers)
     if not any(text.strip() for text in texts):
-        raise BadRow("has an empty answer")
+        raise RowError("has an empty answer")
     return texts
 
 

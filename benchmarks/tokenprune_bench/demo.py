@@ -10,8 +10,8 @@ from collections.abc import Callable
 from tokenprune.cli.table import Cell, Table
 from tokenprune.errors import require
 from tokenprune.statistics import Stats
-from tokenprune_bench.profiling.cost import record, spent
-from tokenprune_bench.profiling.machine_load import busy_note, machine_load
+from tokenprune_bench.profiling.cost import build_cost_record, get_batch_cost
+from tokenprune_bench.profiling.machine_load import format_busy_note, get_machine_load
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import UNPATCHED, patched
 
@@ -46,7 +46,7 @@ def run(subject: Model, step: Callable[[str, int, int], None] = lambda label, do
                 if repeat:
                     times[name].append(time.perf_counter() - begin)
                 else:
-                    costs[name] = spent(subject, inputs, 0 if name == UNPATCHED else None)
+                    costs[name] = get_batch_cost(subject, inputs, 0 if name == UNPATCHED else None)
 
     rows = []
     for index, example in enumerate(examples):
@@ -61,7 +61,7 @@ def run(subject: Model, step: Callable[[str, int, int], None] = lambda label, do
     rows = []
     whole = costs[UNPATCHED]
     for name, title in zip(names, titles, strict=True):
-        cost, median, n = record(costs[name], whole), statistics.median(times[name]), len(examples)
+        cost, median, n = build_cost_record(costs[name], whole), statistics.median(times[name]), len(examples)
         rows.append([
             Cell(title),
             Cell(f"{cost['visual_tokens_out'] / n:.0f} of {cost['visual_tokens_in'] / n:.0f}"),
@@ -75,5 +75,5 @@ def run(subject: Model, step: Callable[[str, int, int], None] = lambda label, do
     )
     note = f"Time: all {len(examples)} questions in one batch, vision tower included; median of {REPEATS}."
     columns = ("method", "visual tokens", "layer avg", "prefill FLOPs", "time")
-    notes = [same, note, *filter(None, [busy_note(machine_load())])]
+    notes = [same, note, *filter(None, [format_busy_note(get_machine_load())])]
     return [first, Table("What they cost", columns, rows, tuple(notes))]

@@ -13,7 +13,7 @@ from tokenprune.selection.options import option_types
 from tokenprune.selection.sites.encoder import EncoderMethod
 from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.patched import escalates
+from tokenprune_bench.profiling.patched import is_escalation
 
 _INSIDE = (Site.IN_LLM, Site.DECODE)
 # An image shrinks to a whole grid of patches, and this share of the target may be as near as one comes.
@@ -21,7 +21,7 @@ _GRID = 1 / 8
 _NEAR = 1 / 200  # of the unpatched model's tokens, which tiles of an image, each with a budget of its own, round to
 
 
-def setting_for(setting: Setting, share: float) -> Setting:
+def solve_setting(setting: Setting, share: float) -> Setting:
     """Return the setting of one method with the keep at which it spends `share` of the visual tokens, averaged over the
     decoder's layers.
 
@@ -31,7 +31,7 @@ def setting_for(setting: Setting, share: float) -> Setting:
     share that its place cannot reach is refused where it is solved, when the method runs.
     """
     name, (own,) = setting.to_text(), setting.options
-    why = "it may ask twice, and the first answer decides" if escalates(setting) else None
+    why = "it may ask twice, and the first answer decides" if is_escalation(setting) else None
     method = None if why else setting.methods[0]
     options: dict[str, Any] = {}
     if isinstance(method, EncoderMethod) and method.inexact and "exact" in option_types(type(method)):
@@ -55,7 +55,7 @@ def _no_promise(method: Method) -> str | None:
     return method.inexact if isinstance(method, EncoderMethod) else None
 
 
-def missed(setting: Setting, share: float, spent: float, images: float, tokens: float) -> str | None:
+def explain_miss(setting: Setting, share: float, spent: float, images: float, tokens: float) -> str | None:
     """Return why a run does not count as one at `share`; None if it does: within a token of each image, or half a
     percent of all, and for methods that resize images within an eighth of the target, since their grids are whole.
 
@@ -70,7 +70,7 @@ def missed(setting: Setting, share: float, spent: float, images: float, tokens: 
     )
 
 
-def in_words(setting: dict[str, Any], per_layer: list[float], whole: float) -> str:
+def describe_setting(setting: dict[str, Any], per_layer: list[float], whole: float) -> str:
     """Return a setting, and what it left to the decoder's layers: "average_share=0.5: 100 %, 25 % from layer 2".
 
     per_layer, whole: visual tokens that each layer saw, and those of the unpatched model.

@@ -20,14 +20,14 @@ from tokenprune.errors import UnsupportedSetupError
 if TYPE_CHECKING:
     from tokenprune.statistics import Cut
     from tokenprune_bench.profiling.model import Model
-    from tokenprune_demo.drawn_videos import Place
+    from tokenprune_demo.drawn_videos import Region
 
 Grid = tuple[int, int]
 Left = Any  # a sparse matrix of scipy
 _CROPPED = 1.02  # an image whose shape differs more from that of what the model gets of it was cropped or padded
 
 
-def recall(looks: Sequence[np.ndarray], left: Left) -> float:
+def compute_recall(looks: Sequence[np.ndarray], left: Left) -> float:
     """Return the share of looks that are still possible.
 
     looks: for each, bool `[N]`, which visual tokens lie where it looks. left: as of `outcome`.
@@ -35,7 +35,7 @@ def recall(looks: Sequence[np.ndarray], left: Left) -> float:
     return float(np.mean([(left @ look).max(initial=0.0) >= 0.5 - 1e-6 for look in looks]))
 
 
-def outcome(cuts: Sequence[Cut], positions: Sequence[int], row: int = 0) -> Left:
+def trace_tokens(cuts: Sequence[Cut], positions: Sequence[int], row: int = 0) -> Left:
     """Return what prefill left of the visual tokens of a row, a sparse matrix `[N, N]`: for each token the share that
     every token had in it, a row of zeros for one that is gone.
 
@@ -68,8 +68,8 @@ def _merge(cut: Cut, row: int, index: dict[int, int]) -> Left:
     return sparse.csr_array((shares, (targets, origins)), shape=(len(index), len(index)))
 
 
-def tokens_of(
-    looks: Sequence[Sequence[Place]], sizes: Sequence[tuple[int, int]], grids: Sequence[Grid], count: int
+def find_evidence_tokens(
+    looks: Sequence[Sequence[Region]], sizes: Sequence[tuple[int, int]], grids: Sequence[Grid], count: int
 ) -> list[np.ndarray]:
     """Return for each look bool `[count]`: which visual tokens lie where it looks.
 
@@ -100,7 +100,7 @@ def _covered(begin: float, end: float, count: int) -> np.ndarray:
     return np.arange(first, last) if first < last else np.array([min(count - 1, int((begin + end) / 2))])
 
 
-def recalls(
+def compute_batch_recalls(
     subject: Model, inputs: dict[str, Any], questions: Sequence[Any], cuts: Sequence[Cut]
 ) -> list[float | None]:
     """Return the evidence recall of each question of the batch that just ran, recorded; None for a question without
@@ -123,8 +123,8 @@ def recalls(
             continue
         positions = [position for position, is_visual in enumerate(visual[row]) if is_visual]
         sizes = [image.size for image in images]
-        looks = tokens_of(question.looks, sizes, mine, len(positions))
-        made.append(recall(looks, outcome(cuts, positions, row)))
+        looks = find_evidence_tokens(question.looks, sizes, mine, len(positions))
+        made.append(compute_recall(looks, trace_tokens(cuts, positions, row)))
     return made
 
 
@@ -144,4 +144,4 @@ def _grids(subject: Model, inputs: dict[str, Any], shown: Sequence[Sequence[Any]
     return [[next(grids) for _ in images] for images in shown]
 
 
-__all__ = ["outcome", "recall", "recalls", "tokens_of"]
+__all__ = ["compute_batch_recalls", "compute_recall", "find_evidence_tokens", "trace_tokens"]

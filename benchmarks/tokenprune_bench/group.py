@@ -28,7 +28,7 @@ class Group:
     size: int = 1
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """True for the process that writes and prints."""
         return self.rank == 0
 
@@ -46,7 +46,7 @@ class Group:
         return everything
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def barrier(self) -> Iterator[None]:
         """Open a context that all processes enter and leave together; a RunError in one is raised in all of them, so
         that no process waits for one that has stopped."""
         failure = None
@@ -59,18 +59,18 @@ class Group:
             raise failure or RunError(failures[0])
 
 
-ALONE = Group()
+SINGLE_PROCESS = Group()
 
 
 @contextmanager
-def joined() -> Iterator[Group]:
+def join_group() -> Iterator[Group]:
     """Join the group that the launcher's environment names, for as long as the context lasts; alone without one.
 
     Plain objects are exchanged, so that gloo serves on every device.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield ALONE
+        yield SINGLE_PROCESS
         return
     import torch.distributed
 
@@ -81,7 +81,7 @@ def joined() -> Iterator[Group]:
         torch.distributed.destroy_process_group()
 
 
-def own_device(device: str | None) -> str | None:
+def select_device(device: str | None) -> str | None:
     """Return the device of this process: the one that was asked for, else the one of its rank on this machine."""
     local = os.environ.get("LOCAL_RANK")
     if device is not None or local is None or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):

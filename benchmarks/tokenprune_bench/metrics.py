@@ -35,7 +35,7 @@ class Metric:
     right: float | None = 0.5
 
 
-def best(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[Answers]], list[float]]:
+def score_best(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[Answers]], list[float]]:
     """Turn a score against one answer into that against the accepted answer that fits best."""
 
     def scores(predictions: Sequence[str], accepted: Sequence[Answers]) -> list[float]:
@@ -165,18 +165,18 @@ def cider(predictions: Sequence[str], accepted: Sequence[Answers]) -> list[float
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric("exact", "accuracy %", best(exact), graded=False),
-        Metric("ending", "accuracy %", best(ending), graded=False),
+        Metric("exact", "accuracy %", score_best(exact), graded=False),
+        Metric("ending", "accuracy %", score_best(ending), graded=False),
         Metric("vqa", "VQA accuracy %", vqa),
-        Metric("anls", "ANLS %", best(anls)),
-        Metric("relaxed", "relaxed acc. %", best(relaxed), graded=False),
-        Metric("f1", "F1 %", best(f1)),
+        Metric("anls", "ANLS %", score_best(anls)),
+        Metric("relaxed", "relaxed acc. %", score_best(relaxed), graded=False),
+        Metric("f1", "F1 %", score_best(f1)),
         Metric("cider", "CIDEr ×100", cider, right=None),
     )
 }
 
 
-def metric_named(name: str) -> Metric:
+def get_metric(name: str) -> Metric:
     """Return a metric; raises OptionError for a name that is none, TokenPruneError where its package is missing."""
     if name not in METRICS:
         raise OptionError(f"there is no metric {name!r}: use one of {', '.join(METRICS)}")

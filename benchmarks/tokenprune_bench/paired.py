@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenprune.errors import TokenPruneError
-from tokenprune_bench.significance import LEVEL, binomtest, discordant, interleaved
+from tokenprune_bench.significance import LEVEL, count_discordant, import_binomtest, interleave_seeds
 
 RESAMPLES = 2000
 _SEED = 0
@@ -31,7 +31,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Versus:
+class PairedDifference:
     """difference: of the mean scores, ours minus theirs, with its 95 % interval. p: of McNemar's exact two-sided test,
     None where there is no right and wrong."""
 
@@ -66,17 +66,17 @@ def bootstrap(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
     return min(mean, float(interval.low)), max(mean, float(interval.high))
 
 
-def versus(ours: Answers, theirs: Answers) -> Versus:
+def compare_paired(ours: Answers, theirs: Answers) -> PairedDifference:
     """Compare answers to the same questions, pair by pair: seeds are averaged first, then questions resampled."""
     gaps = ours.means - theirs.means
     p = None
     if ours.right is not None and theirs.right is not None:
-        wins, losses = discordant(interleaved(ours.right), interleaved(theirs.right))
-        p = float(binomtest()(wins, wins + losses, 0.5).pvalue) if wins + losses else 1.0
-    return Versus(float(gaps.mean()), *bootstrap(gaps), p)
+        wins, losses = count_discordant(interleave_seeds(ours.right), interleave_seeds(theirs.right))
+        p = float(import_binomtest()(wins, wins + losses, 0.5).pvalue) if wins + losses else 1.0
+    return PairedDifference(float(gaps.mean()), *bootstrap(gaps), p)
 
 
-def beats(ours: Answers, theirs: Answers) -> bool:
+def is_better_graded(ours: Answers, theirs: Answers) -> bool:
     """Return True if our graded scores are significantly better: the one-sided interval of the difference at `LEVEL`
     lies above zero."""
     return bootstrap(ours.means - theirs.means, 1 - 2 * LEVEL)[0] > 0

@@ -11,7 +11,7 @@ import tokenprune
 from tokenprune.errors import OptionError
 from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.patched import escalates, escalating
+from tokenprune_bench.profiling.patched import build_escalation, is_escalation
 from tokenprune_bench.results import MARKS, UNPATCHED
 from tokenprune_bench.two_pass import ESCALATE
 
@@ -35,7 +35,7 @@ class Pass:
     setting: Setting | None = None
 
     @staticmethod
-    def of_control(name: str) -> Pass:
+    def for_control(name: str) -> Pass:
         """Return the pass in which the unpatched model is asked what a control shows."""
         return Pass(f"{UNPATCHED}, {name}", 1.0)
 
@@ -115,7 +115,7 @@ class BenchPlan:
         setting = self.settings.get(name)
         if setting is None:
             return [Pass(name, keep)]
-        drawn = not escalates(setting) and setting.draws_at_random
+        drawn = not is_escalation(setting) and setting.draws_at_random
         at = setting.with_keep(keep)
         return [Pass(name, keep, seed, at.with_defaults({}, seed)) for seed in (self.seeds if drawn else (None,))]
 
@@ -123,14 +123,14 @@ class BenchPlan:
 def _setting(method: str | Setting) -> Setting:
     if isinstance(method, Setting):
         return method
-    return escalating(1.0) if method == ESCALATE else Setting.from_text(method).validate()
+    return build_escalation(1.0) if method == ESCALATE else Setting.from_text(method).validate()
 
 
 def _removes_nothing(setting: Setting) -> bool:
-    return not escalates(setting) and not any(method.removes for method in setting.methods)
+    return not is_escalation(setting) and not any(method.removes for method in setting.methods)
 
 
-def batched(items: Sequence[T], size: int, alone: Callable[[T], bool]) -> list[list[T]]:
+def split_batches(items: Sequence[T], size: int, alone: Callable[[T], bool]) -> list[list[T]]:
     """Cut questions into batches in their order; one that is `alone` (about a video) shares its batch with none."""
     batches: list[list[T]] = []
     for item in items:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune.errors import TokenPruneError
-from tokenprune_bench.lines import read_lines
+from tokenprune_bench.json_lines import read_lines
 from tokenprune_bench.metrics import METRICS
-from tokenprune_bench.paired import Answers, Versus, beats, bootstrap, versus
-from tokenprune_bench.profiling.kept import keep_in_words
+from tokenprune_bench.paired import Answers, PairedDifference, bootstrap, compare_paired, is_better_graded
+from tokenprune_bench.profiling.kept_tokens import format_keep
 from tokenprune_bench.profiling.machine_load import is_busy
 from tokenprune_bench.profiling.patched import UNPATCHED
 from tokenprune_bench.significance import is_better, pooled_interval
@@ -22,7 +22,7 @@ from tokenprune_bench.significance import is_better, pooled_interval
 SCHEMA = 1
 RESULTS = "results.jsonl"  # in the folder of a run
 MARKS = {"random": "≤rnd", "downsample": "≤down"}
-OWN_SET = "drawn "  # how the names of tokenprune-demo's own sets of questions begin
+DRAWN_PREFIX = "drawn "  # how the names of tokenprune-demo's own sets of questions begin
 COLLAPSE = 0.20  # a kind that loses more than this against the unpatched model is shown as lost
 
 
@@ -85,7 +85,7 @@ class Row:
     questions: int
     stats: dict[str, Any]
     timing: dict[str, Any] | None
-    versus: dict[str, Versus]
+    differences: dict[str, PairedDifference]
     hard: Hard | None
     groups: dict[str, ScoreShare] = field(default_factory=dict)
     evidence: dict[str, float] = field(default_factory=dict)
@@ -93,10 +93,10 @@ class Row:
     loyalty: ScoreShare | None = None
 
     @property
-    def keep_in_words(self) -> str:
+    def keep_text(self) -> str:
         """The keep, and of a stack that has it at each cut what it leaves in all."""
         cuts = 1 if self.setting is not None or self.site is None else self.site.count("+") + 1
-        return keep_in_words(self.keep, cuts, self.tokens_out / max(1.0, self.tokens_in))
+        return format_keep(self.keep, cuts, self.tokens_out / max(1.0, self.tokens_in))
 
     @property
     def tokens_in(self) -> float:
@@ -156,7 +156,7 @@ class Results:
         """The unpatched model."""
         return self.rows[0]
 
-    def whole_ms(self, name: str = "ttft") -> float | None:
+    def unpatched_ms(self, name: str = "ttft") -> float | None:
         """Return the unpatched model's time in milliseconds, to the first token ("ttft") or of a further one ("token"):
         the median over the rows, in turn with each of which it was timed anew. None where nothing was timed.
 
@@ -205,8 +205,8 @@ def summarise(records: Iterable[dict[str, Any]]) -> Results:
     if base is None:
         raise TokenPruneError("these records hold no result of the unpatched model to compare with")
     places, metric = _places(header), METRICS[header.get("metric", "exact")]
-    answers = {id(record): answers_of(record, metric.right is not None) for record in results}
-    before = {kind: share_of(answers[id(base)], places[kind]).value for kind in places}
+    answers = {id(record): get_answers(record, metric.right is not None) for record in results}
+    before = {kind: compute_share(answers[id(base)], places[kind]).value for kind in places}
     rivals = {(one["method"], one["keep"]): answers[id(one)] for one in results if one["method"] in MARKS}
     results = [base, *(record for record in results if record is not base)]
     groups = _places_of_groups(header)
@@ -217,21 +217,21 @@ def summarise(records: Iterable[dict[str, Any]]) -> Results:
     return Results(header, rows, skipped, controls, given)
 
 
-def scores_of(record: dict[str, Any]) -> list[list[float]]:
+def get_scores(record: dict[str, Any]) -> list[list[float]]:
     """Return the scores of a result, `[seeds][questions]`."""
     return record["scores"] if "scores" in record else [[float(one) for one in some] for some in record["right"]]
 
 
-def busy_load(results: Results) -> tuple[float, int] | None:
+def find_busy_load(results: Results) -> tuple[float, int] | None:
     """Return the highest load met while timing and the number of cores, if other work kept the machine busy."""
     load = max((row.timing.get("load") or 0 for row in results.rows if row.timing), default=0)
     cores = results.header["environment"].get("cores") or 1
     return (load, cores) if is_busy(load, cores) else None
 
 
-def answers_of(record: dict[str, Any], binary: bool) -> Answers:
+def get_answers(record: dict[str, Any], binary: bool) -> Answers:
     """Return the answers of a result. binary: whether its metric knows right and wrong."""
-    return Answers(scores_of(record), record["right"] if binary else None, "scores" in record)
+    return Answers(get_scores(record), record["right"] if binary else None, "scores" in record)
 
 
 def _places(header: dict[str, Any]) -> dict[str, list[int]]:
@@ -251,7 +251,7 @@ def _places_of_groups(header: dict[str, Any]) -> dict[str, list[int]]:
 def _control(record: dict[str, Any], places: dict[str, list[int]]) -> ControlAnswers:
     answers = Answers([[float(one) for one in some] for some in record["right"]], record["right"])
     chance = {kind: one for kind, one in record["chance"].items() if kind in places}
-    return ControlAnswers(record["control"], {kind: share_of(answers, places[kind]) for kind in chance}, chance)
+    return ControlAnswers(record["control"], {kind: compute_share(answers, places[kind]) for kind in chance}, chance)
 
 
 def _evidence(record: dict[str, Any], places: dict[str, list[int]]) -> dict[str, float]:
@@ -266,7 +266,7 @@ def _evidence(record: dict[str, Any], places: dict[str, list[int]]) -> dict[str,
     return found
 
 
-def share_of(answers: Answers, indices: list[int] | None = None) -> ScoreShare:
+def compute_share(answers: Answers, indices: list[int] | None = None) -> ScoreShare:
     """Return the mean score on these questions (default: all), with Wilson's interval; of grades by bootstrap."""
     chosen = range(len(answers.scores[0])) if indices is None else indices
     if not answers.graded:
@@ -286,25 +286,25 @@ def _row(
 ) -> Row:
     kinds = {}
     for kind, indices in places.items():
-        share = share_of(answers, indices)
+        share = compute_share(answers, indices)
         # Not a rounding error away from the limit: 0.8 - 0.6 > 0.2 in floating point.
         kinds[kind] = replace(share, collapsed=before[kind] - share.value > COLLAPSE + 1e-9)
     name, keep = record["method"], record["keep"]
     others = {UNPATCHED: base, **{one: rivals[one, keep] for one in MARKS if (one, keep) in rivals}}
-    against = {one: versus(answers, theirs) for one, theirs in others.items() if UNPATCHED != name != one}
+    against = {one: compare_paired(answers, theirs) for one, theirs in others.items() if UNPATCHED != name != one}
     return Row(
         method=name,
         keep=keep,
         site=record["site"],
-        overall=share_of(answers),
+        overall=compute_share(answers),
         kinds=kinds,
-        marks=marks_of(name, keep, answers, rivals),
+        marks=compute_marks(name, keep, answers, rivals),
         questions=record["questions"],
         stats=record["stats"],
         timing=record.get("timing"),
-        versus=against,
+        differences=against,
         hard=_hard(answers, base, None if name == UNPATCHED else rivals.get(("downsample", keep))),
-        groups={group: share_of(answers, indices) for group, indices in groups.items()},
+        groups={group: compute_share(answers, indices) for group, indices in groups.items()},
         evidence=_evidence(record, places | groups),
         setting=record.get("setting"),
         loyalty=ScoreShare(*pooled_interval(record["same"])) if "same" in record else None,
@@ -315,10 +315,10 @@ def _hard(answers: Answers, base: Answers, downsample: Answers | None) -> Hard |
     if downsample is None or downsample.right is None:
         return None
     places = [index for index, right in enumerate(downsample.right[0]) if right == "0"]
-    return Hard(len(places), share_of(answers, places), share_of(base, places).value) if places else None
+    return Hard(len(places), compute_share(answers, places), compute_share(base, places).value) if places else None
 
 
-def marks_of(method: str, keep: float | int, ours: Answers, rivals: dict[tuple, Answers]) -> tuple[str, ...]:
+def compute_marks(method: str, keep: float | int, ours: Answers, rivals: dict[tuple, Answers]) -> tuple[str, ...]:
     """Return the marks of the baselines that `method` does not beat at this keep.
 
     rivals: the answers of each (baseline, keep) that ran.
@@ -331,5 +331,5 @@ def marks_of(method: str, keep: float | int, ours: Answers, rivals: dict[tuple, 
 
 def _better(ours: Answers, theirs: Answers) -> bool:
     if ours.right is None or theirs.right is None:
-        return beats(ours, theirs)
+        return is_better_graded(ours, theirs)
     return is_better(ours.right, theirs.right)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune_bench.errors import DataError
-from tokenprune_bench.profiling.media import BadRow
+from tokenprune_bench.profiling.media import RowError
 
 # Files that say how the `datasets` library shall read a folder.
 _SAVED, _FOLDERS = ("dataset_info.json", "dataset_dict.json"), ("metadata.jsonl", "metadata.csv", "metadata.parquet")
@@ -56,7 +56,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     text = _text(path)
     if path.suffix.lower() == ".json" and text.lstrip()[:1] == "[":
         rows = _parsed(text)
-        if isinstance(rows, BadRow):
+        if isinstance(rows, RowError):
             raise DataError(f"cannot read {path}: {rows}")
         for number, row in enumerate(rows):
             yield f"row {number}", row
@@ -70,7 +70,7 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        return BadRow(f"no JSON: {error}")
+        return RowError(f"no JSON: {error}")
 
 
 def _table(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
@@ -87,7 +87,7 @@ def _table(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
             if names is None:
                 names = [cell.strip() for cell in cells]
             elif len(cells) != len(names):
-                yield where, BadRow(f"has {len(cells)} cells, and the first line has {len(names)}")
+                yield where, RowError(f"has {len(cells)} cells, and the first line has {len(names)}")
             else:
                 row: dict[str, Any] = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
                 for name in _LISTS:

@@ -23,8 +23,8 @@ from filelock import FileLock, Timeout
 
 from tokenprune_bench.answers import Batch
 from tokenprune_bench.errors import RunError
-from tokenprune_bench.group import ALONE, Group
-from tokenprune_bench.lines import Lines, read_lines, write_whole
+from tokenprune_bench.group import SINGLE_PROCESS, Group
+from tokenprune_bench.json_lines import JsonLinesWriter, read_lines, write_records
 from tokenprune_bench.results import RESULTS
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class RunFolder:
     another config, or where it cannot be read or written.
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], group: Group = ALONE) -> None:
+    def __init__(self, path: Path, config: dict[str, Any], group: Group = SINGLE_PROCESS) -> None:
         self.path, self.group = path, group
         self._config = json.loads(json.dumps(config))
         self.results: list[dict[str, Any]] = []
@@ -52,9 +52,9 @@ class RunFolder:
 
     def __enter__(self) -> RunFolder:
         with ExitStack() as stack:
-            with self.group.together():
+            with self.group.barrier():
                 self._check()
-                if self.group.leads:
+                if self.group.is_leader:
                     stack.enter_context(self._lock())
                     self._check()  # another run may just have begun, and ended
                 whole = 0
@@ -63,13 +63,13 @@ class RunFolder:
                     whole = end
                 ends = {file.name: self._read(file) for file in sorted(self.path.glob("predictions*.jsonl"))}
                 self._check_answers()
-            with self.group.together():  # nothing is written before all have read
-                if self.group.leads:
-                    write_whole(self.path / CONFIG, [self._config], indent=2)
-                    self._results = stack.enter_context(Lines(self.path / RESULTS, whole))
-            with self.group.together():  # a folder with anything in it has a config
-                name = PREDICTIONS if self.group.leads else f"predictions.{self.group.rank}.jsonl"
-                self._predictions = stack.enter_context(Lines(self.path / name, ends.get(name, 0)))
+            with self.group.barrier():  # nothing is written before all have read
+                if self.group.is_leader:
+                    write_records(self.path / CONFIG, [self._config], indent=2)
+                    self._results = stack.enter_context(JsonLinesWriter(self.path / RESULTS, whole))
+            with self.group.barrier():  # a folder with anything in it has a config
+                name = PREDICTIONS if self.group.is_leader else f"predictions.{self.group.rank}.jsonl"
+                self._predictions = stack.enter_context(JsonLinesWriter(self.path / name, ends.get(name, 0)))
             self._stack = stack.pop_all()
         return self
 
@@ -89,15 +89,15 @@ class RunFolder:
 
     def add_result(self, record: dict[str, Any]) -> None:
         """Write a record of the results: a process that does not lead leaves that to the one that does."""
-        if self.group.leads:
+        if self.group.is_leader:
             self._results.write(record)
 
     def finish(self, passes: Sequence[tuple[dict[str, Any], dict[int, Batch], Sequence[float]]]) -> None:
         """Make the predictions one file, pass by pass in the order of the questions, each with its score: for each pass
         its name, the batches of consecutive questions, and the score of every question."""
         self.group.gather(None)  # no process writes a part any more
-        with self.group.together():
-            if self.group.leads:
+        with self.group.barrier():
+            if self.group.is_leader:
                 self._join(passes)
 
     def _join(self, passes: Sequence[tuple[dict[str, Any], dict[int, Batch], Sequence[float]]]) -> None:
@@ -108,7 +108,7 @@ class RunFolder:
                 for line in made:
                     line["score"] = round(scores[line["question"]], 6)
                 lines += made
-        write_whole(self.path / PREDICTIONS, lines)
+        write_records(self.path / PREDICTIONS, lines)
         for part in self.path.glob("predictions.*.jsonl"):
             part.unlink()
 
@@ -182,9 +182,9 @@ class RunFolder:
 
 def config_of(subject: Model | BenchBackend, plan: Any, metric: str, about: dict[str, Any]) -> dict[str, Any]:
     """Return what the answers of a run depend on, as plain values. plan: a dataclass of what is run."""
-    from tokenprune_bench.backend import backend_of
+    from tokenprune_bench.backend import get_backend
 
-    backend = backend_of(subject)
+    backend = get_backend(subject)
     environment = backend.environment()
     known = ("python", "torch", "transformers", "vllm", "tokenprune")
     versions = {name: environment[name] for name in known if name in environment}

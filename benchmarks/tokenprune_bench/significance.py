@@ -13,7 +13,7 @@ T = TypeVar("T", bound=Hashable)
 LEVEL = 0.05  # of the one-sided test
 
 
-def binomtest() -> Any:
+def import_binomtest() -> Any:
     """Return scipy's binomial test; raises TokenPruneError without scipy."""
     try:
         from scipy.stats import binomtest as made
@@ -26,7 +26,7 @@ def wilson(right: int, n: int, level: float = 0.95) -> tuple[float, float]:
     """Return Wilson's interval of a share, both ends in [0, 1]."""
     if n == 0:
         return 0.0, 1.0
-    interval = binomtest()(right, n).proportion_ci(confidence_level=level, method="wilson")
+    interval = import_binomtest()(right, n).proportion_ci(confidence_level=level, method="wilson")
     # Rounding may leave 1 - 1e-16 at the ends.
     return max(0.0, float(interval.low)), min(1.0, float(interval.high))
 
@@ -44,12 +44,12 @@ def pooled_interval(answers: Sequence[str]) -> tuple[float, float, float]:
     return share, *wilson(round(share * n), n)
 
 
-def interleaved(answers: Sequence[str]) -> str:
+def interleave_seeds(answers: Sequence[str]) -> str:
     """Return one answer a question, question i from seed i mod S: a paired test sees each question once, all seeds."""
     return "".join(answers[index % len(answers)][index] for index in range(len(answers[0])))
 
 
-def discordant(ours: str, theirs: str) -> tuple[int, int]:
+def count_discordant(ours: str, theirs: str) -> tuple[int, int]:
     """Return how many questions only we and only they answered right."""
     pairs = list(zip(ours, theirs, strict=True))
     return pairs.count(("1", "0")), pairs.count(("0", "1"))
@@ -57,10 +57,10 @@ def discordant(ours: str, theirs: str) -> tuple[int, int]:
 
 def better_p(ours: str, theirs: str) -> float:
     """Return the one-sided p-value of McNemar's exact test: how likely so many wins are if we are no better."""
-    wins, losses = discordant(ours, theirs)
+    wins, losses = count_discordant(ours, theirs)
     if wins + losses == 0:
         return 1.0
-    return float(binomtest()(wins, wins + losses, 0.5, alternative="greater").pvalue)
+    return float(import_binomtest()(wins, wins + losses, 0.5, alternative="greater").pvalue)
 
 
 def holm(p: Mapping[T, float]) -> dict[T, float]:
@@ -74,4 +74,4 @@ def holm(p: Mapping[T, float]) -> dict[T, float]:
 
 def is_better(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     """Return True if our answers (one string a seed) are significantly better than theirs to the same questions."""
-    return better_p(interleaved(ours), interleaved(theirs)) < LEVEL
+    return better_p(interleave_seeds(ours), interleave_seeds(theirs)) < LEVEL

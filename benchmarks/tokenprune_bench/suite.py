@@ -16,13 +16,12 @@ from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
-from tokenprune_bench.asking import Asking
-from tokenprune_bench.backend import EVIDENCE, BenchBackend, backend_of
-from tokenprune_bench.equal_cost import missed, setting_for
+from tokenprune_bench.backend import EVIDENCE, BenchBackend, get_backend
+from tokenprune_bench.demo_package import import_demo
+from tokenprune_bench.equal_cost import explain_miss, solve_setting
 from tokenprune_bench.errors import DataError, RunError
-from tokenprune_bench.group import ALONE, Group
-from tokenprune_bench.metrics import metric_named
-from tokenprune_bench.own_questions import demo
+from tokenprune_bench.group import SINGLE_PROCESS, Group
+from tokenprune_bench.metrics import get_metric
 from tokenprune_bench.plan import (
     BASELINES,
     DEFAULT_IMAGES,
@@ -30,8 +29,9 @@ from tokenprune_bench.plan import (
     BenchPlan,
     Pass,
 )
-from tokenprune_bench.profiling.cost import record as record_of
+from tokenprune_bench.profiling.cost import build_cost_record as record_of
 from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.question_runner import QuestionRunner
 from tokenprune_bench.results import SCHEMA, UNPATCHED
 from tokenprune_bench.two_pass import ESCALATE
 
@@ -66,10 +66,10 @@ class Bench:
         about: dict[str, Any] | None = None,
         evidence_only: bool = False,
         folder: RunFolder | None = None,
-        group: Group = ALONE,
+        group: Group = SINGLE_PROCESS,
     ) -> None:
-        self.subject, self.plan, self.backend = subject, plan, backend_of(subject)
-        self.metric = metric_named(metric or self.backend.metric)
+        self.subject, self.plan, self.backend = subject, plan, get_backend(subject)
+        self.metric = get_metric(metric or self.backend.metric)
         self.about, self.folder, self.group = about or {}, folder, group
         self.evidence_only = evidence_only
         self.controls: list[Control] = []
@@ -77,7 +77,7 @@ class Bench:
         self._said: list[str] = []  # the unpatched model's answers
         self.options: dict[str, dict[str, Any]] = {}
         if questions is None:
-            heldout = demo("heldout")
+            heldout = import_demo("heldout")
             shipped = getattr(subject, "heldout", None) or heldout.FOLDER
             self.examples = heldout.load_sample(plan.images, folder=shipped)[: plan.limit or None]
             self.kinds = list(dict.fromkeys(example.kind for example in self.examples))
@@ -88,7 +88,7 @@ class Bench:
             self.examples, self.kinds = questions.questions, list(questions.kinds)
             self.groups, self.options = questions.groups, questions.options
             self.controls = [] if evidence_only else questions.controls
-        self._asking = Asking(self.backend, self.examples, plan.batch_size, folder, group)
+        self._asking = QuestionRunner(self.backend, self.examples, plan.batch_size, folder, group)
         batches = len(self.batches(None))
         if group.size > batches:
             raise OptionError(
@@ -113,7 +113,7 @@ class Bench:
         yield header
         passes: dict[Pass, dict[int, Batch]] = {}
         whole: Stats | None = None
-        controls = {Pass.of_control(one.name).method: one for one in self.controls}
+        controls = {Pass.for_control(one.name).method: one for one in self.controls}
         for name, keep in [(UNPATCHED, 1.0), *((name, 1.0) for name in controls), *self.plan.rows()]:
             record, mine = found.get((name, keep)), {}
             if record is None:
@@ -183,7 +183,7 @@ class Bench:
             record = self._result(name, keep, passes, whole)
             if self.plan.equal_cost:
                 self._check_spent(record, whole)
-            if self.plan.repeats and self.group.leads and name != ESCALATE:
+            if self.plan.repeats and self.group.is_leader and name != ESCALATE:
                 first = self._setting(next(iter(passes)))
                 record["timing"] = self.backend.timing(first, self.examples[0], self.plan.repeats)
         except (DataError, RunError):
@@ -235,8 +235,8 @@ class Bench:
 
     def _controlled(self, control: Control) -> tuple[dict[str, Any], dict[Pass, dict[int, Batch]]]:
         """Return the record of a control, and the unpatched model's answers to what it shows."""
-        place = Pass.of_control(control.name)
-        asking = Asking(self.backend, control.questions, self.plan.batch_size, self.folder, self.group)
+        place = Pass.for_control(control.name)
+        asking = QuestionRunner(self.backend, control.questions, self.plan.batch_size, self.folder, self.group)
         batches = self._pass(place, asking)
         right = "".join(str(int(score >= 1)) for score in self._scores(batches))
         said = {"method": place.method, "keep": place.keep, "control": control.name, "chance": control.chance}
@@ -248,7 +248,7 @@ class Bench:
         if one.setting is None:
             return None
         setting = one.setting.with_defaults(self.options)
-        return setting_for(setting, one.keep) if self.plan.equal_cost else setting
+        return solve_setting(setting, one.keep) if self.plan.equal_cost else setting
 
     def _chosen(self, one: Pass) -> dict[str, Any]:
         """Return the setting that a record stores, where each method has one of its own; seeds stand beside it."""
@@ -265,11 +265,11 @@ class Bench:
         """Raise BudgetError if a result did not spend what it shall."""
         images = sum(1 if one.is_video else len(getattr(one, "sources", ())) or 1 for one in self.examples)
         spent = record["stats"]["visual_tokens_average"]
-        why = missed(self.plan.settings[record["method"]], record["keep"], spent, images, whole.visual_tokens_in)
+        why = explain_miss(self.plan.settings[record["method"]], record["keep"], spent, images, whole.visual_tokens_in)
         if why:
             raise BudgetError(why)
 
-    def _pass(self, one: Pass, asking: Asking | None = None) -> dict[int, Batch]:
+    def _pass(self, one: Pass, asking: QuestionRunner | None = None) -> dict[int, Batch]:
         """Answer every question once, and return all batches by their first question. asking: default: of the
         questions as they are."""
         setting = self._setting(one)

@@ -7,18 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from tokenprune.cli.table import Cell, Table, to_markdown, to_rich
-from tokenprune_bench.equal_cost import in_words
-from tokenprune_bench.lost import signed
+from tokenprune_bench.equal_cost import describe_setting
 from tokenprune_bench.metrics import METRICS, Metric
 from tokenprune_bench.paired import RESAMPLES
-from tokenprune_bench.profiling.machine_load import busy_note
-from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, ScoreShare, busy_load
+from tokenprune_bench.point_changes import format_change
+from tokenprune_bench.profiling.machine_load import format_busy_note
+from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, ScoreShare, find_busy_load
 from tokenprune_bench.significance import LEVEL
 
 FALLEN = "▼"
 
 
-def tables(results: Results) -> list[Table]:
+def build_tables(results: Results) -> list[Table]:
     """Return the tables of cost and overall accuracy, of accuracy per kind of question, and of paired differences;
     where they are known, those of groups beside the kinds, of evidence that is kept, and of controls."""
     evidence = [_evidence(results)] if any(row.evidence for row in results.rows) else []
@@ -40,7 +40,7 @@ def _settings(results: Results) -> Table:
         [
             *map(Cell, _label(row)),
             Cell(f"{100 * row.tokens_average / row.tokens_in:.1f} %"),
-            Cell(in_words(row.setting, row.stats["visual_tokens_per_layer"], row.stats["visual_tokens_in"])),
+            Cell(describe_setting(row.setting, row.stats["visual_tokens_per_layer"], row.stats["visual_tokens_in"])),
         ]
         for row in results.rows
         if row.setting
@@ -121,7 +121,7 @@ def _cost(results: Results) -> Table:
         "method", "keep", "visual tokens", "layer avg", "prefill FLOPs", "KV cache", "TTFT, ms", "per token, ms",
         *(["evidence"] if evident else []), _metric(results).title, "95 % CI", "no better than",
     )  # fmt: skip
-    whole = {name: results.whole_ms(name) for name in ("ttft", "token")}
+    whole = {name: results.unpatched_ms(name) for name in ("ttft", "token")}
     rows = []
     for row in results.rows:
         name, keep = _label(row)
@@ -165,8 +165,12 @@ def _paired(results: Results) -> Table:
         if row.method == UNPATCHED:
             continue
         cells = []
-        for one in (row.versus.get(name) for name in names):
-            ours = "" if one is None else f"{signed(one.difference)} [{signed(one.low)}, {signed(one.high)}]"
+        for one in (row.differences.get(name) for name in names):
+            ours = (
+                ""
+                if one is None
+                else f"{format_change(one.difference)} [{format_change(one.low)}, {format_change(one.high)}]"
+            )
             cells += [Cell(ours), Cell("" if one is None or one.p is None else f"{one.p:.2g}")]
         hard = ("", "", "")
         if row.hard:
@@ -188,7 +192,7 @@ def _metric(results: Results) -> Metric:
 
 
 def _label(row: Row) -> tuple[str, str]:
-    return row.method, "" if row.method == UNPATCHED else row.keep_in_words
+    return row.method, "" if row.method == UNPATCHED else row.keep_text
 
 
 def _interval(share: ScoreShare, digits: int = 0) -> str:
@@ -255,8 +259,8 @@ def _cost_notes(results: Results) -> list[str]:
             f"Times: medians of {timing['repeats']} {how}. Each row was timed in turn with the unpatched model: in "
             "brackets the median speed-up, before it the unpatched model's median over all rows, divided by it."
         )
-        if busy := busy_load(results):
-            notes.append(busy_note(*busy))
+        if busy := find_busy_load(results):
+            notes.append(format_busy_note(*busy))
     return [*notes, *_skipped(results)]
 
 
@@ -271,4 +275,4 @@ def _skipped(results: Results) -> list[str]:
     return notes
 
 
-__all__ = ["FALLEN", "Cell", "Table", "tables", "to_markdown", "to_rich"]
+__all__ = ["FALLEN", "Cell", "Table", "build_tables", "to_markdown", "to_rich"]

@@ -102,7 +102,7 @@ def escalate(
     reason = None
     if guard:
         question = PromptReader(processor, ESCALATE).prompt(text).question
-        reason = "question" if asks_for_detail(question) else "image" if any_detailed(processor, images) else None
+        reason = "question" if asks_for_detail(question) else "image" if has_detailed_image(processor, images) else None
 
     margin = entropy = None
     tokens: list[float] = []
@@ -112,7 +112,7 @@ def escalate(
             output, length, _ = _answer(model, processor, images, text, generate_kwargs)
             seen = stats(model)
         tokens.append(seen.visual_tokens_average)
-        margin, entropy = certainty(output.logits)
+        margin, entropy = compute_certainty(output.logits)
         full = None if pixels else float(seen.visual_tokens_in)
     accepted = margin is not None and entropy is not None and margin >= min_margin and entropy <= max_entropy
     if not accepted:
@@ -150,14 +150,14 @@ def _answer(
     return output, inputs["input_ids"].shape[1], float(visual)
 
 
-def certainty(logits: tuple[Tensor, ...]) -> tuple[float, float]:
+def compute_certainty(logits: tuple[Tensor, ...]) -> tuple[float, float]:
     """Return p1 - p2 of the first token, and the mean entropy over tokens in nats. logits: `[1, V]` for each token."""
     odds = torch.cat(tuple(logits)).float().softmax(dim=-1)
     first, second = odds[0].topk(2).values.tolist()
     return first - second, float(torch.special.entr(odds).sum(dim=-1).mean())
 
 
-def any_detailed(processor: Any, images: Any) -> bool:
+def has_detailed_image(processor: Any, images: Any) -> bool:
     """Return True if one of the images looks like text, or has as much detail as the sharpest tenth of photographs."""
     from tokenprune.methods.pixels.dynres import look
     from tokenprune.models.token_counts import image_processor_of

@@ -20,10 +20,10 @@ from tokenprune.settings import Setting
 from tokenprune.settings.cost import CostModel, Load
 from tokenprune.statistics import Stats
 from tokenprune_bench.backend import Answer
-from tokenprune_bench.data import refuse
+from tokenprune_bench.data import raise_for_misfits
 from tokenprune_bench.errors import RunError
-from tokenprune_bench.profiling.patched import escalates
-from tokenprune_bench.profiling.timing import NEW_TOKENS, in_turns
+from tokenprune_bench.profiling.patched import is_escalation
+from tokenprune_bench.profiling.timing import NEW_TOKENS, time_in_turns
 from tokenprune_bench.two_pass import ESCALATE
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class VllmEngine(Protocol):
     """
 
     config: Any
-    number_bytes: int
+    bytes_per_value: int
 
     def ask(self, chats: Sequence[Chat], setting: dict[str, Any], max_tokens: int) -> list[Reply]:
         """Return the greedy answers to chats that are asked at once. Raises TokenPruneError for a setting that is
@@ -65,7 +65,7 @@ class VllmEngine(Protocol):
     def clock(self, chat: Chat, setting: dict[str, Any], tokens: int) -> tuple[float, float]:
         """Return milliseconds to the first of so many tokens, and for each further one."""
 
-    def counted(self) -> tuple[int, int]:
+    def count_visual_tokens(self) -> tuple[int, int]:
         """Return how many visual tokens the plugin has counted so far: before and after reduction."""
 
     def check(self, chat: Chat) -> None:
@@ -92,38 +92,38 @@ class VllmBackend:
         self._seen: dict[int, int] = {}  # visual tokens of the batches, before reduction
         self._checked = False
 
-    def misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
+    def find_misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
         video = "asks about a video: --backend vllm takes images; use --backend hf"
         labels = "has text between its images, and --backend vllm puts them first: use --backend hf"
         reasons = (video if one.is_video else labels if getattr(one, "labels", ()) else None for one in questions)
         return [(place, reason) for place, reason in enumerate(reasons) if reason]
 
     def begin(self, questions: Sequence[Any], evidence: bool = False) -> None:
-        refuse(questions, self.misfits(questions))
+        raise_for_misfits(questions, self.find_misfits(questions))
         if questions and not self._checked:
             self.engine.check(self._chat(questions[0]))
             self._checked = True
 
-    def alone(self, setting: Setting | None) -> bool:
+    def is_one_by_one(self, setting: Setting | None) -> bool:
         return False  # vLLM processes image by image, whatever comes together
 
     @contextmanager
     def answering(self, setting: Setting | None) -> Iterator[Answer]:
-        if escalates(setting):
+        if is_escalation(setting):
             raise UnsupportedSetupError(f"{ESCALATE} runs with the model in this process: use --backend hf")
-        asked = request_of(setting)
+        asked = build_request(setting)
         yield lambda number, batch: self._answer(asked, number, batch)
 
     def timing(
         self, setting: Setting | None, question: Any, repeats: int, new_tokens: int = NEW_TOKENS, processor: bool = True
     ) -> dict[str, Any]:
         """See `Backend.timing`; a request to vLLM begins with the image in any case."""
-        chat, ours = self._chat(question), request_of(setting)
+        chat, ours = self._chat(question), build_request(setting)
 
         def runner(asked: dict[str, Any]) -> Callable[[], tuple[float, float]]:
             return lambda: self.engine.clock(_unseen(chat), asked, new_tokens)
 
-        timing = in_turns(runner(OFF), runner(ours), repeats, new_tokens=new_tokens)
+        timing = time_in_turns(runner(OFF), runner(ours), repeats, new_tokens=new_tokens)
         # Of another machine the load is not known.
         return timing if self.engine.environment()["cores"] else timing | {"load": None}
 
@@ -133,7 +133,7 @@ class VllmBackend:
             "`python benchmarks/experiments/serving.py` puts load on a server"
         )
 
-    def closed_forms(self, questions: Sequence[Any]) -> tuple[CostModel, list[Load]] | None:
+    def build_cost_model(self, questions: Sequence[Any]) -> tuple[CostModel, list[Load]] | None:
         return None  # the engine has the processor: how many tokens an image becomes comes with the answer
 
     def environment(self) -> dict[str, Any]:
@@ -155,9 +155,9 @@ class VllmBackend:
         return Chat(tuple(question.images), question.question + self.suffix)
 
     def _answer(self, setting: dict[str, Any], number: int, batch: list[Any]) -> Batch:
-        before = self.engine.counted()
+        before = self.engine.count_visual_tokens()
         replies = self.engine.ask([self._chat(question) for question in batch], setting, self.max_new_tokens)
-        entered, left = (now - then for now, then in zip(self.engine.counted(), before, strict=True))
+        entered, left = (now - then for now, then in zip(self.engine.count_visual_tokens(), before, strict=True))
         # The plugin counts what everybody asks; the same images make the same tokens each time.
         if self._seen.setdefault(number, entered) != entered or (setting == OFF and entered != left):
             raise RunError(
@@ -172,12 +172,12 @@ class VllmBackend:
             lengths = [reply.prompt_tokens for reply in replies]
             cost.visual_tokens_per_layer = [left] * shape.layers
             cost.prefill_flops = sum(shape.prefill_flops([length] * shape.layers) for length in lengths)
-            cost.kv_bytes = shape.kv_bytes([sum(lengths)] * shape.layers, self.engine.number_bytes)
+            cost.kv_bytes = shape.kv_bytes([sum(lengths)] * shape.layers, self.engine.bytes_per_value)
             cost.kv_bytes_full = cost.kv_bytes  # until it is set against the unpatched model
         return cost
 
 
-def request_of(setting: Setting | None) -> dict[str, Any]:
+def build_request(setting: Setting | None) -> dict[str, Any]:
     """Return a setting as a request carries it: all options are named, so that those of the server's own setting do not
     apply."""
     if setting is None:
@@ -191,7 +191,7 @@ def request_of(setting: Setting | None) -> dict[str, Any]:
     return (methods[0] if len(methods) == 1 else {"method": methods}) | budget
 
 
-def adds_special(prompt: Callable[[bool], list[int]]) -> bool:
+def needs_special_tokens(prompt: Callable[[bool], list[int]]) -> bool:
     """Return True if special tokens belong before the text of a chat template: as in transformers, if the template does
     not write the first itself.
 

@@ -19,7 +19,7 @@ from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.settings.servable import KEY
 from tokenprune.models.model_config import shipped_folder
 from tokenprune_bench.errors import RunError
-from tokenprune_bench.vllm_backend import OFF, Chat, Reply, adds_special
+from tokenprune_bench.vllm_backend import OFF, Chat, Reply, needs_special_tokens
 
 _OURS = {
     "model": "name it with --model",
@@ -88,8 +88,8 @@ class OfflineEngine:
             )
         self.config = self.llm.model_config.hf_config
         cache = self.llm.llm_engine.vllm_config.cache_config.cache_dtype
-        self.number_bytes = 1 if cache.startswith("fp8") else self.llm.model_config.dtype.itemsize
-        self._special = adds_special(self._plain)
+        self.bytes_per_value = 1 if cache.startswith("fp8") else self.llm.model_config.dtype.itemsize
+        self._special = needs_special_tokens(self._plain)
 
     def ask(self, chats: Sequence[Chat], setting: dict[str, Any], max_tokens: int) -> list[Reply]:
         outputs = self._run([_messages(chat) for chat in chats], setting, max_tokens=max_tokens)
@@ -104,7 +104,7 @@ class OfflineEngine:
         later = output.metrics.last_token_ts - output.metrics.first_token_ts
         return 1000 * (took - later), 1000 * later / (tokens - 1)
 
-    def counted(self) -> tuple[int, int]:
+    def count_visual_tokens(self) -> tuple[int, int]:
         from prometheus_client import REGISTRY
 
         sums, name = {"in": 0.0, "out": 0.0}, self.llm.model_config.served_model_name

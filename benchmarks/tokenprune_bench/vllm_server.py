@@ -20,7 +20,7 @@ from typing import Any
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.settings.servable import KEY
 from tokenprune_bench.errors import RunError
-from tokenprune_bench.vllm_backend import OFF, Chat, Reply, adds_special
+from tokenprune_bench.vllm_backend import OFF, Chat, Reply, needs_special_tokens
 
 _COUNTER = "tokenprune:visual_tokens_total"
 _START = f"""start it with --trust-request-mm-kwargs --mm-processor-kwargs '{{"{KEY}": {json.dumps(OFF)}}}'"""
@@ -58,10 +58,10 @@ class ServerEngine:
         self._length = getattr(card, "max_model_len", None)
         self.config = _config(self._root)
         dtype = getattr(self.config, "dtype", None)
-        self.number_bytes = getattr(dtype, "itemsize", 2)
+        self.bytes_per_value = getattr(dtype, "itemsize", 2)
         self._dtype = "unknown dtype" if dtype is None else str(dtype).removeprefix("torch.")
         self._version = json.loads(self._get("/version"))["version"]
-        self._special = adds_special(self._plain)
+        self._special = needs_special_tokens(self._plain)
 
     def ask(self, chats: Sequence[Chat], setting: dict[str, Any], max_tokens: int) -> list[Reply]:
         def one(chat: Chat) -> Reply:
@@ -79,7 +79,7 @@ class ServerEngine:
             times = [time.perf_counter() for event in stream if event.choices]
         return 1000 * (times[0] - begin), 1000 * (times[-1] - times[0]) / (tokens - 1)
 
-    def counted(self) -> tuple[int, int]:
+    def count_visual_tokens(self) -> tuple[int, int]:
         from prometheus_client.parser import text_string_to_metric_families
 
         sums = {"in": 0.0, "out": 0.0}
@@ -90,14 +90,14 @@ class ServerEngine:
         return int(sums["in"]), int(sums["out"])
 
     def check(self, chat: Chat) -> None:
-        before = self.counted()
+        before = self.count_visual_tokens()
         try:
             self.ask([chat], OFF, 1)
         except RunError:
             raise
         except TokenPruneError as error:
             raise TokenPruneError(f"{error}. To let requests choose what they keep, {_START}") from error
-        if self.counted()[0] <= before[0]:
+        if self.count_visual_tokens()[0] <= before[0]:
             raise TokenPruneError(
                 f"the server at {self.address} answers, but no plugin of tokenprune counted the visual tokens: install "
                 f"tokenprune-vlm where it runs, and {_START}"

@@ -51,7 +51,7 @@ def load_photos(split: str = "train") -> tuple[Image.Image, ...]:
     return tuple(found)
 
 
-def background(rng: np.random.Generator, kind: str, photos: tuple[Image.Image, ...]) -> Image.Image:
+def draw_background(rng: np.random.Generator, kind: str, photos: tuple[Image.Image, ...]) -> Image.Image:
     """Return a background image of the given kind; without photographs, ``"photo"`` falls back to ``"texture"``."""
     first, second = rng.integers(20, 256, 3), rng.integers(20, 256, 3)
     y, x = np.mgrid[0:SIZE, 0:SIZE]

@@ -42,7 +42,7 @@ class DrawnDocument:
         return [question for question in self.questions if question.kind == kind]
 
 
-def document_answers() -> dict[str, tuple[str, ...]]:
+def get_document_answers() -> dict[str, tuple[str, ...]]:
     """Return the answers of each kind of question; those of a kind are equally likely."""
     digits = tuple(str(digit) for digit in range(10))
     return {"word": WORDS, "digits": digits, "colour": tuple(COLORS), "small": tuple(COLORS)}
@@ -58,7 +58,7 @@ def draw_document(
     """
     if layout not in LAYOUTS or min(size) < 160:
         raise ValueError(f"layout={layout!r}, size={size}: known are {', '.join(LAYOUTS)}, at least 160 pixels a side")
-    wanted = {kind: str(rng.choice(options)) for kind, options in document_answers().items()} | dict(answers or {})
+    wanted = {kind: str(rng.choice(options)) for kind, options in get_document_answers().items()} | dict(answers or {})
     image = {"page": _page, "screen": _screen, "chart": _chart}[layout](rng, *size)
     made, taken = DrawnDocument(image, layout), []
     shape, tiny = str(rng.choice(_SHAPES)), str(rng.choice(TINY))

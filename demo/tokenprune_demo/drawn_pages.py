@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image, ImageDraw
 
-from tokenprune_demo.drawn_documents import _SHAPES, _TEXTS, Colour, _grey, _mark, document_answers
+from tokenprune_demo.drawn_documents import _SHAPES, _TEXTS, Colour, _grey, _mark, get_document_answers
 from tokenprune_demo.drawn_videos import DrawnQuestion
 from tokenprune_demo.scenes import TINY, Box, _font
 
@@ -85,7 +85,7 @@ def draw_pages(
     if layout not in PAGE_LAYOUTS or min(size) < _LEAST:
         known = ", ".join(PAGE_LAYOUTS)
         raise ValueError(f"layout={layout!r}, size={size}: known are {known}, at least {_LEAST} pixels a side")
-    wanted = {kind: str(rng.choice(options)) for kind, options in document_answers().items()} | dict(answers or {})
+    wanted = {kind: str(rng.choice(options)) for kind, options in get_document_answers().items()} | dict(answers or {})
     drawers = [_letter, _table] if layout == "spread" else [_DRAWERS[layout]]
     pages = [drawers[place](rng, *size) for place in rng.permutation(len(drawers))]
     made, where = DrawnPages([page.image for page in pages], layout), [0] * len(wanted)

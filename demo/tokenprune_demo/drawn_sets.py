@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, document_answers, draw_document
+from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, draw_document, get_document_answers
 from tokenprune_demo.drawn_pages import PAGE_LAYOUTS, PAGE_SIZES, draw_pages
 from tokenprune_demo.drawn_videos import (
     ANSWERS,
@@ -26,14 +26,14 @@ from tokenprune_demo.drawn_videos import (
     TIMED,
     VIDEO_KINDS,
     DrawnQuestion,
-    Place,
+    Region,
     draw_video,
 )
-from tokenprune_demo.drawn_views import CAMERAS, VIEW_KINDS, draw_views, view_answers
+from tokenprune_demo.drawn_views import CAMERAS, VIEW_KINDS, draw_views, get_view_answers
 
 SEED = 20260102
 SETS = ("images", "videos", "small-videos", "views", "documents", "pages")
-MOST = 96  # videos, prompts or documents of a whole set
+MAX_EXAMPLES = 96  # videos, prompts or documents of a whole set
 _MOST_PAGES = 75  # prompts of a whole set of pages
 _GROUPS = {"still": "still ground", "noisy": "noisy ground", "pan": "panning ground", "cut": "with a cut"} | {
     layout: f"{layout}s" for layout in (*LAYOUTS, *PAGE_LAYOUTS)
@@ -56,7 +56,7 @@ class DrawnExample:
     kind: str
     question: str
     answer: str
-    looks: tuple[tuple[Place, ...], ...]
+    looks: tuple[tuple[Region, ...], ...]
     frames: tuple[Image.Image, ...] = ()
     images: tuple[Image.Image, ...] = ()
     labels: tuple[str, ...] = ()
@@ -138,21 +138,21 @@ class DrawnSet:
         return said | {"digest": digest.hexdigest()[:16]}
 
 
-def drawn_set(name: str, limit: int) -> DrawnSet:
+def draw_set(name: str, limit: int) -> DrawnSet:
     """Return one of the `SETS` but "images". limit: how many videos, prompts or documents, each with one question of
     every kind; 0: all."""
-    number = min(limit or MOST, MOST)
+    number = min(limit or MAX_EXAMPLES, MAX_EXAMPLES)
     if name in _VIDEOS:
         return _videos(name, number)
     return {"views": _views, "documents": _documents, "pages": _pages}[name](number)
 
 
-def first_frame(question: DrawnExample) -> DrawnExample:
+def freeze_first_frame(question: DrawnExample) -> DrawnExample:
     """Return the question with a video that stands still at its first frame."""
     return replace(question, frames=question.frames[:1] * len(question.frames))
 
 
-def shuffled(question: DrawnExample) -> DrawnExample:
+def shuffle_frames(question: DrawnExample) -> DrawnExample:
     """Return the question with the frames of its video in another order, the same for all questions of the video."""
     order = np.random.default_rng((SEED, 2, question.number)).permutation(len(question.frames))
     return replace(question, frames=tuple(question.frames[place] for place in order))
@@ -179,11 +179,13 @@ def _videos(name: str, number: int) -> DrawnSet:
     controls = [
         Control(
             "first frame only",
-            [first_frame(one) for one in questions],
+            [freeze_first_frame(one) for one in questions],
             {kind: CHANCE[kind] for kind in VIDEO_KINDS if kind != "still"},
         ),
         Control(
-            "shuffled frames", [shuffled(one) for one in questions], {kind: CHANCE_SHUFFLED[kind] for kind in TIMED}
+            "shuffled frames",
+            [shuffle_frames(one) for one in questions],
+            {kind: CHANCE_SHUFFLED[kind] for kind in TIMED},
         ),
     ]
     # Eight frames are four, or eight, to the decoder: far fewer than blocks are made for.
@@ -192,7 +194,7 @@ def _videos(name: str, number: int) -> DrawnSet:
 
 
 def _views(number: int) -> DrawnSet:
-    decks = _decks(view_answers(), number)
+    decks = _decks(get_view_answers(), number)
     questions = []
     for index in range(number):
         wanted = {kind: deck[index] for kind, deck in decks.items()}
@@ -204,7 +206,7 @@ def _views(number: int) -> DrawnSet:
 
 
 def _documents(number: int) -> DrawnSet:
-    decks = _decks(document_answers(), number)
+    decks = _decks(get_document_answers(), number)
     questions = []
     for index in range(number):
         wanted, layout = {kind: deck[index] for kind, deck in decks.items()}, LAYOUTS[index % len(LAYOUTS)]
@@ -216,7 +218,7 @@ def _documents(number: int) -> DrawnSet:
 
 def _pages(number: int) -> DrawnSet:
     number = min(number, _MOST_PAGES)
-    decks = _decks(document_answers(), number)
+    decks = _decks(get_document_answers(), number)
     questions = []
     for index in range(number):
         wanted, layout = {kind: deck[index] for kind, deck in decks.items()}, PAGE_LAYOUTS[index % len(PAGE_LAYOUTS)]

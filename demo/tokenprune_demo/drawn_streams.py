@@ -55,7 +55,7 @@ class DrawnStream:
 
     def clip(self, number: int) -> np.ndarray:
         """Return the pixels of a clip, uint8 `[8, height, width, 3]`."""
-        return pixels(self.video(number).frames)
+        return stack_frames(self.video(number).frames)
 
 
 def draw_stream(number: int, before: int, size: tuple[int, int] = (112, 112)) -> DrawnStream:
@@ -65,7 +65,7 @@ def draw_stream(number: int, before: int, size: tuple[int, int] = (112, 112)) ->
     return DrawnStream(number, size, before, event)
 
 
-def pixels(frames: list[Image.Image]) -> np.ndarray:
+def stack_frames(frames: list[Image.Image]) -> np.ndarray:
     """Return frames as uint8 `[T, height, width, 3]`."""
     return np.stack([np.asarray(frame) for frame in frames])
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
-from tokenprune_demo.backgrounds import BACKGROUNDS, background
+from tokenprune_demo.backgrounds import BACKGROUNDS, draw_background
 from tokenprune_demo.scenes import LARGE, TINY
 from tokenprune_demo.video_acts import (
     ANSWERS,
@@ -29,7 +29,7 @@ from tokenprune_demo.video_acts import (
     VIDEO_KINDS,
     ActStage,
     DrawnQuestion,
-    Place,
+    Region,
     Thing,
 )
 
@@ -43,10 +43,10 @@ __all__ = [
     "VIDEO_KINDS",
     "DrawnQuestion",
     "DrawnVideo",
-    "Place",
+    "Region",
     "Thing",
     "draw_video",
-    "video_words",
+    "get_video_words",
 ]
 
 GROUNDS = ("still", "noisy", "pan", "cut")
@@ -66,7 +66,7 @@ class DrawnVideo:
         return [question for question in self.questions if question.kind == kind]
 
 
-def video_words() -> list[str]:
+def get_video_words() -> list[str]:
     """Return all words and marks of the questions about videos and their answers, sorted."""
     texts = [text.replace("{}", " ") for text in TEXTS.values()]
     answers = (word for kind, words in ANSWERS.items() if kind != "order" for word in words)
@@ -117,7 +117,7 @@ def _grounds(
     def drawn(larger: tuple[int, int] = (0, 0)) -> Image.Image:
         # A plain ground would hide that it moves.
         kinds = BACKGROUNDS[1:] if ground == "pan" else BACKGROUNDS
-        image = background(rng, kinds[rng.integers(len(kinds))], photos)
+        image = draw_background(rng, kinds[rng.integers(len(kinds))], photos)
         return image.resize((width + larger[0], height + larger[1]), Image.Resampling.BILINEAR)
 
     if ground == "pan":

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
-from tokenprune_demo.backgrounds import BACKGROUNDS, background
-from tokenprune_demo.drawn_videos import DrawnQuestion, Place
+from tokenprune_demo.backgrounds import BACKGROUNDS, draw_background
+from tokenprune_demo.drawn_videos import DrawnQuestion, Region
 from tokenprune_demo.scenes import COLORS, LARGE, Box, _sprite
 
 CAMERAS = ("front", "front left", "front right", "back", "back left", "back right")
 NUMBERS = ("two", "three", "four", "five", "six")
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
-MOST = len(CAMERAS)
+MAX_VIEWS = len(CAMERAS)
 # which: where a thing is; named, numbered: a thing of one view, by its camera or its number; across: of all views.
 VIEW_KINDS = ("which", "named", "numbered", "across")
 _TEXTS = {
@@ -51,7 +51,7 @@ class DrawnViews:
         return [question for question in self.questions if question.kind == kind]
 
 
-def view_answers(views: int = MOST) -> dict[str, tuple[str, ...]]:
+def get_view_answers(views: int = MAX_VIEWS) -> dict[str, tuple[str, ...]]:
     """Return the answers of each kind of question about a number of images; those of a kind are equally likely."""
     return {
         "which": ORDINALS[:views],
@@ -61,10 +61,10 @@ def view_answers(views: int = MOST) -> dict[str, tuple[str, ...]]:
     }
 
 
-def view_words() -> list[str]:
+def get_view_words() -> list[str]:
     """Return all words and marks of the questions about several images, their answers and labels, sorted."""
     texts = [re.sub(r"\{\d?\}", " ", text) for text in (*_TEXTS.values(), *CAMERAS)]
-    answers = (word for words in view_answers().values() for word in words)
+    answers = (word for words in get_view_answers().values() for word in words)
     return sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]", text)} | {*answers, *NUMBERS, *LARGE})
 
 
@@ -83,12 +83,14 @@ def draw_views(
     the answer that its first question shall have, out of `view_answers(views)`; others are drawn evenly.
     Raises ValueError for another size or number.
     """
-    views = int(rng.integers(2, MOST + 1)) if views is None else views
-    if not 2 <= views <= MOST or not all(112 <= side <= 224 for side in size):
-        raise ValueError(f"views={views}, size={size}: 2 to {MOST} images of 112 to 224 pixels a side can be drawn")
+    views = int(rng.integers(2, MAX_VIEWS + 1)) if views is None else views
+    if not 2 <= views <= MAX_VIEWS or not all(112 <= side <= 224 for side in size):
+        raise ValueError(
+            f"views={views}, size={size}: 2 to {MAX_VIEWS} images of 112 to 224 pixels a side can be drawn"
+        )
     named = bool(rng.random() < 0.5) if named is None else named
-    wanted = {kind: _pick(rng, options) for kind, options in view_answers(views).items()} | dict(answers or {})
-    images = [background(rng, _pick(rng, BACKGROUNDS), photos) for _ in range(views)]
+    wanted = {kind: _pick(rng, options) for kind, options in get_view_answers(views).items()} | dict(answers or {})
+    images = [draw_background(rng, _pick(rng, BACKGROUNDS), photos) for _ in range(views)]
     images = [image.resize(size, Image.Resampling.BILINEAR) for image in images]
     everywhere, some, single, other = (str(shape) for shape in rng.permutation(LARGE)[:4])
 
@@ -108,10 +110,10 @@ def draw_views(
         for (shape, color), cell in zip(here.items(), rng.permutation(9), strict=False):
             boxes[shape, view] = _draw(rng, image, shape, color, divmod(int(cell), 3))
 
-    cameras = tuple(CAMERAS[place] for place in sorted(rng.choice(MOST, views, replace=False))) if named else ()
+    cameras = tuple(CAMERAS[place] for place in sorted(rng.choice(MAX_VIEWS, views, replace=False))) if named else ()
     drawn = DrawnViews(images, cameras)
 
-    def ask(kind: str, answer: str, places: list[Place], *words: str) -> None:
+    def ask(kind: str, answer: str, places: list[Region], *words: str) -> None:
         looks = tuple((place,) for place in places)
         drawn.questions.append(DrawnQuestion(kind, _TEXTS[kind].format(*words), answer, looks))
 

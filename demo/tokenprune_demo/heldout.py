@@ -29,7 +29,7 @@ def _open(path: Path) -> Image.Image:
         return image.convert("RGB")
 
 
-def heldout_of(model: str | None) -> Path:
+def get_heldout_folder(model: str | None) -> Path:
     """Return the folder of the set that belongs to a model, by its name; None: the default model."""
     return {"demo_qwen": NATIVE, "demo_video": NATIVE, "demo_smol": SMOL}.get(model or "", FOLDER)
 

@@ -30,7 +30,7 @@ __all__ = [
     "Item",
     "Scene",
     "SceneQuestion",
-    "ask",
+    "build_questions",
     "draw_scene",
     "load_photos",
 ]
@@ -241,11 +241,11 @@ def draw_scene(rng: np.random.Generator, photos: tuple[Image.Image, ...] = (), t
         for _ in range(n):
             canvas.shape(what, color(), int(rng.integers(6, 9)))
     scene = Scene(canvas.image, where, canvas.items, canvas.owner)
-    scene.questions = ask(scene)
+    scene.questions = build_questions(scene)
     return scene
 
 
-def ask(scene: Scene) -> list[SceneQuestion]:
+def build_questions(scene: Scene) -> list[SceneQuestion]:
     """Every question that has one clear answer in this scene."""
     groups: dict[str, list[Item]] = {}
     for item in scene.items:

@@ -38,7 +38,7 @@ TEXTS = {
     "change": "what color was the {} at the end?",
 }
 _SLIVER = 6  # a part of a thing at the edge that is narrower than this many pixels is no evidence
-Place = tuple[int, Box]  # number of a frame or image, and a box (left, top, right, bottom, in pixels) in it
+Region = tuple[int, Box]  # number of a frame or image, and a box (left, top, right, bottom, in pixels) in it
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class DrawnQuestion:
     kind: str
     text: str
     answer: str
-    looks: tuple[tuple[Place, ...], ...]
+    looks: tuple[tuple[Region, ...], ...]
 
     @property
-    def boxes(self) -> tuple[Place, ...]:
+    def boxes(self) -> tuple[Region, ...]:
         """All places that hold evidence."""
         return tuple(place for look in self.looks for place in look)
 
@@ -72,11 +72,11 @@ class Thing:
     values: tuple[str | None, ...]
     boxes: tuple[tuple[Box, ...], ...]
 
-    def looks(self, frames: Sequence[int]) -> tuple[tuple[Place, ...], ...]:
+    def looks(self, frames: Sequence[int]) -> tuple[tuple[Region, ...], ...]:
         """Return one look for each of these frames."""
         return tuple(tuple((frame, box) for box in self.boxes[frame]) for frame in frames)
 
-    def look(self, frames: Sequence[int]) -> tuple[tuple[Place, ...], ...]:
+    def look(self, frames: Sequence[int]) -> tuple[tuple[Region, ...], ...]:
         """Return a single look at any of these frames."""
         return (tuple(place for look in self.looks(frames) for place in look),)
 
@@ -181,7 +181,7 @@ class ActStage:
             last = max((frame + 1 for frame in range(FRAMES) if values[frame] != answer), default=0)
             self._ask("change", answer, thing.look(range(last, FRAMES)), thing.what)
 
-    def _ask(self, kind: str, answer: str, looks: tuple[tuple[Place, ...], ...], *names: str) -> None:
+    def _ask(self, kind: str, answer: str, looks: tuple[tuple[Region, ...], ...], *names: str) -> None:
         self.questions.append(DrawnQuestion(kind, TEXTS[kind].format(*names), answer, looks))
 
     def _color(self) -> str:

@@ -50,7 +50,7 @@ class Handlers:
             return title(str(error))
         from tokenprune.models.model_config import known_images
 
-        known = f", which {known_images(subject.name)}" if subject.limits() else ""
+        known = f", which {known_images(subject.name)}" if subject.describe_limits() else ""
         return title(f"`{subject.name}`{known}.")
 
     def loaded(

@@ -126,7 +126,7 @@ def fit_fitprune(
     if not found:
         raise TokenPruneError("nothing to fit: no sample had an image")
     rows = [
-        torch.tensor([left_over(one, step / _STEPS) for one in found], dtype=torch.float64, device="cpu")
+        torch.tensor([compute_kept_shares(one, step / _STEPS) for one in found], dtype=torch.float64, device="cpu")
         .mean(0)
         .float()
         for step in range(_STEPS + 1)
@@ -137,7 +137,7 @@ def fit_fitprune(
     return recipe
 
 
-def left_over(attention: Sequence[Tensor], loss: float) -> list[float]:
+def compute_kept_shares(attention: Sequence[Tensor], loss: float) -> list[float]:
     """Return which share of an image's n tokens each layer sees if each may lose `loss` of the attention to them.
 
     attention: of each layer but the last, float64 `[2, n]`, by the image and by the text.

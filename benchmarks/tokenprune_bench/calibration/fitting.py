@@ -53,8 +53,8 @@ class Fitter:
     """
 
     def __init__(self, name: str, options: Mapping[str, str | bool]) -> None:
-        if name not in fittable():
-            raise OptionError(f"{name!r} is no method that is fitted: use one of {', '.join(fittable())}")
+        if name not in list_fittable():
+            raise OptionError(f"{name!r} is no method that is fitted: use one of {', '.join(list_fittable())}")
         self.name, self.cls = name, method_class(name)
         self.options = {option: self._value(option, value) for option, value in options.items()}
 
@@ -83,7 +83,9 @@ class Fitter:
     def _value(self, option: str, text: str | bool) -> Any:
         known = fit_options(self.name)
         if option not in known:
-            raise OptionError(f"fitting {self.name} has no option {option!r}: its options are {listed(self.name)}")
+            raise OptionError(
+                f"fitting {self.name} has no option {option!r}: its options are {format_fit_options(self.name)}"
+            )
         hint, _ = known[option]
         value = text if isinstance(text, bool) else value_of(text, hint)
         if not fits(value, hint) and isinstance(text, str) and "," in text:
@@ -93,7 +95,7 @@ class Fitter:
         return value
 
 
-def fittable() -> list[str]:
+def list_fittable() -> list[str]:
     """Return the names of the methods that have a `fit`, sorted."""
     return [name for name in available_methods() if method_class(name).fit is not None]
 
@@ -102,7 +104,7 @@ def fit_options(name: str) -> dict[str, tuple[Any, Any]]:
     """Return the type and the default of each option of a method's `fit`: its keyword arguments."""
     own = method_class(name).fit
     if own is None:
-        raise OptionError(f"{name!r} is no method that is fitted: use one of {', '.join(fittable())}")
+        raise OptionError(f"{name!r} is no method that is fitted: use one of {', '.join(list_fittable())}")
     fit = inspect.unwrap(own)
     found = {
         one.name: one
@@ -115,7 +117,7 @@ def fit_options(name: str) -> dict[str, tuple[Any, Any]]:
     return {option: (hints.get(option, Any), one.default) for option, one in found.items()}
 
 
-def listed(name: str) -> str:
+def format_fit_options(name: str) -> str:
     """Return the options of a method's `fit` with their defaults, as a command line has them."""
     options = [f"--{option.replace('_', '-')} {default}" for option, (_, default) in fit_options(name).items()]
     return ", ".join(options) or "(none)"

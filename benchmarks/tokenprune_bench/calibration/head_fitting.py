@@ -16,7 +16,7 @@ from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.methods.pre_llm.hawk import Hawk, HeadWeights
 from tokenprune.models.fingerprint import fingerprint
-from tokenprune_bench.calibration.rate_fitting import Forced, ended, greedy
+from tokenprune_bench.calibration.rate_fitting import ForcedTokens, build_greedy_options, mark_ended
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def fit_hawk(
     decoder = adapter_for(model).decoder
     Hawk().check_model(decoder)
     attention = decoder.layers[0].self_attn
-    heads, options = attention.q_proj.out_features // attention.head_dim, greedy(max_new_tokens)
+    heads, options = attention.q_proj.out_features // attention.head_dim, build_greedy_options(max_new_tokens)
     drops: list[Tensor] = []
     for done, sample in enumerate(samples, 1):
         full = model.generate(**sample, **options)
@@ -52,7 +52,7 @@ def fit_hawk(
         without = []
         for head in range(heads):
             with _without(decoder, head):
-                forced = model.generate(**sample, **options, logits_processor=[Forced(answer)])
+                forced = model.generate(**sample, **options, logits_processor=[ForcedTokens(answer)])
             without.append(_likelihood(forced.logits, answer, model.generation_config.eos_token_id))
         drops.append((base - torch.stack(without, 1)).cpu())
         if progress is not None:
@@ -72,7 +72,7 @@ def fit_hawk(
 def _likelihood(logits: tuple[Tensor, ...], answer: Tensor, eos: int | list[int] | None) -> Tensor:
     """float64 `[B]`: the log-likelihood of each row's answer, long `[B, T]`, with its end. logits: T of `[B, V]`."""
     likely = torch.stack(logits, 1).double().log_softmax(-1).gather(2, answer.unsqueeze(2)).squeeze(2)
-    over = torch.nn.functional.pad(ended(answer, eos), (1, 0), value=False)
+    over = torch.nn.functional.pad(mark_ended(answer, eos), (1, 0), value=False)
     return likely.masked_fill(over, 0).sum(1)
 
 

@@ -116,5 +116,5 @@ def read_image(path: Path) -> Image.Image:
     """Return the image in a file; raises TokenPruneError for what is none."""
     try:
         return media.read_image(media.Source(str(path), 0, lambda: path))
-    except media.BadRow as error:
+    except media.RowError as error:
         raise TokenPruneError(f"{error}; repair it or take it away") from error

@@ -37,7 +37,7 @@ class Calibrator(EncoderMethod):
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what merges the schedule's number of tokens in each block, and notes the threshold."""
-        counts = merges_per_block(tower, tower.left(budget), self.schedule)
+        counts = count_merges(tower, tower.left(budget), self.schedule)
         return [partial(self._match, i, r, tower.protected) if r else None for i, r in enumerate(counts)]
 
     def thresholds(self, blocks: int) -> Tensor:
@@ -60,7 +60,7 @@ class Calibrator(EncoderMethod):
         return ragged_merge(best, partner, shares.tolist(), protected, counts)
 
 
-def merges_per_block(tower: Tower, left: int, schedule: str) -> list[int]:
+def count_merges(tower: Tower, left: int, schedule: str) -> list[int]:
     """Return how many tokens each block merges so that `left` patches of an image are left.
 
     schedule: "constant" (what is over goes to the first blocks), "linear" (falling to 0) or "reverse_linear". What a

@@ -109,7 +109,7 @@ def _label(
     model: Any, sample: dict[str, Any], methods: list[DyRate], keep: float, tokens: int, divergence: float
 ) -> tuple[Tensor, Tensor]:
     """Return the masses (float32 `[n, H, 4]`) and the labels (long `[n]`) of the decode steps of one sample."""
-    options = greedy(tokens)
+    options = build_greedy_options(tokens)
     none = torch.zeros(0, dtype=torch.long, device="cpu")
     full = model.generate(**sample, **options)
     if len(full.logits) < 2:
@@ -120,7 +120,7 @@ def _label(
     state: DecodeState | None = None
     for number, method in enumerate(methods):
         with patched(model, method, keep=keep, guard="off"):
-            forced = model.generate(**sample, **options, logits_processor=[Forced(answer)])
+            forced = model.generate(**sample, **options, logits_processor=[ForcedTokens(answer)])
         reduction = reduction_of(getattr(forced, compat.CACHE))
         if reduction is None or not isinstance(reduction.decode, DecodeState):
             return none, none  # no image, or one so small that `keep` keeps all of it
@@ -131,17 +131,17 @@ def _label(
     assert state is not None  # there is a method for each rate
     # The layers that are observed keep every token: the masses are the same under each rate.
     rows = (state.start < state.visual).to(labels.device)
-    used = rows[:, None] & ~ended(answer, model.generation_config.eos_token_id)
+    used = rows[:, None] & ~mark_ended(answer, model.generation_config.eos_token_id)
     return state.masses[:, 1:][used.to(state.masses.device)].cpu(), labels[used].cpu()
 
 
-def greedy(tokens: int) -> dict[str, Any]:
+def build_greedy_options(tokens: int) -> dict[str, Any]:
     """Return the arguments of `generate` for an answer of up to so many tokens, with the logits of each."""
     fixed = {"do_sample": False, "num_beams": 1, "output_logits": True, "return_dict_in_generate": True}
     return {"max_new_tokens": tokens, **fixed}
 
 
-def ended(answer: Tensor, eos: int | list[int] | None) -> Tensor:
+def mark_ended(answer: Tensor, eos: int | list[int] | None) -> Tensor:
     """bool `[B, T - 1]`: at which decode steps a row of `[B, T]` tokens has ended already."""
     ends = torch.tensor([eos] if isinstance(eos, int) else eos or [], dtype=torch.long, device=answer.device)
     return torch.isin(answer, ends).cumsum(1)[:, :-1] > 0
@@ -165,7 +165,7 @@ def _regress(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     return weight.detach(), bias.detach()
 
 
-class Forced(LogitsProcessor):
+class ForcedTokens(LogitsProcessor):
     """Make `generate` write given tokens `[B, T]`."""
 
     def __init__(self, tokens: Tensor) -> None:

@@ -19,7 +19,7 @@ from tokenprune.integrations.shared import checks
 from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune_bench.calibration.images import ImageFiles, PackedPixels, Pixels
 from tokenprune_bench.calibration.merge import SCHEDULES, Calibrator
-from tokenprune_bench.calibration.state import State
+from tokenprune_bench.calibration.state import CalibrationState
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.towers.base import TowerPart
@@ -74,7 +74,7 @@ def calibrate(
     assert tower.module is not None  # engines give it
     source, pixels = ImageFiles(images), _pixels(parts[0], model, processor)
     settings = {"keeps": keeps, "schedule": schedule, "batch_size": batch_size}
-    state = State.start(out, source, tower, settings, resume)
+    state = CalibrationState.start(out, source, tower, settings, resume)
 
     training = model.training
     model.eval()

@@ -23,7 +23,7 @@ _ENTRY = "tokenprune_calibration"
 
 
 @dataclass
-class State:
+class CalibrationState:
     """sums: of the thresholds, float64 `[keeps, blocks]`, over `batches` batches of together `images` images.
 
     path: where this is kept, None for nowhere. same: what must be the same for a calibration to go on.
@@ -38,7 +38,7 @@ class State:
     @staticmethod
     def start(
         out: str | Path | None, images: ImageFiles, tower: Tower, settings: dict[str, Any], resume: bool
-    ) -> State:
+    ) -> CalibrationState:
         """Return where an earlier run stopped, or the beginning; raises OptionError if that was another calibration."""
         same = settings | {"files": images.digest, "model": vars(tower.fingerprint)}
         path = None
@@ -46,7 +46,9 @@ class State:
             out = Path(out)
             check_output(out)
             path = out.with_name(f"{out.name}.partial") if images.digest else None
-        state = State(torch.zeros(len(settings["keeps"]), tower.blocks, dtype=torch.float64, device="cpu"), path, same)
+        state = CalibrationState(
+            torch.zeros(len(settings["keeps"]), tower.blocks, dtype=torch.float64, device="cpu"), path, same
+        )
         if resume and path is not None and path.exists():
             state._load()
         return state

@@ -73,13 +73,13 @@ def load_model(
     import torch
     from transformers.utils import logging
 
-    from tokenprune_bench.profiling.model import load
+    from tokenprune_bench.profiling.model import load_model
 
     if threads is not None:
         torch.set_num_threads(threads)
     if model is None:
         logging.disable_progress_bar()
-    return load(model, device=device, dtype=dtype, suffix=suffix)
+    return load_model(model, device=device, dtype=dtype, suffix=suffix)
 
 
 def print_skipped(data: Any) -> None:
@@ -96,7 +96,7 @@ def print_notes(data: Any) -> None:
 
 def print_limits(subject: Any) -> None:
     """Say of a shipped model that it knows nothing of a user's questions."""
-    if said := getattr(subject, "limits", str)():
+    if said := getattr(subject, "describe_limits", str)():
         say(f"warning: {said}", error=True)
 
 

@@ -14,7 +14,7 @@ from tokenprune.cli.completion import complete_models, complete_of
 from tokenprune.models.model_config import SHIPPED
 from tokenprune.models.torch_import import defer_torch
 from tokenprune.selection.files import check_output
-from tokenprune_bench.recommend.advice import advice
+from tokenprune_bench.recommend.advice import load_advice
 
 
 def recommend(
@@ -28,7 +28,7 @@ def recommend(
     task: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(advice())} (docs/guide/which-method.md).", autocompletion=complete_of(*advice())
+            help=f"{', '.join(load_advice())} (docs/guide/which-method.md).", autocompletion=complete_of(*load_advice())
         ),
     ] = "general",
     out: Annotated[Path | None, typer.Option(help="Write the setting, for patch(model, config=...) and vLLM.")] = None,

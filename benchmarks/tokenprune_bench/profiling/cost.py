@@ -16,16 +16,16 @@ from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.two_pass import escalate
 
 
-def spent(subject: Model, inputs: dict[str, Any], kv_bytes: int | None = None) -> Stats:
+def get_batch_cost(subject: Model, inputs: dict[str, Any], kv_bytes: int | None = None) -> Stats:
     """Return what the batch that just ran spent. kv_bytes: what its cache held after prefill, if the model was not
     patched."""
     if kv_bytes is None:
         return stats(subject.model) if subject.visual_tokens(inputs) else Stats()
     rows, length = inputs["input_ids"].shape
-    return unpatched(subject.shape, rows, length, subject.visual_tokens(inputs), kv_bytes)
+    return compute_unpatched_cost(subject.shape, rows, length, subject.visual_tokens(inputs), kv_bytes)
 
 
-def unpatched(shape: DecoderShape, rows: int, length: int, visual: int, kv_bytes: int) -> Stats:
+def compute_unpatched_cost(shape: DecoderShape, rows: int, length: int, visual: int, kv_bytes: int) -> Stats:
     """Return what a model without a patch spends on `rows` prompts of `length` slots with `visual` visual tokens in
     all. kv_bytes: what its cache holds after prefill."""
     flops = rows * shape.prefill_flops([length] * shape.layers)
@@ -40,7 +40,7 @@ def unpatched(shape: DecoderShape, rows: int, length: int, visual: int, kv_bytes
     )
 
 
-def closed_forms(subject: Model) -> CostModel:
+def build_cost_model(subject: Model) -> CostModel:
     """Return those of a model; without a tower where that of its family is not known."""
     try:
         return CostModel(subject.shape, TowerShape.from_config(subject.model.config))
@@ -48,15 +48,15 @@ def closed_forms(subject: Model) -> CostModel:
         return CostModel(subject.shape)
 
 
-def load_of(subject: Model, inputs: dict[str, Any]) -> Load:
+def build_load(subject: Model, inputs: dict[str, Any]) -> Load:
     """Return the load of a prompt, unpatched; without views where the family's tower is not known."""
     visual = subject.visual_tokens(inputs)
-    if closed_forms(subject).tower is None:
+    if build_cost_model(subject).tower is None:
         return Load((), visual, inputs["input_ids"].numel() - visual)
     return Load.of_inputs(subject.model.config, inputs, visual)
 
 
-def escalated(subject: Model, batch: list[Any], keep: float | int) -> tuple[list[str], dict[str, Any]]:
+def answer_with_escalation(subject: Model, batch: list[Any], keep: float | int) -> tuple[list[str], dict[str, Any]]:
     """Answer one question by `two_pass.escalate` with its own defaults, and return the answer and what it cost.
 
     Both passes count as paid where there were two: their visual tokens and FLOPs (closed form) are added. The cache is
@@ -87,7 +87,7 @@ def escalated(subject: Model, batch: list[Any], keep: float | int) -> tuple[list
     return [made.text], cost.sums()
 
 
-def record(cost: Stats, whole: Stats) -> dict[str, Any]:
+def build_cost_record(cost: Stats, whole: Stats) -> dict[str, Any]:
     """Return fields of `Stats` as plain values, with all ratios taken against the unpatched model on the same
     questions, which spent `whole`: a method that acts on pixels does not know what it saved."""
     plain = cost.sums() | {"visual_tokens_in": whole.visual_tokens_in, "kv_bytes_full": whole.kv_bytes}
@@ -98,13 +98,13 @@ def record(cost: Stats, whole: Stats) -> dict[str, Any]:
     return plain
 
 
-class Prefill:
+class CacheMeter:
     """Reads from the cache itself how many bytes the last prefill left in it."""
 
     def __init__(self, subject: Model) -> None:
         self.decoder, self.kv_bytes = subject.adapter.decoder, 0
 
-    def __enter__(self) -> Prefill:
+    def __enter__(self) -> CacheMeter:
         self._handle = self.decoder.register_forward_hook(self._look, with_kwargs=True)
         return self
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 
-def machine_load() -> float | None:
+def get_machine_load() -> float | None:
     """Return the load of this machine over the last minute, None where it is not known."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
@@ -16,7 +16,7 @@ def is_busy(load: float | None, cores: int | None) -> bool:
     return (load or 0) > 1.25 * (cores or 1)
 
 
-def busy_note(load: float | None, cores: int | None = os.cpu_count()) -> str | None:
+def format_busy_note(load: float | None, cores: int | None = os.cpu_count()) -> str | None:
     """Return what to say beside times that were taken at a load; None where the machine was free."""
     if not is_busy(load, cores):
         return None

@@ -25,7 +25,7 @@ _UNKNOWN = "no format that Pillow knows"
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|data:", re.IGNORECASE)
 
 
-class BadRow(Exception):
+class RowError(Exception):
     """Why one row cannot be asked."""
 
 
@@ -38,7 +38,7 @@ class Source:
     read: Callable[[], Path | bytes]
 
 
-def source_of(value: Any, folder: Path) -> Source:
+def find_source(value: Any, folder: Path) -> Source:
     """Return where an image or video of a row is: a path, seen from `folder`, or a dict of the `datasets` library with
     bytes or a path. Raises BadRow for anything else, and for a file that is not there."""
     if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
@@ -47,18 +47,18 @@ def source_of(value: Any, folder: Path) -> Source:
     if isinstance(value, dict) and isinstance(value.get("path"), str):
         value = value["path"]
     if not isinstance(value, str) or not value:
-        raise BadRow(f"{short(value)} names no file")
+        raise RowError(f"{shorten(value)} names no file")
     if _ADDRESS.match(value):
-        raise BadRow(f"{short(value)} is an address: download it first, and name the file")
+        raise RowError(f"{shorten(value)} is an address: download it first, and name the file")
     path = folder / value
     try:
         return Source(path.name, path.stat().st_size, lambda: path)
     except (OSError, ValueError) as error:  # a NUL in a name is a ValueError
         hint = ' (write "/" in the place of "\\")' if "\\" in value and path.as_posix() == str(path) else ""
-        raise BadRow(f"cannot read {short(str(path))}: {_reason(error)}{hint}") from error
+        raise RowError(f"cannot read {shorten(str(path))}: {_reason(error)}{hint}") from error
 
 
-def short(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Return a text that can be printed, or else what Python writes for a value, cut to what fits into a message."""
     text = value if isinstance(value, str) and value and value.isprintable() else repr(value)
     return text if len(text) <= 200 else f"{text[:150]}... ({len(text)} letters)"
@@ -71,7 +71,7 @@ def read_image(source: Source) -> Image.Image:
         return _rgb(image)
 
 
-def image_size(source: Source) -> tuple[int, int]:
+def get_image_size(source: Source) -> tuple[int, int]:
     """Return width and height of an image, without decoding it; raises BadRow."""
     found = source.read()
     with _reading(source.name, "image"), Image.open(_opened(found)) as image:
@@ -100,7 +100,7 @@ def check_sizes(frames: Sequence[Image.Image]) -> None:
     sizes = list(dict.fromkeys(frame.size for frame in frames))
     if len(sizes) > 1:
         (a, b), (c, d) = sizes[:2]
-        raise BadRow(f"its frames have several sizes, such as {a} x {b} and {c} x {d}: make them one size")
+        raise RowError(f"its frames have several sizes, such as {a} x {b} and {c} x {d}: make them one size")
 
 
 def read_frames(paths: Sequence[Path], most: int) -> list[Image.Image]:
@@ -115,7 +115,7 @@ def read_frames(paths: Sequence[Path], most: int) -> list[Image.Image]:
             with _reading(str(files[0]), "image or video"):
                 return _frames(files[0], most)
         return [_first(files[index]) for index in _evenly(len(files), most)]
-    except BadRow as error:
+    except RowError as error:
         raise TokenPruneError(str(error)) from error
 
 
@@ -127,7 +127,7 @@ def _frames(found: Path | bytes, most: int) -> list[Image.Image]:
         with Image.open(_opened(found)) as image:
             # Pillow tells an MPEG stream from other files, but cannot decode it.
             if image.format != "MPEG":
-                return [_at(image, index) for index in _evenly(getattr(image, "n_frames", 1), most)]
+                return [_read_frame(image, index) for index in _evenly(getattr(image, "n_frames", 1), most)]
     except UnidentifiedImageError:
         pass
     return _decoded(found, most)
@@ -137,13 +137,13 @@ def _decoded(found: Path | bytes, most: int) -> list[Image.Image]:
     try:
         import av
     except ImportError as error:
-        raise BadRow(f"{_UNKNOWN}; if it is a video, pip install av (PyAV), or give a GIF or its frames") from error
+        raise RowError(f"{_UNKNOWN}; if it is a video, pip install av (PyAV), or give a GIF or its frames") from error
     with _video(av, found) as video:
         stream = video.streams.video[0]
         # Not all containers say how many frames they hold.
         count = sum(packet.size > 0 for packet in video.demux(stream))
         if count < stream.frames:
-            raise BadRow(f"it is cut off, {count} of {stream.frames} frames are there")
+            raise RowError(f"it is cut off, {count} of {stream.frames} frames are there")
     while count:
         wanted, seen = _evenly(count, most), 0
         frames: list[Image.Image] = []
@@ -155,7 +155,7 @@ def _decoded(found: Path | bytes, most: int) -> list[Image.Image]:
                 if len(frames) == len(wanted):
                     return frames
         count = seen  # not every packet is a frame: choose again
-    raise BadRow("it has no frames")
+    raise RowError("it has no frames")
 
 
 def _video(av: Any, found: Path | bytes) -> Any:
@@ -163,7 +163,7 @@ def _video(av: Any, found: Path | bytes) -> Any:
     if video.streams.video:
         return video
     video.close()
-    raise BadRow("it has no images, or is cut off")
+    raise RowError("it has no images, or is cut off")
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -176,7 +176,7 @@ def _inside(folder: Path) -> list[Path]:
         if file.suffix.lower() in known and not file.name.startswith(".") and file.is_file()
     ]
     if not files:
-        raise BadRow(f"there are no images in {folder}")
+        raise RowError(f"there are no images in {folder}")
     return sorted(files, key=_numbered)
 
 
@@ -190,7 +190,7 @@ def _first(file: Path) -> Image.Image:
     return read_image(Source(file.name, 0, lambda: file))
 
 
-def _at(image: Image.Image, index: int) -> Image.Image:
+def _read_frame(image: Image.Image, index: int) -> Image.Image:
     image.seek(index)
     return _rgb(image)
 
@@ -200,15 +200,15 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
-        raise BadRow("its pixels have 32 bits: save it with 8 or 16")
+        raise RowError("its pixels have 32 bits: save it with 8 or 16")
     return image.convert("RGB")
 
 
 def _opened(found: Path | bytes) -> Path | io.BytesIO:
     if isinstance(found, Path) and found.is_dir():
-        raise BadRow("it is a folder: name a file in it")
+        raise RowError("it is a folder: name a file in it")
     if not (len(found) if isinstance(found, bytes) else found.stat().st_size):
-        raise BadRow("the file is empty")
+        raise RowError("the file is empty")
     return io.BytesIO(found) if isinstance(found, bytes) else found
 
 
@@ -224,7 +224,7 @@ def _reading(name: str, kind: str) -> Iterator[None]:
         yield
     except Exception as error:
         article = "an" if kind.startswith("image") else "a"
-        raise BadRow(f"cannot read {short(name)} as {article} {kind}: {_reason(error)}") from error
+        raise RowError(f"cannot read {shorten(name)} as {article} {kind}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

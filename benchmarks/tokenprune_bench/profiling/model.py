@@ -31,7 +31,7 @@ from tokenprune.models.model_config import (
     shipped_folder,
 )
 from tokenprune_bench.errors import DataError
-from tokenprune_bench.profiling.media import BadRow, check_sizes
+from tokenprune_bench.profiling.media import RowError, check_sizes
 
 # Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
 SHORT = "\nAnswer the question using a single word or phrase."
@@ -54,7 +54,7 @@ class Model:
     heldout: Path | None = None
     metric: str = "exact"
 
-    def limits(self, files: Iterable[Path] = ()) -> str:
+    def describe_limits(self, files: Iterable[Path] = ()) -> str:
         """Return what has to be known of a shipped model's answers about images of others; "" of another model, and
         where all files are of its own held-out set."""
         files = [file.resolve() for file in files]
@@ -94,7 +94,7 @@ class Model:
         frames of several sizes, and for what the model's processor refuses."""
         try:
             check_sizes(frames)
-        except BadRow as error:
+        except RowError as error:
             raise DataError(f"{question!r} is about a video, and {error}") from error
         video = np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
         return self._asked([[{"type": "video", "video": video}]], [question], do_sample_frames=False)
@@ -170,7 +170,7 @@ def demo_model(name: str = "demo_vlm", *, device: str | None = None) -> tuple[An
     """
     if name not in SHIPPED:
         raise OptionError(f"no model {name!r} ships with tokenprune-demo: take one of {', '.join(SHIPPED)}")
-    subject = load(name, device=device)
+    subject = load_model(name, device=device)
     return subject.model, subject.processor
 
 
@@ -183,7 +183,7 @@ def _shown(images: Sequence[Any], labels: Sequence[str]) -> list[dict[str, Any]]
     return [part for pair in zip(texts, parts, strict=True) for part in pair]
 
 
-def load(
+def load_model(
     model: str | None = None, *, device: str | None = None, dtype: str = "auto", suffix: str | None = None
 ) -> Model:
     """Load a shipped model ("demo_vlm", the default, or another of `SHIPPED`), or a local directory or hub id.
@@ -220,7 +220,7 @@ def load(
         # Of the file that ships: a checkpoint put together from it differs between processors in its last bits.
         (file,) = (shipped_folder(name) or shipped).glob("*.safetensors")
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        heldout = require("tokenprune_demo.heldout", "held-out questions").heldout_of(name)
+        heldout = require("tokenprune_demo.heldout", "held-out questions").get_heldout_folder(name)
         subject = Model(loaded, processor, f"{name} (shipped)", suffix or "", weights=digest, heldout=heldout)
         if (longest := sentence_tokens(name)) is not None:
             subject.max_new_tokens, subject.metric = longest, "ending"

@@ -39,7 +39,7 @@ def patched_by(
     if setting is None:
         return nullcontext()
     more: dict[str, Any] = {"record": record}
-    for method in methods_in(setting):
+    for method in get_methods(setting):
         if not videos and (method.site is Site.ATTENTION or "frames" in method.needs):
             raise UnsupportedSetupError(
                 f"{method.name} acts on videos, and here the model sees images only: it would leave them as they are"
@@ -49,16 +49,16 @@ def patched_by(
     return api.patched(subject.model, config=setting, guard="off", **more)
 
 
-def methods_in(setting: Setting | None) -> list[Method]:
+def get_methods(setting: Setting | None) -> list[Method]:
     """Return the methods of a setting, in their order."""
-    return [] if setting is None or escalates(setting) else setting.methods
+    return [] if setting is None or is_escalation(setting) else setting.methods
 
 
-def escalating(keep: float | int) -> Setting:
+def build_escalation(keep: float | int) -> Setting:
     """Return the setting that asks twice; it is for benchmarks, and no patch."""
     return Setting((ESCALATE,), ({},), keep)
 
 
-def escalates(setting: Setting | None) -> bool:
+def is_escalation(setting: Setting | None) -> bool:
     """Return True for a setting that asks twice (`tokenprune_bench.two_pass.escalate`), which is no patch."""
     return setting is not None and setting.name == ESCALATE

@@ -22,16 +22,16 @@ from tokenprune import api
 from tokenprune.errors import OptionError
 from tokenprune.settings import Setting
 from tokenprune.settings.cost import CostModel, Load
-from tokenprune_bench.profiling.cost import Prefill, closed_forms, load_of, spent
-from tokenprune_bench.profiling.machine_load import machine_load
+from tokenprune_bench.profiling.cost import CacheMeter, build_cost_model, build_load, get_batch_cost
+from tokenprune_bench.profiling.machine_load import get_machine_load
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import patched_by
 from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
-from tokenprune_bench.profiling.timing import NEW_TOKENS, quantiles, run_once
+from tokenprune_bench.profiling.timing import NEW_TOKENS, compute_quantiles, run_once
 
 
 @dataclass
-class Side:
+class SideProfile:
     """One of the two that were timed. runs: milliseconds of each stage, run by run. answer: in words. visual: tokens
     that enter the decoder, those in its last layer, and their average over the layers. kv_bytes: of the cache after
     prefill."""
@@ -49,7 +49,7 @@ class Side:
         return statistics.median(run[stage] for run in self.runs)
 
     @property
-    def middle(self) -> dict[str, float]:
+    def median_run(self) -> dict[str, float]:
         """The run whose time to the first token is the median; of an even number of runs the faster of the two in the
         middle. Its stages add up to its time to the first token, which medians of single stages do not."""
         ranked = sorted(zip(self.first_token(), range(len(self.runs)), strict=True))
@@ -66,8 +66,8 @@ class Profile:
     """
 
     setting: Setting | None
-    before: Side
-    after: Side | None
+    before: SideProfile
+    after: SideProfile | None
     model: CostModel
     load: Load
     environment: dict[str, Any]
@@ -75,7 +75,7 @@ class Profile:
     images: int = 1
 
     @property
-    def visual_of_an_image(self) -> float:
+    def visual_tokens_per_image(self) -> float:
         """Visual tokens of an image, unpatched; of several images the mean."""
         return self.load.visual / self.images
 
@@ -92,7 +92,7 @@ class Profile:
         pairs = [(one, other) for one, other in pairs if one > 0 and other > 0]
         return statistics.median(one / other for one, other in pairs) if pairs else None
 
-    def predicted(self) -> float | None:
+    def predict_speedup(self) -> float | None:
         """Return the ratio of prefill FLOPs, before / after, that the closed forms say; None without a setting, or a
         tower that is known."""
         if self.setting is None or self.after is None or self.model.tower is None:
@@ -103,11 +103,11 @@ class Profile:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain values."""
 
-        def record(side: Side) -> dict[str, Any]:
-            stages = {stage: quantiles([run[stage] for run in side.runs]) for stage in STAGES}
+        def record(side: SideProfile) -> dict[str, Any]:
+            stages = {stage: compute_quantiles([run[stage] for run in side.runs]) for stage in STAGES}
             return {
                 "stages_ms": stages,
-                "first_token_ms": quantiles(side.first_token()),
+                "first_token_ms": compute_quantiles(side.first_token()),
                 "runs": side.runs,
                 "answer": side.answer,
                 "visual_tokens_in": side.visual[0],
@@ -124,7 +124,7 @@ class Profile:
             "before": record(self.before),
             "after": None if self.after is None else record(self.after),
             "speedup": self.ratio(),
-            "speedup_by_flops": self.predicted(),
+            "speedup_by_flops": self.predict_speedup(),
             "flops": {"tower": cost.tower if self.model.tower else None, "decoder": cost.decoder},
             "prompt": {"views": list(self.load.views), "visual": self.load.visual, "text": self.load.text},
         }
@@ -154,17 +154,17 @@ def profile_call(
     def ask() -> dict[str, Any]:
         return subject.inputs([list(images)], [question])
 
-    before, after = Side(), None if setting is None else Side()
+    before, after = SideProfile(), None if setting is None else SideProfile()
     inputs = ask()
-    model, load = closed_forms(subject), load_of(subject, inputs)
-    with Prefill(subject) as prefill:
+    model, load = build_cost_model(subject), build_load(subject, inputs)
+    with CacheMeter(subject) as prefill:
         before.answer = subject.generate(inputs)[0]
     before.visual, before.kv_bytes = (load.visual, load.visual, float(load.visual)), prefill.kv_bytes
     if after is not None:
         with patched_by(subject, setting):
             small = ask()
             after.answer = subject.generate(small)[0]
-            stats = spent(subject, small)
+            stats = get_batch_cost(subject, small)
             after.visual = stats.visual_tokens_in, stats.visual_tokens_out, stats.visual_tokens_average
             after.kv_bytes = stats.kv_bytes
     sides = [(before, None)] + ([] if after is None else [(after, setting)])
@@ -175,7 +175,7 @@ def profile_call(
                 run = _run(subject, ask, new_tokens, patched=how is not None)
             if repeat:
                 side.runs.append(run)
-    return Profile(setting, before, after, model, load, subject.environment(), machine_load(), len(images))
+    return Profile(setting, before, after, model, load, subject.environment(), get_machine_load(), len(images))
 
 
 def _run(subject: Model, ask: Callable[[], dict[str, Any]], new_tokens: int, patched: bool) -> dict[str, float]:
@@ -185,7 +185,7 @@ def _run(subject: Model, ask: Callable[[], dict[str, Any]], new_tokens: int, pat
     inputs = ask()
     wait()
     run = {"processor": 1000 * (time.perf_counter() - begin)}
-    with watched(subject, wait) as spans:
+    with time_stages(subject, wait) as spans:
         ttft, step = run_once(subject, inputs, new_tokens)
     prefill = spans["decoder"][0]
     run["tower"] = sum(spans["tower"])
@@ -224,7 +224,7 @@ class _Timed:
 
 
 @contextmanager
-def watched(subject: Model, wait: Callable[[], None]) -> Iterator[dict[str, list[float]]]:
+def time_stages(subject: Model, wait: Callable[[], None]) -> Iterator[dict[str, list[float]]]:
     """Return a context that gives the milliseconds of what runs in it: "tower", of each encoding, and "decoder", of
     each forward. wait: returns when the device is done. Enter it after a patch, and leave it before."""
     spans: dict[str, list[float]] = {"tower": [], "decoder": []}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from transformers.generation.streamers import BaseStreamer
 
-from tokenprune_bench.profiling.machine_load import machine_load
+from tokenprune_bench.profiling.machine_load import get_machine_load
 from tokenprune_bench.profiling.model import Model
 
 NEW_TOKENS = 9  # the first one, and eight of which the median is taken
@@ -46,13 +46,13 @@ def run_once(subject: Model, inputs: dict[str, Any], new_tokens: int = NEW_TOKEN
     return 1000 * (first - begin), statistics.median(steps)
 
 
-def quantiles(values: Sequence[float]) -> dict[str, float]:
+def compute_quantiles(values: Sequence[float]) -> dict[str, float]:
     """Return p20, p50 and p80, interpolated between the values."""
     found = np.quantile(values, (0.2, 0.5, 0.8)).round(4).tolist()
     return dict(zip(("p20", "p50", "p80"), found, strict=True))
 
 
-def compare(
+def compare_times(
     subject: Model,
     patched: Callable[[], AbstractContextManager[Any]],
     ask: Callable[[], dict[str, Any]],
@@ -86,7 +86,7 @@ def compare(
         with patched():
             return run(small)
 
-    return in_turns(lambda: run(full), run_patched, repeats, len(full["input_ids"]), new_tokens)
+    return time_in_turns(lambda: run(full), run_patched, repeats, len(full["input_ids"]), new_tokens)
 
 
 def compare_batches(
@@ -103,12 +103,12 @@ def compare_batches(
 
         return once
 
-    found = in_turns(timed(unpatched), timed(patched), repeats, rows)
+    found = time_in_turns(timed(unpatched), timed(patched), repeats, rows)
     times = {name.replace("ttft", "batch"): value for name, value in found.items() if name.startswith("ttft")}
     return times | {"batch_rows": rows}
 
 
-def in_turns(
+def time_in_turns(
     unpatched: Callable[[], tuple[float, float]],
     patched: Callable[[], tuple[float, float]],
     repeats: int,
@@ -125,9 +125,9 @@ def in_turns(
             if repeat:
                 runs[which].append(result)
     # Other work on the machine shows in the load: a reader can tell which times to trust.
-    timing: dict[str, Any] = {"repeats": repeats, "rows": rows, "new_tokens": new_tokens, "load": machine_load()}
+    timing: dict[str, Any] = {"repeats": repeats, "rows": rows, "new_tokens": new_tokens, "load": get_machine_load()}
     for index, name in enumerate(("ttft", "token")):
         ours, theirs = ([run[index] for run in runs[which]] for which in ("patched", "unpatched"))
-        timing[f"{name}_ms"], timing[f"{name}_ms_unpatched"] = quantiles(ours), quantiles(theirs)
-        timing[f"{name}_ratio"] = quantiles([a / b for a, b in zip(ours, theirs, strict=True)])
+        timing[f"{name}_ms"], timing[f"{name}_ms_unpatched"] = compute_quantiles(ours), compute_quantiles(theirs)
+        timing[f"{name}_ratio"] = compute_quantiles([a / b for a, b in zip(ours, theirs, strict=True)])
     return timing

@@ -115,7 +115,7 @@ class Advice:
         return one["questions"] not in (*self.questions, None), max(ratio, 1 / ratio)
 
 
-def grade(one: dict[str, Any], size: float) -> str:
+def grade_entry(one: dict[str, Any], size: float) -> str:
     """Return "strong" or "weak" for an entry of the file, by the rule above."""
     enough = one["photographs"] and (one["asked"] is None or one["asked"] >= QUESTIONS)
     alike = one["size"] is not None and max(one["size"] / size, size / one["size"]) <= SIZE
@@ -123,11 +123,11 @@ def grade(one: dict[str, Any], size: float) -> str:
 
 
 def _evidence(one: dict[str, Any], size: float) -> Evidence:
-    return Evidence(one["kind"], one["figure"], one["source"], one["about"], grade(one, size))
+    return Evidence(one["kind"], one["figure"], one["source"], one["about"], grade_entry(one, size))
 
 
 @cache
-def advice() -> dict[str, Advice]:
+def load_advice() -> dict[str, Advice]:
     """Return the rows of the table by situation."""
     rows = tomllib.loads((ASSETS / "advice.toml").read_text(encoding="utf-8"))
     return {name: Advice(name, **row | {"questions": tuple(row["questions"])}) for name, row in rows.items()}
@@ -138,4 +138,4 @@ def _entries() -> list[dict[str, Any]]:
     return json.loads((ASSETS / "evidence.json").read_text(encoding="utf-8"))["evidence"]
 
 
-__all__ = ["NONE", "Advice", "Evidence", "advice", "grade"]
+__all__ = ["NONE", "Advice", "Evidence", "grade_entry", "load_advice"]

@@ -19,9 +19,9 @@ from tokenprune.models.model_config import SHIPPED, read_model_config
 from tokenprune.selection.method import Site
 from tokenprune.selection.observable import Backend
 from tokenprune.settings.cost import CostModel, Load
-from tokenprune_bench.recommend.advice import NONE, Advice, Evidence, advice
+from tokenprune_bench.recommend.advice import NONE, Advice, Evidence, load_advice
 
-TASKS = tuple(advice())
+TASKS = tuple(load_advice())
 _MUCH = 0.25  # share of a prefill's FLOPs from which on a note tells of the tower
 _ELSEWHERE = 2  # pieces of evidence from elsewhere that are shown
 _CANDIDATES = 3  # methods that the last line names for `tune`
@@ -121,15 +121,15 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
     name, config = _config_of(model)
     family = config.model_type
     notes = _notes(family)
-    row = advice()[task]
+    row = load_advice()[task]
     while not _may_act(row, family):
         notes.append(f"{row.method} cannot act in {family!r}: this is the row {row.instead!r}.")
-        row = advice()[row.instead]
+        row = load_advice()[row.instead]
     cost, load = _cost(config, row)
     near, elsewhere = row.evidence(cost.decoder.weights)
     if not any(one.about == "accuracy" for one in near):
         notes.insert(0, f"Accuracy at this keep and task: {NONE}.")
-    acting = [one for one in (row, *advice().values()) if _may_act(one, family)]
+    acting = [one for one in (row, *load_advice().values()) if _may_act(one, family)]
     why_not = _why_not(row, config)
     return Recommendation(
         name,

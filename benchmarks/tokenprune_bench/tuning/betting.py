@@ -19,13 +19,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-PRIOR, MOST = 4, 0.9
+PRIOR_COUNT, MAX_BET = 4, 0.9
 LIKELY = 0.8  # the chance to pass that an estimate of the questions needed is made for
 _GAMES = 500
 _TARGET = 1 - 1e-9  # of 1 / level: rounding must not cost a bet that was won
 
 
-def wealth(drops: np.ndarray, limits: Sequence[float] | np.ndarray, level: float) -> np.ndarray:
+def compute_wealth(drops: np.ndarray, limits: Sequence[float] | np.ndarray, level: float) -> np.ndarray:
     """Return the most that the player owned, float64 `[games]`, at most about 1 / level: then he stops.
 
     drops: float `[questions]`, or `[questions, games]` for games of their own, each in [-1, 1], in an order that does
@@ -36,10 +36,10 @@ def wealth(drops: np.ndarray, limits: Sequence[float] | np.ndarray, level: float
     goal = math.log(1 / level)
     owned = np.zeros(np.broadcast_shapes(values.shape[1:], fair.shape))  # a logarithm, as is the next
     most = np.zeros_like(owned)
-    total, squares, count = PRIOR * 0.5, PRIOR * 0.25, PRIOR
+    total, squares, count = PRIOR_COUNT * 0.5, PRIOR_COUNT * 0.25, PRIOR_COUNT
     for left, value in zip(range(len(values), 0, -1), values, strict=True):
         variance = squares / count - (total / count - 0.5) ** 2
-        bet = np.minimum(np.sqrt(2 * np.maximum(goal - owned, 0) / (variance * left)), MOST / fair)
+        bet = np.minimum(np.sqrt(2 * np.maximum(goal - owned, 0) / (variance * left)), MAX_BET / fair)
         bet[most >= goal + math.log(_TARGET)] = 0
         owned += np.log1p(bet * (value - fair))
         most = np.maximum(most, owned)
@@ -47,27 +47,27 @@ def wealth(drops: np.ndarray, limits: Sequence[float] | np.ndarray, level: float
     return np.exp(most)
 
 
-def p_value(drops: np.ndarray, limit: float, level: float) -> float:
+def compute_p_value(drops: np.ndarray, limit: float, level: float) -> float:
     """Return a p-value of "the mean drop is at least `limit`", for a test at `level`; it is not below about `level`."""
-    return float(1 / wealth(drops, [limit], level)[0])
+    return float(1 / compute_wealth(drops, [limit], level)[0])
 
 
 def is_below(drops: np.ndarray, limit: float, level: float) -> bool:
     """Return True if the mean drop is shown to be below `limit`; wrong with a probability of at most `level`."""
-    return p_value(drops, limit, level) * _TARGET <= level
+    return compute_p_value(drops, limit, level) * _TARGET <= level
 
 
-def upper_bound(drops: np.ndarray, level: float, step: float = 0.001) -> float:
+def compute_upper_bound(drops: np.ndarray, level: float, step: float = 0.001) -> float:
     """Return a limit that the mean drop is below, but for a probability of `level`, on a grid of `step`; 1 if none."""
     limits = np.arange(math.ceil(float(np.mean(drops)) / step) * step, 1, step)
-    open_ = np.flatnonzero(wealth(drops, limits, level) * level < _TARGET)
+    open_ = np.flatnonzero(compute_wealth(drops, limits, level) * level < _TARGET)
     if not len(limits):
         return 1.0
     found = np.append(limits, 1.0)[open_[-1] + 1] if len(open_) else limits[0]
     return round(float(found), 9)  # 0.022, not 0.022000000000000013
 
 
-def questions_needed(limit: float, level: float) -> int:
+def count_questions_needed(limit: float, level: float) -> int:
     """Return how many questions it takes at least to show that the drop is below `limit`: if no answer changes at all.
 
     About ln(1 / level) / limit.
@@ -81,7 +81,7 @@ def questions_needed(limit: float, level: float) -> int:
     return high
 
 
-def questions_likely(seen: np.ndarray, limit: float, level: float, more_than: int, most: int) -> int | None:
+def estimate_questions_needed(seen: np.ndarray, limit: float, level: float, more_than: int, most: int) -> int | None:
     """Return how many questions it takes to show with a chance of about `LIKELY` that the drop is below `limit`, if
     answers go on to change as in `seen`, drops of one setting, `[questions]`; None if `most` are not enough.
 
@@ -90,7 +90,7 @@ def questions_likely(seen: np.ndarray, limit: float, level: float, more_than: in
 
     def likely(questions: int) -> bool:
         drawn = np.random.default_rng(0).choice(seen, size=(questions, _GAMES))
-        return float(np.mean(1 / wealth(drawn, [limit], level) * _TARGET <= level)) >= LIKELY
+        return float(np.mean(1 / compute_wealth(drawn, [limit], level) * _TARGET <= level)) >= LIKELY
 
     if not len(seen) or float(np.mean(seen)) >= limit:
         return None
@@ -105,4 +105,12 @@ def questions_likely(seen: np.ndarray, limit: float, level: float, more_than: in
     return high
 
 
-__all__ = ["LIKELY", "is_below", "p_value", "questions_likely", "questions_needed", "upper_bound", "wealth"]
+__all__ = [
+    "LIKELY",
+    "compute_p_value",
+    "compute_upper_bound",
+    "compute_wealth",
+    "count_questions_needed",
+    "estimate_questions_needed",
+    "is_below",
+]

@@ -19,7 +19,7 @@ KEEPS = (0.75, 0.5, 0.33, 0.25, 0.15)
 SEED = 0  # of methods that draw at random: what is promised holds for the draw that was tested
 
 
-def unfit(candidate: Setting, videos: bool) -> str | None:
+def explain_unfit(candidate: Setting, videos: bool) -> str | None:
     """Return why a candidate cannot act on such questions. videos: whether any is about a video."""
     for method in candidate.methods:
         if isinstance(method, ImageChooser):
@@ -30,7 +30,7 @@ def unfit(candidate: Setting, videos: bool) -> str | None:
 
 
 @cache
-def for_comparison() -> dict[str, str]:
+def load_comparison_methods() -> dict[str, str]:
     """Return the methods that our models did not show to beat both `random` and `uniform` anywhere, and what was seen
     instead; a tuner tries them where they are named."""
     made = json.loads((Path(__file__).parent / "for_comparison.json").read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ def for_comparison() -> dict[str, str]:
     return methods
 
 
-def grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | int] = KEEPS) -> list[Setting]:
+def build_grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | int] = KEEPS) -> list[Setting]:
     """Return a candidate for each method, or stack, and keep; no methods: all that are registered, but for those
     `for_comparison`.
 
@@ -47,7 +47,7 @@ def grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | int] = K
     if not keeps:
         raise OptionError("the tuner needs at least one keep")
     made = []
-    for method in tuple(methods) or [name for name in available_methods() if name not in for_comparison()]:
+    for method in tuple(methods) or [name for name in available_methods() if name not in load_comparison_methods()]:
         setting = method if isinstance(method, Setting) else Setting.from_text(method)
         made += [setting.with_keep(keep).with_defaults({}, seed=SEED) for keep in keeps]
     for candidate in made:
@@ -55,4 +55,4 @@ def grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | int] = K
     return list(dict.fromkeys(made))
 
 
-__all__ = ["KEEPS", "for_comparison", "grid", "unfit"]
+__all__ = ["KEEPS", "build_grid", "explain_unfit", "load_comparison_methods"]

@@ -47,14 +47,14 @@ class Estimate:
         return self.saving * self.chance
 
 
-def promote(estimates: Sequence[Estimate], places: int) -> list[int]:
+def select_promoted(estimates: Sequence[Estimate], places: int) -> list[int]:
     """Return the indices of the best, by turns the one with the largest expected saving and the safest."""
     good = sorted(range(len(estimates)), key=lambda index: -estimates[index].worth)
-    both = [index for pair in zip(good, safest(estimates), strict=True) for index in pair]
+    both = [index for pair in zip(good, rank_by_safety(estimates), strict=True) for index in pair]
     return list(dict.fromkeys(both))[:places]
 
 
-def safest(estimates: Sequence[Estimate]) -> list[int]:
+def rank_by_safety(estimates: Sequence[Estimate]) -> list[int]:
     """Return all indices, those with the largest chance to pass first, of equals those that save less; last those that
     save nothing."""
 
@@ -65,7 +65,7 @@ def safest(estimates: Sequence[Estimate]) -> list[int]:
     return sorted(range(len(estimates)), key=order)
 
 
-def sequence(estimates: Sequence[Estimate], most: int) -> list[int]:
+def select_tests(estimates: Sequence[Estimate], most: int) -> list[int]:
     """Return the indices to be tested, at most `most`, in order: first the safest that saves anything, whatever its
     chance; then those that save more than all before them, each less safe than the one before.
 
@@ -84,7 +84,7 @@ def sequence(estimates: Sequence[Estimate], most: int) -> list[int]:
         return value
 
     chain: list[int] = []
-    for index in safest(estimates):
+    for index in rank_by_safety(estimates):
         saving, chance = estimates[index].saving, estimates[index].chance
         if saving > (estimates[chain[-1]].saving if chain else 0) and (chance >= CHANCE or not chain):
             chain.append(index)
@@ -93,7 +93,7 @@ def sequence(estimates: Sequence[Estimate], most: int) -> list[int]:
     return max(subsets, key=expected, default=[])
 
 
-def prior(saving: float, limit: float, lost: float = 0.0, saved: float = 0.0) -> float:
+def compute_prior(saving: float, limit: float, lost: float = 0.0, saved: float = 0.0) -> float:
     """Return the mean drop to expect of a setting that saves so much, before any answer: in proportion to its saving,
     the limit for all cost, or more where its method loses more at the keeps that have answered.
 
@@ -102,4 +102,4 @@ def prior(saving: float, limit: float, lost: float = 0.0, saved: float = 0.0) ->
     return max(saving, 0.0) * max(limit, (WEIGHT * limit + lost) / (WEIGHT + saved))
 
 
-__all__ = ["CHANCE", "Estimate", "prior", "promote", "safest", "sequence"]
+__all__ = ["CHANCE", "Estimate", "compute_prior", "rank_by_safety", "select_promoted", "select_tests"]

@@ -14,13 +14,13 @@ from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupErro
 from tokenprune.settings import Setting
 from tokenprune.settings.cost import CostModel, Load
 from tokenprune.statistics import Stats
-from tokenprune_bench.asking import Asking
-from tokenprune_bench.backend import BenchBackend, backend_of
+from tokenprune_bench.backend import BenchBackend, get_backend
 from tokenprune_bench.errors import DataError, RunError
-from tokenprune_bench.group import ALONE, Group
-from tokenprune_bench.metrics import Metric, metric_named
-from tokenprune_bench.profiling.cost import record
+from tokenprune_bench.group import SINGLE_PROCESS, Group
+from tokenprune_bench.metrics import Metric, get_metric
+from tokenprune_bench.profiling.cost import build_cost_record
 from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.question_runner import QuestionRunner
 from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.tuning.objective import WORK
 
@@ -57,10 +57,10 @@ class Evaluator:
         *,
         batch_size: int = 32,
         folder: RunFolder | None = None,
-        group: Group = ALONE,
+        group: Group = SINGLE_PROCESS,
     ) -> None:
-        self.backend, self.questions = backend_of(subject), list(questions)
-        self.metric = tunable_metric(metric or self.backend.metric)
+        self.backend, self.questions = get_backend(subject), list(questions)
+        self.metric = get_tunable_metric(metric or self.backend.metric)
         self.group, self.videos = group, any(one.is_video for one in questions)
         self.backend.begin(self.questions)
         self.environment = self.backend.environment()
@@ -70,7 +70,7 @@ class Evaluator:
                 "here: tune where the model's folder is, under the same path"
             )
         self.batch_size = batch_size
-        self._asking = Asking(self.backend, self.questions, batch_size, folder, group)
+        self._asking = QuestionRunner(self.backend, self.questions, batch_size, folder, group)
         self._scores: dict[Setting | None, dict[int, float]] = {}
         self._costs: dict[Setting | None, dict[int, dict[str, Any]]] = {}
 
@@ -112,7 +112,7 @@ class Evaluator:
         """Return whether a chunk was answered before, in this run or in the one of the folder."""
         return self._asking.is_cached(_place(candidate), candidate, chunk)
 
-    def answered(self, candidate: Setting | None) -> set[int]:
+    def answered_questions(self, candidate: Setting | None) -> set[int]:
         """Return the numbers of the questions that were asked."""
         return set(self._scores.get(candidate, ()))
 
@@ -125,12 +125,12 @@ class Evaluator:
         """Return `cost.record` of all that this candidate was asked, against the unpatched model on the same."""
         asked, whole = self._scores[candidate], self._costs[None]
         unpatched = _total(cost for first, cost in whole.items() if first in asked)
-        return record(_total(self._costs[candidate].values()), unpatched)
+        return build_cost_record(_total(self._costs[candidate].values()), unpatched)
 
     @cached_property
     def _closed(self) -> tuple[CostModel, list[Load]] | None:
         step = max(1, len(self.questions) // _PREDICTED)
-        return self.backend.closed_forms(self.questions[::step][:_PREDICTED])
+        return self.backend.build_cost_model(self.questions[::step][:_PREDICTED])
 
     def predict(self, candidate: Setting) -> dict[str, float]:
         """Return what the closed forms say that a candidate spends, as shares of the unpatched model's: "work",
@@ -158,7 +158,7 @@ class Evaluator:
         token counts here. batch: also those of `BenchBackend.batch_timing` on a batch of them. The first process of the
         group measures, and all get the same."""
         timing, failure = None, None
-        if self.group.leads:
+        if self.group.is_leader:
             try:
                 timing = self.backend.timing(candidate, self.questions[numbers[0]], repeats, 2, processor=True)
                 if batch:
@@ -174,14 +174,14 @@ class Evaluator:
         return timing
 
 
-def tunable_metric(name: str) -> Metric:
+def get_tunable_metric(name: str) -> Metric:
     """Return a metric; raises OptionError for CIDEr, and what `metric_named` raises."""
     if name == "cider":
         raise OptionError(
             "cider cannot be tuned for: a score goes up to 10 and depends on all answers at once, and the test needs "
             "scores in [0, 1] of one answer each; take anls or f1"
         )
-    return metric_named(name)
+    return get_metric(name)
 
 
 def _place(candidate: Setting | None) -> dict[str, Any]:
@@ -199,4 +199,4 @@ def _seen(question: Any) -> Any:
     return tuple((one.name, one.size) for one in (*question.sources, *filter(None, [question.video_source])))
 
 
-__all__ = ["Evaluator", "Search", "tunable_metric"]
+__all__ = ["Evaluator", "Search", "get_tunable_metric"]

@@ -28,7 +28,7 @@ def check_objective(name: str) -> str:
     return name
 
 
-def shares(
+def compute_shares(
     cost: dict[str, Any], timing: dict[str, Any] | None, predicted: dict[str, float] | None = None
 ) -> dict[str, float]:
     """Return what a setting spends for each objective, as a share of the unpatched model's; those of `TIMED` only where
@@ -47,11 +47,11 @@ def shares(
     return known | {name: timing[ratio]["p50"] for name, ratio in TIMED.items() if timing and ratio in timing}
 
 
-def spread(timing: dict[str, Any], objective: str = "ttft") -> float:
+def compute_spread(timing: dict[str, Any], objective: str = "ttft") -> float:
     """Return how far the runs of one comparison lie apart: (p80 - p20) / p50 of the ratio of times, by default of those
     to a first token."""
     ratio = timing[TIMED.get(objective, "ttft_ratio")]
     return (ratio["p80"] - ratio["p20"]) / ratio["p50"]
 
 
-__all__ = ["MAX_SPREAD", "OBJECTIVES", "TIMED", "TITLES", "WORK", "check_objective", "shares", "spread"]
+__all__ = ["MAX_SPREAD", "OBJECTIVES", "TIMED", "TITLES", "WORK", "check_objective", "compute_shares", "compute_spread"]

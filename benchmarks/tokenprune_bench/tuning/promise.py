@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError
-from tokenprune_bench.tuning.betting import questions_needed
+from tokenprune_bench.tuning.betting import count_questions_needed
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Promise:
     @property
     def questions_needed(self) -> int:
         """The least number of held-out questions that can prove the promise, if not a single answer changes."""
-        return questions_needed(self.max_drop, self.level)
+        return count_questions_needed(self.max_drop, self.level)
 
     def ttft_limit(self) -> tuple[float, str]:
         """Return the limit of `target_ttft` and what it is a limit of: "ratio" or "ms"."""
@@ -53,7 +53,7 @@ class Promise:
             raise OptionError(f'target_ttft {self.target_ttft!r}: write "0.5x" of the unpatched model, or "120ms"')
         return float(found[1]), {"x": "ratio", "ms": "ms"}[found[2]]
 
-    def reached(self, timing: dict[str, Any]) -> bool:
+    def is_reached(self, timing: dict[str, Any]) -> bool:
         """Return True if a timing (of `bench.timing.compare`) reaches `target_ttft`, by its median."""
         limit, what = self.ttft_limit()
         return timing[f"ttft_{what}"]["p50"] <= limit
@@ -70,10 +70,10 @@ def read_share(text: str, name: str = "--max-drop") -> float:
     return value
 
 
-def points(share: float) -> str:
+def format_points(share: float) -> str:
     """Return a difference of scores as people say it: 0.015 is "1.5 points"."""
     number = f"{100 * share:.2f}".rstrip("0").rstrip(".")
     return f"{number} point{'' if number == '1' else 's'}"
 
 
-__all__ = ["Promise", "points", "read_share"]
+__all__ = ["Promise", "format_points", "read_share"]

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.kept import keep_in_words, percent
+from tokenprune_bench.profiling.kept_tokens import format_keep, format_percent
 from tokenprune_bench.tables import Cell, Table
 from tokenprune_bench.tuning.betting import LIKELY
 from tokenprune_bench.tuning.evaluator import Evaluator
-from tokenprune_bench.tuning.objective import MAX_SPREAD, TITLES, WORK, shares, spread
-from tokenprune_bench.tuning.promise import points
+from tokenprune_bench.tuning.objective import MAX_SPREAD, TITLES, WORK, compute_shares, compute_spread
+from tokenprune_bench.tuning.promise import format_points
 from tokenprune_bench.tuning.trial import COLLAPSE, Trial, Tuning
 
 
-def tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> Setting:
+def build_tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> Setting:
     """Return the choice with what is promised of it; there must be one. data: name and digest of the questions."""
     choice, promise = tuning.choice, tuning.promise
     env = evaluator.environment
@@ -46,7 +46,7 @@ def tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> 
                 "drop_below": choice.bound,
                 "kinds": choice.kinds,
             },
-            "cost": cost_of(choice),
+            "cost": build_cost_summary(choice),
             "candidates": len(tuning.trials),
             "tested": len(tuning.tested),
             "environment": env,
@@ -55,7 +55,7 @@ def tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> 
     )
 
 
-def cost_of(trial: Trial) -> dict[str, Any]:
+def build_cost_summary(trial: Trial) -> dict[str, Any]:
     """Return what a setting that was asked costs, of one question, beside the unpatched model on the same questions.
 
     visual_tokens: averaged over the decoder's layers. kv_bytes: after prefill. ttft_*: None where it was not timed;
@@ -76,30 +76,30 @@ def cost_of(trial: Trial) -> dict[str, Any]:
         "ttft_ratio": ratio,
         "ttft_ms": timing and ratio * whole,
         "ttft_ms_unpatched": whole,
-        "ttft_reliable": timing and spread(timing) <= MAX_SPREAD,
-        "work_ratio": shares(cost, None, trial.predicted)[WORK],
+        "ttft_reliable": timing and compute_spread(timing) <= MAX_SPREAD,
+        "work_ratio": compute_shares(cost, None, trial.predicted)[WORK],
     } | ({"batch_ratio": timing["batch_ratio"]["p50"]} if timing and "batch_ratio" in timing else {})
 
 
-def outcome(tuning: Tuning, metric: str = "accuracy %") -> list[str]:
+def describe_outcome(tuning: Tuning, metric: str = "accuracy %") -> list[str]:
     """Return what the search came to, in sentences: the verdict first, warnings last. metric: its title."""
     choice, promise = tuning.choice, tuning.promise
-    allowed, sure = points(promise.max_drop), f"a confidence of {100 * promise.confidence:g} %"
+    allowed, sure = format_points(promise.max_drop), f"a confidence of {100 * promise.confidence:g} %"
     if choice is None:
         return [*_nothing(tuning, allowed, sure), *tuning.notes]
-    cost, before, after = cost_of(choice), tuning.scores["unpatched"], tuning.scores["tuned"]
+    cost, before, after = build_cost_summary(choice), tuning.scores["unpatched"], tuning.scores["tuned"]
     said = [
         f"{choice.candidate.name}, keep {_keep(choice)}: less than {allowed} lost, with {sure}.",
         f"{metric} {100 * before:.1f} → {100 * after:.1f} on {tuning.held_out} held-out questions (shown: less than "
-        f"{points(choice.bound)} lost); " + "; ".join(_compared(cost)) + ".",
+        f"{format_points(choice.bound)} lost); " + "; ".join(_compared(cost)) + ".",
     ]
     if len(choice.kinds) > 1:
         worst = sorted(choice.kinds, key=choice.kinds.get, reverse=True)[:3]
         said.append("Points lost by kind: " + ", ".join(f"{kind} {100 * choice.kinds[kind]:.1f}" for kind in worst))
     if tuning.collapsed:
         said.append(
-            f"warning: more than {points(COLLAPSE)} lost in {', '.join(tuning.collapsed)}: such questions are lost, "
-            "whatever the mean says; --max-kind-drop forbids it"
+            f"warning: more than {format_points(COLLAPSE)} lost in {', '.join(tuning.collapsed)}: such questions are "
+            "lost, whatever the mean says; --max-kind-drop forbids it"
         )
     if cost["ttft_ratio"] is not None and cost["ttft_reliable"] and cost["ttft_ratio"] >= 1:
         said.append(
@@ -127,7 +127,7 @@ def _compared(cost: dict[str, Any]) -> list[str]:
     return said
 
 
-def tuning_table(tuning: Tuning) -> Table:
+def build_tuning_table(tuning: Tuning) -> Table:
     """Return the settings that were put to the test, the safest first."""
     sure = f"{100 * tuning.promise.confidence:g} %"
     notes = (
@@ -136,11 +136,11 @@ def tuning_table(tuning: Tuning) -> Table:
         f"Asked: {tuning.search} questions to search with and {tuning.held_out} held out. Cheapest: by "
         f"{TITLES[tuning.ranked_by]}.",
     )
-    title = f"Tested for a drop below {points(tuning.promise.max_drop)}, confidence {sure}, the safest first"
+    title = f"Tested for a drop below {format_points(tuning.promise.max_drop)}, confidence {sure}, the safest first"
     return _table(title, tuning.tested, notes)
 
 
-def others_table(tuning: Tuning) -> Table:
+def build_others_table(tuning: Tuning) -> Table:
     """Return the settings that were not put to the test, with the reasons, those that came furthest first."""
     rest = sorted((one for one in tuning.trials if not one.held_out), key=lambda one: (-one.search, one.drop or 0.0))
     note = f"Asked: of {tuning.search} questions to search with. Drop: points of the metric lost on them."
@@ -153,7 +153,7 @@ def _table(title: str, trials: Sequence[Trial], notes: tuple[str, ...]) -> Table
 
 
 def _row(trial: Trial) -> list[str]:
-    cost = cost_of(trial) if trial.cost else {}
+    cost = build_cost_summary(trial) if trial.cost else {}
     tokens = f"{cost['visual_tokens'] / max(1, cost['visual_tokens_unpatched']):.0%}" if cost else ""
     time = f"{trial.timing['ttft_ratio']['p50']:.2f}x" if trial.timing else ""
     shares = [f"{cost[name]:.0%}" if cost else "" for name in ("kv_ratio", "prefill_flops_ratio")]
@@ -169,8 +169,8 @@ def _keep(trial: Trial) -> str:
     if cuts == 1 or not trial.cost:
         return trial.candidate.keep_text
     if "," in trial.candidate.keep_text:
-        return f"{trial.candidate.keep_text} ({percent(trial.cost['keep_ratio'])} in all)"
-    return keep_in_words(trial.candidate.keep_text, cuts, trial.cost["keep_ratio"])
+        return f"{trial.candidate.keep_text} ({format_percent(trial.cost['keep_ratio'])} in all)"
+    return format_keep(trial.candidate.keep_text, cuts, trial.cost["keep_ratio"])
 
 
 def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:
@@ -183,10 +183,10 @@ def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:
         return [
             f"None of {len(heard)} settings was worth a test: each was shown to lose too much in the search, or saves "
             "nothing; --verbose says which. Larger keeps or a larger drop may help.",
-            f"{one.candidate} came closest: {points(one.drop)} lost on {one.search} questions.",
+            f"{one.candidate} came closest: {format_points(one.drop)} lost on {one.search} questions.",
         ]
     one, asked = tested[0], tuning.search + tuning.held_out
-    closest = f"{one.candidate}, the safest, lost {points(one.drop)} on {one.held_out} held-out questions"
+    closest = f"{one.candidate}, the safest, lost {format_points(one.drop)} on {one.held_out} held-out questions"
     verdict = f"None of {len(tested)} tested was shown to lose less than {allowed}, with {sure}"
     asked_of = (
         f"Tested on {one.held_out} held-out questions, the safest first: "
@@ -195,15 +195,15 @@ def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:
     )
     if one.state.startswith("keeps"):  # but for --max-kind-drop
         return [f"{verdict}, and no more in any kind of question than --max-kind-drop allows.", f"{closest}.", asked_of]
-    closest += f", and is shown to lose less than {points(one.bound)}."
-    if tuning.more is None:
+    closest += f", and is shown to lose less than {format_points(one.bound)}."
+    if tuning.more_questions is None:
         return [f"{verdict}; more questions would hardly help: larger keeps, or a larger drop may.", closest, asked_of]
     return [
-        f"{verdict}; ask about {tuning.more} more questions.",
-        f"{closest} An estimate: with {asked + tuning.more} questions in all it would pass {LIKELY:.0%} of the time, "
-        "if it goes on to lose what it lost so far.",
+        f"{verdict}; ask about {tuning.more_questions} more questions.",
+        f"{closest} An estimate: with {asked + tuning.more_questions} questions in all it would pass {LIKELY:.0%} "
+        "of the time, if it goes on to lose what it lost so far.",
         asked_of,
     ]
 
 
-__all__ = ["cost_of", "others_table", "outcome", "tuned_config", "tuning_table"]
+__all__ = ["build_cost_summary", "build_others_table", "build_tuned_config", "build_tuning_table", "describe_outcome"]

@@ -13,16 +13,16 @@ from tokenprune.errors import OptionError
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.settings import Setting
-from tokenprune_bench.tuning.estimate import CHANCE, Estimate, promote
+from tokenprune_bench.tuning.estimate import CHANCE, Estimate, select_promoted
 from tokenprune_bench.tuning.trial import Trial
 
-MOST = 16  # stacks that are proposed
+MAX_STACKS = 16  # stacks that are proposed
 _OF_A_SITE = 4  # settings of one site that stacks are made of
 _SITES = (Site.PRE_ENCODER, Site.IN_ENCODER, Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
 
 
 @dataclass(frozen=True)
-class Alone:
+class StackPart:
     """A setting of one method that has answered. drops: float `[questions]`, score lost on each. spent: share of the
     unpatched model's, of what is made small."""
 
@@ -31,50 +31,50 @@ class Alone:
     spent: float
 
     @classmethod
-    def of(cls, trial: Trial, drops: np.ndarray, objective: str) -> Alone:
+    def of(cls, trial: Trial, drops: np.ndarray, objective: str) -> StackPart:
         """Of a trial that has answered; what it spends is by the closed forms, where they tell."""
-        share = trial.expected(objective)
-        return cls(trial.candidate, drops, trial.price(objective)[0] if share is None else share)
+        share = trial.get_expected_share(objective)
+        return cls(trial.candidate, drops, trial.get_price(objective)[0] if share is None else share)
 
     @property
     def drop(self) -> float:
         return max(0.0, float(self.drops.mean()))
 
 
-def sites(candidates: Iterable[Setting]) -> set[Site]:
+def find_sites(candidates: Iterable[Setting]) -> set[Site]:
     """Return the sites of those that a stack can be made of."""
-    return {site for candidate in candidates if (site := site_of(candidate)) is not None}
+    return {site for candidate in candidates if (site := get_site(candidate)) is not None}
 
 
-def site_of(candidate: Setting) -> Site | None:
+def get_site(candidate: Setting) -> Site | None:
     """Return where a setting of one method acts; None if it is a stack already, or nothing to stack."""
     methods: list[Method] = candidate.methods
     one = len(methods) == 1 and not isinstance(methods[0], ImageChooser) and methods[0].site in _SITES
     return methods[0].site if one else None
 
 
-def needless(trial: Trial, trials: Sequence[Trial], objective: str, enough: int) -> str | None:
+def explain_skip(trial: Trial, trials: Sequence[Trial], objective: str, enough: int) -> str | None:
     """Return why a trial is not asked: `enough` others are expected to spend less, and lost nothing so far; None if it
     is to be asked, or if the closed forms do not tell what it spends.
 
     The mildest setting of a method is asked in any case: a search that ends with gambles alone promises nothing.
     """
-    share = trial.expected(objective)
+    share = trial.get_expected_share(objective)
     if share is None:
         return None
-    same = [one.expected(objective) or 0.0 for one in trials if one.candidate.name == trial.candidate.name]
-    if site_of(trial.candidate) is not None and share >= max(same):
+    same = [one.get_expected_share(objective) or 0.0 for one in trials if one.candidate.name == trial.candidate.name]
+    if get_site(trial.candidate) is not None and share >= max(same):
         return None
     heard = [one for one in trials if one.search and not one.state and one.drop <= 0]
-    cheaper = sum((one.expected(objective) or 0.0) < share for one in heard)
+    cheaper = sum((one.get_expected_share(objective) or 0.0) < share for one in heard)
     return f"not asked: {cheaper} that spend less, by the closed forms, lost nothing" if cheaper >= enough else None
 
 
-def propose(
-    answered: Sequence[Alone],
+def propose_stacks(
+    answered: Sequence[StackPart],
     spent: Callable[[Setting], float | None],
     estimate: Callable[[np.ndarray, float], Estimate],
-    most: int = MOST,
+    most: int = MAX_STACKS,
 ) -> list[Setting]:
     """Return stacks of two sites and more that are worth asking, at most `most`.
 
@@ -84,7 +84,7 @@ def propose(
     drops and a saving, what to expect. A stack is left out where a setting alone loses no more and spends no more, or
     where it has hardly a chance to pass the test.
     """
-    fronts = {site: _front([one for one in answered if site_of(one.candidate) is site]) for site in _SITES}
+    fronts = {site: _front([one for one in answered if get_site(one.candidate) is site]) for site in _SITES}
     choices = [[None, *front] for front in fronts.values() if front]
     found: list[tuple[Setting, Estimate]] = []
     for combination in itertools.product(*choices):
@@ -103,12 +103,12 @@ def propose(
         expected = estimate(drops, 1 - share)
         if expected.chance >= CHANCE:
             found.append((candidate, expected))
-    return [found[index][0] for index in promote([one for _, one in found], most)]
+    return [found[index][0] for index in select_promoted([one for _, one in found], most)]
 
 
-def _front(alone: Sequence[Alone]) -> list[Alone]:
+def _front(alone: Sequence[StackPart]) -> list[StackPart]:
     """Return up to `_OF_A_SITE` settings that no other beats at both, spread from the safest to the cheapest."""
-    best: list[Alone] = []
+    best: list[StackPart] = []
     for one in sorted(alone, key=lambda one: (one.drop, one.spent)):
         if not best or one.spent < best[-1].spent:
             best.append(one)
@@ -117,7 +117,7 @@ def _front(alone: Sequence[Alone]) -> list[Alone]:
     return [best[round(place)] for place in np.linspace(0, len(best) - 1, _OF_A_SITE)]
 
 
-def _stacked(parts: Sequence[Alone]) -> Setting | None:
+def _stacked(parts: Sequence[StackPart]) -> Setting | None:
     """Return a candidate of the methods of several, in the order of their sites; None if they are in each other's
     way."""
     names, options, keeps = [], [], []
@@ -132,4 +132,4 @@ def _stacked(parts: Sequence[Alone]) -> Setting | None:
         return None
 
 
-__all__ = ["MOST", "Alone", "needless", "propose", "site_of", "sites"]
+__all__ = ["MAX_STACKS", "StackPart", "explain_skip", "find_sites", "get_site", "propose_stacks"]

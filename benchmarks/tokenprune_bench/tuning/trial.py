@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.settings import Setting
-from tokenprune_bench.tuning.objective import TIMED, shares
+from tokenprune_bench.tuning.objective import TIMED, compute_shares
 from tokenprune_bench.tuning.promise import Promise
 
 _TRACE = 0.001
@@ -35,19 +35,19 @@ class Trial:
     predicted: dict[str, float] = field(default_factory=dict)
     kinds: dict[str, float] = field(default_factory=dict)
 
-    def price(self, objective: str) -> tuple[float, float]:
+    def get_price(self, objective: str) -> tuple[float, float]:
         """Return what is to be small, a share of what the unpatched model spends; to part equals, that of FLOPs."""
-        spent = shares(self.cost, self.timing, self.predicted)
+        spent = compute_shares(self.cost, self.timing, self.predicted)
         return spent[objective], spent["flops"]
 
-    def expected(self, objective: str) -> float | None:
+    def get_expected_share(self, objective: str) -> float | None:
         """Return the share that it is expected to spend before it is asked; None where the closed forms do not tell."""
         return self.predicted.get(objective)
 
     def saving(self, objective: str) -> float:
         """Return the share that is saved. A time that does not differ significantly from the unpatched model's counts
         as a trace, not as nothing: trying a setting that saves little must not depend on the luck of its runs."""
-        saved = 1 - self.price(objective)[0]
+        saved = 1 - self.get_price(objective)[0]
         if objective in TIMED and saved < _TRACE and self.timing[TIMED[objective]]["p20"] < 1:
             return _TRACE
         return saved
@@ -71,13 +71,13 @@ class Tuning:
     scores: dict[str, float]
     objective: str = "ttft"
     ranked_by: str = "flops"
-    more: int | None = None
+    more_questions: int | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
     def tested(self) -> list[Trial]:
         """Those that were put to the test, the safest first."""
-        return sorted((one for one in self.trials if one.held_out), key=lambda one: -one.price(self.ranked_by)[0])
+        return sorted((one for one in self.trials if one.held_out), key=lambda one: -one.get_price(self.ranked_by)[0])
 
     @property
     def collapsed(self) -> list[str]:

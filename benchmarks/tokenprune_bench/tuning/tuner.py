@@ -20,14 +20,14 @@ import numpy as np
 from tokenprune.errors import TokenPruneError
 from tokenprune.settings import Setting
 from tokenprune_bench.errors import DataError, RunError
-from tokenprune_bench.tuning.betting import is_below, questions_likely, upper_bound
-from tokenprune_bench.tuning.candidates import unfit
-from tokenprune_bench.tuning.estimate import CHANCE, Estimate, prior, promote, sequence
+from tokenprune_bench.tuning.betting import compute_upper_bound, estimate_questions_needed, is_below
+from tokenprune_bench.tuning.candidates import explain_unfit
+from tokenprune_bench.tuning.estimate import CHANCE, Estimate, compute_prior, select_promoted, select_tests
 from tokenprune_bench.tuning.evaluator import Evaluator
-from tokenprune_bench.tuning.objective import MAX_SPREAD, TIMED, TITLES, WORK, check_objective, spread
-from tokenprune_bench.tuning.parts import check_enough, split
-from tokenprune_bench.tuning.promise import Promise, points
-from tokenprune_bench.tuning.stacks import Alone, needless, propose, sites
+from tokenprune_bench.tuning.objective import MAX_SPREAD, TIMED, TITLES, WORK, check_objective, compute_spread
+from tokenprune_bench.tuning.promise import Promise, format_points
+from tokenprune_bench.tuning.question_split import check_question_count, split_questions
+from tokenprune_bench.tuning.stacks import StackPart, explain_skip, find_sites, propose_stacks
 from tokenprune_bench.tuning.trial import Trial, Tuning
 
 FINALISTS = 4
@@ -65,14 +65,17 @@ class Tuner:
         tower = any(trial.predicted.get("tower_share") for trial in self.trials)
         self._stand_in = WORK if tower else "flops"
         self._by = self._stand_in if objective in TIMED and promise.target_ttft is None else objective
-        self.stacks = stacks if len(sites(trial.candidate for trial in self.trials)) > 1 else 0
-        self.search, self.held_out = split(evaluator.groups, evaluator.kinds, seed)
-        check_enough(len(evaluator.kinds), promise, len(self.held_out))
+        self.stacks = stacks if len(find_sites(trial.candidate for trial in self.trials)) > 1 else 0
+        self.search, self.held_out = split_questions(evaluator.groups, evaluator.kinds, seed)
+        check_question_count(len(evaluator.kinds), promise, len(self.held_out))
         rungs = max(0, math.ceil(math.log2(max(1, len(self.trials) + self.stacks) / FINALISTS)))
         sizes = [max(_FIRST, len(self.search) >> (rungs - rung)) for rung in range(rungs)]
         self.sizes = sorted({size for size in sizes if size < len(self.search)} | {len(self.search)})
         self._step, self._done = step or (lambda label, done, total: None), 0
-        alive, asked = sum(not unfit(trial.candidate, evaluator.videos) for trial in self.trials) + self.stacks, 0
+        alive, asked = (
+            sum(not explain_unfit(trial.candidate, evaluator.videos) for trial in self.trials) + self.stacks,
+            0,
+        )
         self.total = len(self.search) + len(self.held_out) * (1 + min(FINALISTS, alive))
         for size in self.sizes:
             self.total += alive * (size - asked)
@@ -92,7 +95,7 @@ class Tuner:
         searched, held_out = len(self.search), len(self.held_out)
         return Tuning(
             self.promise, self.trials, choice, searched, held_out, scores, self.objective, self._by,
-            more=None if choice else self._more(finalists), notes=self._notes,
+            more_questions=None if choice else self._more(finalists), notes=self._notes,
         )  # fmt: skip
 
     def estimate(self) -> tuple[int, float | None]:
@@ -114,12 +117,12 @@ class Tuner:
     def _able(self, trials: Sequence[Trial]) -> list[Trial]:
         """Return the trials that can act, and that are fast enough if that counts."""
         for trial in trials:
-            reason = unfit(trial.candidate, self.evaluator.videos)
-            share = trial.expected(self._by)
+            reason = explain_unfit(trial.candidate, self.evaluator.videos)
+            share = trial.get_expected_share(self._by)
             if reason is None and share is not None and share >= 1:
                 reason = f"saves nothing: {share:.2f}x {self._by}, by the closed forms"
             target = reason is None and self.promise.target_ttft is not None
-            if target and self._time(trial) and not self.promise.reached(trial.timing):
+            if target and self._time(trial) and not self.promise.is_reached(trial.timing):
                 reason = f"too slow: {trial.timing['ttft_ms']['p50']:.0f} ms to the first token"
             if reason is not None:
                 trial.state = reason
@@ -163,8 +166,8 @@ class Tuner:
     def _first(self, trials: list[Trial], chunk: Sequence[int]) -> list[Trial]:
         """Have trials answer the first chunk, the cheapest first by the closed forms, but for those that need not be
         asked; return those that did."""
-        for trial in sorted(trials, key=lambda trial: trial.expected(self._by) or 0.0):
-            trial.state = needless(trial, self.trials, self._by, FINALISTS) or ""
+        for trial in sorted(trials, key=lambda trial: trial.get_expected_share(self._by) or 0.0):
+            trial.state = explain_skip(trial, self.trials, self._by, FINALISTS) or ""
             if not trial.state:
                 self._results(trial, chunk, chunk)
         return [trial for trial in trials if not trial.state]
@@ -173,11 +176,11 @@ class Tuner:
         """Return trials of stacks, made of settings that have answered."""
         if not self.stacks:
             return []
-        found = propose(
-            [Alone.of(trial, self._drops(trial, self.search[: trial.search]), self._by) for trial in alive],
+        found = propose_stacks(
+            [StackPart.of(trial, self._drops(trial, self.search[: trial.search]), self._by) for trial in alive],
             lambda candidate: self.evaluator.predict(candidate).get(self._by),
             lambda drops, saving: Estimate.of(
-                drops, saving, self.promise, len(self.held_out), prior(saving, self.promise.max_drop)
+                drops, saving, self.promise, len(self.held_out), compute_prior(saving, self.promise.max_drop)
             ),
             self.stacks,
         )
@@ -187,7 +190,7 @@ class Tuner:
         return made
 
     def _best(self, alive: list[Trial], places: int, reason: str) -> list[Trial]:
-        kept = promote([self._estimate_of(trial) for trial in alive], places)
+        kept = select_promoted([self._estimate_of(trial) for trial in alive], places)
         for index, trial in enumerate(alive):
             if index not in kept:
                 trial.state = reason
@@ -229,19 +232,19 @@ class Tuner:
         by = self._stand_in if self._by in TIMED else self._by  # what is risked does not change from run to run
 
         def saved(one: Trial) -> float:
-            return max(0.0, 1 - one.price(by)[0])
+            return max(0.0, 1 - one.get_price(by)[0])
 
         same = [one for one in self.trials if one.search and one.candidate.name == trial.candidate.name]
         lost, all_saved = (sum(one.search * of(one) for one in same) for of in (lambda one: one.drop, saved))
-        expected = prior(saved(trial), self.promise.max_drop, lost, all_saved)
+        expected = compute_prior(saved(trial), self.promise.max_drop, lost, all_saved)
         drops = self._drops(trial, self.search[: trial.search])
         return Estimate.of(drops, trial.saving(self._by), self.promise, len(self.held_out), expected)
 
     def _timed(self, trials: list[Trial]) -> list[Trial]:
         """Time settings that may be tested; where times are too unsteady to rank them, FLOPs do, which is noted."""
         trials = [trial for trial in trials if self._time(trial)]
-        widest = max(trials, key=lambda trial: spread(trial.timing, self.objective), default=None)
-        steady = widest is None or spread(widest.timing, self.objective) <= MAX_SPREAD
+        widest = max(trials, key=lambda trial: compute_spread(trial.timing, self.objective), default=None)
+        steady = widest is None or compute_spread(widest.timing, self.objective) <= MAX_SPREAD
         if self.objective in TIMED:
             self._by = self.objective if steady else self._stand_in
         if not steady:
@@ -258,7 +261,7 @@ class Tuner:
     def _finalists(self, alive: list[Trial]) -> list[Trial]:
         """Return those to be tested, the safest first."""
         estimates = [self._estimate_of(trial) for trial in alive]
-        chosen = sequence(estimates, FINALISTS)
+        chosen = select_tests(estimates, FINALISTS)
         for index, (trial, estimate) in enumerate(zip(alive, estimates, strict=True)):
             if index in chosen:
                 continue
@@ -293,7 +296,7 @@ class Tuner:
                 float(drops.mean()),
                 self.evaluator.cost(trial.candidate),
             )
-            trial.bound = upper_bound(drops, self.promise.level)
+            trial.bound = compute_upper_bound(drops, self.promise.level)
             trial.kinds = {kind: float(drops[kinds == kind].mean()) for kind in sorted(set(kinds.tolist()))}
             if not is_below(drops, self.promise.max_drop, self.promise.level):
                 trial.state = "not shown to keep the promise"
@@ -304,23 +307,23 @@ class Tuner:
             limit = self.promise.max_kind_drop
             worst = max(trial.kinds, key=trial.kinds.get)
             if limit is not None and trial.kinds[worst] > limit:
-                trial.state = f"keeps the promise, but {worst} loses {points(trial.kinds[worst])}"
+                trial.state = f"keeps the promise, but {worst} loses {format_points(trial.kinds[worst])}"
             else:
                 passed.append(trial)
         scores = {"unpatched": float(base.mean())}
         if not passed:
             return None, scores
-        choice = min(passed, key=lambda trial: trial.price(self._by))
+        choice = min(passed, key=lambda trial: trial.get_price(self._by))
         choice.state = "chosen"
         return choice, scores | {"tuned": scores["unpatched"] - choice.drop}
 
     def _more(self, finalists: list[Trial]) -> int | None:
         """Return about how many more questions would show that the first finalist keeps the promise, if it goes on to
-        lose what it lost in all its answers so far (`betting.questions_likely`); None if no number would."""
+        lose what it lost in all its answers so far (`betting.estimate_questions_needed`); None if no number would."""
         if not finalists or finalists[0].state != "not shown to keep the promise":
             return None
         seen, held = self._drops(finalists[0], [*self.search, *self.held_out]), len(self.held_out)
-        needed = questions_likely(seen, self.promise.max_drop, self.promise.level, held, _MOST * held)
+        needed = estimate_questions_needed(seen, self.promise.max_drop, self.promise.level, held, _MOST * held)
         if needed is None:
             return None
         more = (needed - held) * (len(self.search) + held) / held  # as large a part of them is held out

@@ -28,7 +28,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(models, "load", load)
+    monkeypatch.setattr(models, "load_model", load)
 
 
 @pytest.mark.parametrize(

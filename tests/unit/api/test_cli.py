@@ -152,7 +152,7 @@ def test_demo_says_when_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(demo, "REPEATS", 1)
     monkeypatch.setattr(demo, "METHODS", ("divprune",))
     for load, shown in ((100.0, True), (0.5, False)):
-        monkeypatch.setattr(demo, "machine_load", lambda load=load: load)
+        monkeypatch.setattr(demo, "get_machine_load", lambda load=load: load)
         said = f"The machine was busy with other work (load 100.0 on {os.cpu_count()} cores)"
         assert (said in call("demo", "--device", "cpu").stdout) is shown
 

@@ -21,7 +21,7 @@ from tokenprune import OptionError, Pruner, cli
 from tokenprune.methods import registry
 from tokenprune_bench import calibration
 from tokenprune_bench.calibration import Thresholds
-from tokenprune_bench.calibration.fitting import fit_options, fittable
+from tokenprune_bench.calibration.fitting import fit_options, list_fittable
 
 seen: dict[str, Any] = {}
 
@@ -116,7 +116,7 @@ def test_refused(arguments: tuple[str, ...], says: str) -> None:
 
 def test_the_list() -> None:
     lines = dict(line.split(": ", 1) for line in call("fit").stdout.splitlines())
-    assert list(lines) == fittable() == ["d2pruner", "dymu", "dyrate", "fitprune", "hawk", "theirs"]
+    assert list(lines) == list_fittable() == ["d2pruner", "dymu", "dyrate", "fitprune", "hawk", "theirs"]
     assert lines["d2pruner"] == "--layer 2" and "--batch-size 32" in lines["dymu"] and lines["fitprune"] == "(none)"
 
 

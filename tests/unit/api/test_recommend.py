@@ -23,7 +23,7 @@ from tokenprune_bench.recommend import advice
 from tokenprune_bench.recommend.recommendation import TASKS, recommend
 
 ROOT = Path(__file__).parents[3]
-ADVICE = advice.advice()
+ADVICE = advice.load_advice()
 SIZE = 7e9
 GOOD = {"photographs": True, "asked": 500, "size": SIZE, "sure": True}
 which = generator("which_method")
@@ -75,7 +75,7 @@ def test_evidence_is_of_the_keep_one_step_either_way_and_of_the_task(task: str) 
         one = by_text[piece.figure]
         assert one["questions"] is None or one["questions"] in row.questions
         assert one["keep"] is None or 0.5 <= one["keep"] / row.keep <= 2
-        assert piece.grade == advice.grade(one, SIZE) in ("strong", "weak")
+        assert piece.grade == advice.grade_entry(one, SIZE) in ("strong", "weak")
         if one["kind"] == "measured by us":
             assert (ROOT / one["source"]).is_file()
     # A source is left out of these only where it says something nearer, or of other questions or keeps.
@@ -97,12 +97,12 @@ def test_evidence_is_of_the_keep_one_step_either_way_and_of_the_task(task: str) 
     ],
 )
 def test_a_piece_of_evidence_is_weak_where_one_part_of_the_rule_fails(change: dict) -> None:
-    assert advice.grade(GOOD, SIZE) == advice.grade(GOOD | {"asked": None}, SIZE / 2.9) == "strong"
-    assert advice.grade(GOOD | change, SIZE) == "weak"
+    assert advice.grade_entry(GOOD, SIZE) == advice.grade_entry(GOOD | {"asked": None}, SIZE / 2.9) == "strong"
+    assert advice.grade_entry(GOOD | change, SIZE) == "weak"
 
 
 def test_what_was_drawn_is_weak_and_what_two_papers_print_strong() -> None:
-    grades = {(one["kind"], one["photographs"], advice.grade(one, SIZE)) for one in advice._entries()}
+    grades = {(one["kind"], one["photographs"], advice.grade_entry(one, SIZE)) for one in advice._entries()}
     assert ("measured by us", False, "strong") not in grades and ("published", True, "strong") in grades
     general, _ = ADVICE["general"].evidence(SIZE)
     assert [one.grade for one in general if one.kind == "published"] == ["strong", "strong"]

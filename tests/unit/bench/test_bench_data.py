@@ -226,7 +226,7 @@ def test_a_folder_of_images_with_metadata_is_read(folder: Path, monkeypatch: pyt
     ],
 )
 def test_metrics_by_hand(name: str, prediction: str, answers: list[str], score: float) -> None:
-    assert metrics.metric_named(name).score([prediction], [answers]) == [pytest.approx(score)]
+    assert metrics.get_metric(name).score([prediction], [answers]) == [pytest.approx(score)]
 
 
 def test_anls_is_that_of_a_naive_edit_distance() -> None:
@@ -256,13 +256,13 @@ def test_f1_is_that_of_transformers() -> None:
 
 def test_unknown_metrics_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="no metric 'bleu': use one of exact, ending, vqa"):
-        metrics.metric_named("bleu")
+        metrics.get_metric("bleu")
     monkeypatch.setitem(sys.modules, "pycocoevalcap.cider.cider", None)
     with pytest.raises(TokenPruneError, match="pip install pycocoevalcap"):
-        metrics.metric_named("cider")
+        metrics.get_metric("cider")
     monkeypatch.setitem(sys.modules, "rapidfuzz.distance", None)
     with pytest.raises(TokenPruneError, match=r"anls needs rapidfuzz: pip install tokenprune-bench"):
-        metrics.metric_named("anls")
+        metrics.get_metric("anls")
 
 
 def test_cider_is_that_of_pycocoevalcap() -> None:

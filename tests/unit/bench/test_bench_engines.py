@@ -23,13 +23,13 @@ from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune_bench.errors import DataError, RunError
-from tokenprune_bench.lines import read_lines
+from tokenprune_bench.json_lines import read_lines
 from tokenprune_bench.plan import Pass
 from tokenprune_bench.results import summarise
 from tokenprune_bench.run_folder import RunFolder, config_of
 from tokenprune_bench.suite import Bench, BenchPlan
-from tokenprune_bench.tables import tables
-from tokenprune_bench.vllm_backend import Chat, Reply, VllmBackend, adds_special, request_of
+from tokenprune_bench.tables import build_tables
+from tokenprune_bench.vllm_backend import Chat, Reply, VllmBackend, build_request, needs_special_tokens
 from tokenprune_bench.vllm_offline import OfflineEngine
 from tokenprune_demo.heldout import load_heldout
 
@@ -72,7 +72,7 @@ class MadeUp:
         self.clocked.append((setting, chat.images[0].tobytes()))
         return (100.0, 10.0) if setting == {"off": True} else (50.0, 10.0)
 
-    def counted(self) -> tuple[int, int]:
+    def count_visual_tokens(self) -> tuple[int, int]:
         return self.seen, self.kept
 
     def check(self, chat: Chat) -> None:
@@ -131,7 +131,7 @@ def test_records_are_those_of_any_backend() -> None:
     flops = [sum(shape.prefill_flops([text + one] * 2) for text in letters) for one in (25, 100)]
     assert len(set(letters)) > 1 and stats["prefill_flops_ratio"] == pytest.approx(flops[0] / flops[1])
     assert stats["overhead_ms"] is None
-    (title, *_), printed = (tables(summarise(records))[0].title,), str(tables(summarise(records))[0])
+    (title, *_), printed = (build_tables(summarise(records))[0].title,), str(build_tables(summarise(records))[0])
     assert title == ("m: 8 questions on 1 images, d, vLLM 9, float16")
     assert "100 → 25" in printed and "no cache has seen" in printed and "Skipped dart" in printed
 
@@ -150,7 +150,7 @@ def test_without_a_config_only_tokens_are_told() -> None:
     records = run(MadeUp(config=None))
     stats = records[4]["stats"]
     assert (stats["visual_tokens_average"], stats["keep_ratio"], stats["prefill_flops_ratio"]) == (200, 0.25, None)
-    row = tables(summarise(records))[0].rows[-1]
+    row = build_tables(summarise(records))[0].rows[-1]
     assert [cell.text for cell in row[2:6]] == ["100 → 25", "25", "", ""]
 
 
@@ -199,14 +199,14 @@ def test_videos_are_refused() -> None:
 
 
 def test_a_request_names_all_options_of_a_setting() -> None:
-    assert request_of(None) == {"off": True}
-    assert request_of(Pass("unpatched", 1.0).setting) == {"off": True}
+    assert build_request(None) == {"off": True}
+    assert build_request(Pass("unpatched", 1.0).setting) == {"off": True}
 
     def asked(setting: dict) -> dict:
-        return request_of(Setting.from_json(setting))
+        return build_request(Setting.from_json(setting))
 
     (drawn,) = BenchPlan(("random",), seeds=(2,)).passes("random", 0.5)
-    assert request_of(drawn.setting) == {"method": "random", "keep": 0.5, "seed": 2}
+    assert build_request(drawn.setting) == {"method": "random", "keep": 0.5, "seed": 2}
     assert asked({"method": "vscan", "keep": 64})["stage2"] is True
     assert "thresholds" not in asked({"method": "dymu", "keep": 0.5})  # a file, which requests cannot name
     two = {"method": [{"method": "random", "seed": 2}, "pool"], "keep": [0.5, 0.25], "per": "frame"}
@@ -218,7 +218,7 @@ def test_a_request_names_all_options_of_a_setting() -> None:
     [([5], [1, 5], True), ([1, 5], [1, 1, 5], False), ([5], [5], False), ([1, 5], [1, 5], False)],
 )
 def test_special_tokens_come_once(plain: list[int], special: list[int], expected: bool) -> None:
-    assert adds_special(lambda added: special if added else plain) is expected
+    assert needs_special_tokens(lambda added: special if added else plain) is expected
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_questions_of_a_batch_are_asked_at_once(server: Pretender) -> None:
     server.gate = threading.Barrier(4)  # opens when four are there
     replies = engine.ask([Chat((), f"{number}") for number in range(4)], {"off": True}, 1)
     assert [reply.text for reply in replies] == ["0", "1", "2", "3"]
-    assert engine.counted() == tuple(server.counts) == (4 * VISUAL, 4 * VISUAL)  # nothing that others count
+    assert engine.count_visual_tokens() == tuple(server.counts) == (4 * VISUAL, 4 * VISUAL)  # nothing that others count
     engine.close()
 
 

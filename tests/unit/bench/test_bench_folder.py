@@ -19,8 +19,8 @@ import pytest
 import tokenprune
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.group import Group
-from tokenprune_bench.lines import Lines, read_lines, write_whole
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.json_lines import JsonLinesWriter, read_lines, write_records
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.suite import Bench, BenchPlan
 
@@ -197,7 +197,7 @@ with joined() as group:
 def test_processes_share_the_work() -> None:
     """Of four batches each asks two, and all have the answers to all."""
     # Loaded one after the other: transformers switches torch's default device for the whole process while it loads.
-    subjects = [load(device="cpu") for _ in range(2)]
+    subjects = [load_model(device="cpu") for _ in range(2)]
 
     def work(group: Group) -> tuple[int, str]:
         subject, calls = subjects[group.rank], []
@@ -245,9 +245,9 @@ def test_processes_learn_of_each_others_end(tmp_path: Path) -> None:
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
-    write_whole(path, [{"a": "ä"}])
+    write_records(path, [{"a": "ä"}])
     (tmp_path / "a.jsonl.new").write_text("of a crash")
-    write_whole(path, [{"b": 1}, {"c": 2}])
+    write_records(path, [{"b": 1}, {"c": 2}])
     assert path.read_text() == '{"b": 1}\n{"c": 2}\n' and files(tmp_path) == ["a.jsonl"]
 
     def full(self: Path, target: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(RunError, match=r"cannot write .*a\.jsonl: No space left on device; what was written before is"):
-        write_whole(path, [{"d": 3}])
+        write_records(path, [{"d": 3}])
     assert path.read_text() == '{"b": 1}\n{"c": 2}\n' and files(tmp_path) == ["a.jsonl"]
 
 
@@ -292,9 +292,9 @@ def test_only_the_last_line_of_a_batch_has_its_cost(tmp_path: Path) -> None:
 def test_lines_go_on_where_they_are_told(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"b": 2}\n{"c"')
-    with Lines(path, 9) as lines:
+    with JsonLinesWriter(path, 9) as lines:
         assert path.read_text() == '{"a": 1}\n'  # before anything is written: a crash here must leave no torn line
         lines.write({"d": 4})
     assert path.read_text() == '{"a": 1}\n{"d": 4}\n'
-    with Lines(path):
+    with JsonLinesWriter(path):
         assert path.read_text() == ""

@@ -14,7 +14,7 @@ from PIL import Image
 from each import each
 from processors import llava, special_tokenizer
 from tokenprune.errors import OptionError
-from tokenprune_bench.data import Data, check_questions, left_out, load_data, misfits
+from tokenprune_bench.data import Data, check_questions, drop_questions, find_misfits, load_data
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.model import Model
 
@@ -220,15 +220,15 @@ def test_questions_that_do_not_fit_the_model_are_left_out_in_their_order(folder:
     video = {"video": "video", "question": "what?", "answer": "cat"}
     rows = [GOOD, {**GOOD, "question": "<image> what?"}, "{", video, {**GOOD, "question": "and?"}]
     data = load_data(write(folder, *rows), skip_bad=True)
-    fit = left_out(data, misfits(data.questions, llava()))
+    fit = drop_questions(data, find_misfits(data.questions, llava()))
     assert [one.where for one in fit.questions] == ["line 1", "line 5"]
     assert [line.partition(":")[0] for line in fit.skipped] == ["line 2", "line 3", "line 4"]
     assert "holds '<image>'" in fit.skipped[0]
     assert fit.skipped[2] == "line 4: asks about a video, and this model takes none"
     assert fit.about()["digest"] == load_data(write(folder, rows[0], rows[4])).about()["digest"]
-    assert left_out(data, []) == data
+    assert drop_questions(data, []) == data
     with pytest.raises(DataError, match=r"rows\.jsonl holds no questions: all 5 rows are bad, line 1: why"):
-        left_out(data, [(number, "why") for number in range(4)])
+        drop_questions(data, [(number, "why") for number in range(4)])
 
 
 def test_a_image_that_the_processor_refuses_is_named() -> None:

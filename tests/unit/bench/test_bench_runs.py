@@ -25,9 +25,9 @@ from tokenprune.statistics import Stats
 from tokenprune_bench import results
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.group import Group
-from tokenprune_bench.lines import Lines, read_lines
+from tokenprune_bench.json_lines import JsonLinesWriter, read_lines
 from tokenprune_bench.profiling import cost
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_demo.heldout import load_heldout
@@ -200,7 +200,7 @@ def test_a_damaged_line_is_not_passed_over(tmp_path: Path) -> None:
         read_lines(path)
     path.write_text('{"a": 1}\n{"b": 2}')  # whole, but nothing says so
     assert read_lines(path) == [({"a": 1}, 9)]
-    with Lines(path, 9) as lines:
+    with JsonLinesWriter(path, 9) as lines:
         lines.write({"c": "ä"})
     assert [record for record, _ in read_lines(path)] == [{"a": 1}, {"c": "ä"}]
 
@@ -340,13 +340,13 @@ def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], 
 
 def test_more_processes_than_batches_are_refused() -> None:
     with pytest.raises(OptionError, match=r"3 processes, but only 1 batches .* smaller --batch-size"):
-        Bench(load(device="cpu"), BenchPlan(images=1), group=Group(0, 3))
+        Bench(load_model(device="cpu"), BenchPlan(images=1), group=Group(0, 3))
 
 
 def test_more_than_ten_kinds_are_told_apart() -> None:
     kinds = [f"{number:02}" for number in range(12)]
     asked = [SimpleNamespace(kind=kind, question="what is it?", is_video=False) for kind in (*kinds, "11", "01", "00")]
-    bench = Bench(load(device="cpu"), BenchPlan(repeats=0), questions=asked)
+    bench = Bench(load_model(device="cpu"), BenchPlan(repeats=0), questions=asked)
     header = bench.header()
     assert header["kinds"] == kinds
     assert header["kind_of_question"] == [*map(str, range(12)), "11", "1", "0"]
@@ -355,7 +355,9 @@ def test_more_than_ten_kinds_are_told_apart() -> None:
     made = dict(record="result", method="unpatched", keep=1.0, site=None, right=[right], questions=15, stats=stats)
     (row,) = results.summarise([header, made]).rows
     assert {kind: share.value for kind, share in row.kinds.items()} == dict.fromkeys(kinds, 0.0) | {"11": 1.0}
-    assert Bench(load(device="cpu"), BenchPlan(), questions=asked[:10]).header()["kind_of_question"] == "0123456789"
+    assert (
+        Bench(load_model(device="cpu"), BenchPlan(), questions=asked[:10]).header()["kind_of_question"] == "0123456789"
+    )
 
 
 def test_costs_of_batches_are_summed() -> None:
@@ -371,8 +373,8 @@ def test_costs_of_batches_are_summed() -> None:
     # What one engine does not tell is not known of all; nor are shares of a model whose sizes are not at hand.
     unknown = Stats(4, 1, [1], overhead_ms=None)
     assert (unknown + stats(1)).overhead_ms is None and "overhead unknown" in repr(unknown)
-    assert cost.record(unknown, unknown)["prefill_flops_ratio"] is None
-    told = cost.record(stats(1), stats(10))
+    assert cost.build_cost_record(unknown, unknown)["prefill_flops_ratio"] is None
+    told = cost.build_cost_record(stats(1), stats(10))
     assert told == {
         "visual_tokens_in": 40, "visual_tokens_out": 1, "visual_tokens_per_layer": [4, 1], "kv_bytes": 10,
         "kv_bytes_full": 100, "overhead_ms": 0.5, "visual_tokens_average": 2.5, "keep_ratio": 1 / 40,

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tokenprune
 from tokenprune.errors import TokenPruneError
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo import MODELS
 from tokenprune_demo.heldout import NATIVE, Example, load_heldout
 
@@ -25,7 +25,7 @@ TRAINING = Path(__file__).parents[3] / "benchmarks/experiments/training" / "qwen
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load("demo_qwen", device="cpu")
+    return load_model("demo_qwen", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -187,4 +187,4 @@ def test_without_torchvision_it_says_what_is_missing(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(AutoProcessor, "from_pretrained", refuse)
     with pytest.raises(TokenPruneError, match=r"cannot load demo_qwen: .* needs torchvision: pip install torchvision"):
-        load("demo_qwen", device="cpu")
+        load_model("demo_qwen", device="cpu")

@@ -11,10 +11,10 @@ from pathlib import Path
 import PIL
 import pytest
 
-from tokenprune_bench.own_questions import sample_of
+from tokenprune_bench.demo_package import get_default_images
 from tokenprune_bench.plan import DEFAULT_IMAGES
 from tokenprune_demo.backgrounds import PHOTOS
-from tokenprune_demo.heldout import FOLDER, SMOL, heldout_of, load_heldout, load_sample
+from tokenprune_demo.heldout import FOLDER, SMOL, get_heldout_folder, load_heldout, load_sample
 
 TRAINING = Path(__file__).parents[3] / "benchmarks/experiments/training"
 PILLOW = "13.0.0"  # that drew the set: other versions set letters and resize a little differently
@@ -28,7 +28,7 @@ def script(monkeypatch):
 
 
 def test_the_set_is_balanced_and_every_answer_is_one_of_its_kind(script):
-    assert heldout_of("demo_smol") == SMOL
+    assert get_heldout_folder("demo_smol") == SMOL
     asked: dict[str, Counter] = defaultdict(Counter)
     for example in load_heldout(folder=SMOL):
         asked[example.kind][example.answer] += 1
@@ -53,7 +53,13 @@ def test_a_sample_asks_about_every_kind_and_the_first_images_where_each_has_all(
 
 
 def test_a_slow_model_is_asked_about_fewer_images_by_default():
-    assert sample_of("demo_smol") < sample_of("demo_vlm") == sample_of(None) == sample_of("mine") == DEFAULT_IMAGES
+    assert (
+        get_default_images("demo_smol")
+        < get_default_images("demo_vlm")
+        == get_default_images(None)
+        == get_default_images("mine")
+        == DEFAULT_IMAGES
+    )
 
 
 def test_the_images_are_small_enough_to_ship():

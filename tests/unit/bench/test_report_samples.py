@@ -227,11 +227,11 @@ def test_a_video_is_drawn_frame_by_frame_and_pixels_are_not(tmp_path: Path, buil
 def test_every_drawing_of_a_question_has_the_same_size(tmp_path: Path) -> None:
     """Also where a method leaves the model another grid: of 5 x 3 tokens, and of what is left of them."""
     from processors import photo
-    from tokenprune_bench.profiling.model import load
+    from tokenprune_bench.profiling.model import load_model
 
     question = asked(images=(photo(280, 170, 0),), question="is there a star?")
     methods = ("downsample", "divprune", "pool")
-    drawn = sampled(tmp_path, load("demo_qwen", device="cpu"), question, *methods)
+    drawn = sampled(tmp_path, load_model("demo_qwen", device="cpu"), question, *methods)
     sizes = []
     for one in drawn:
         with Image.open(tmp_path / FOLDER / one["image"]) as image:

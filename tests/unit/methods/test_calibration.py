@@ -27,8 +27,8 @@ from tokenprune import AlreadyPatchedError, BudgetError, OptionError, TokenPrune
 from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune.selection import Tower
 from tokenprune_bench.calibration import Thresholds, calibrate
-from tokenprune_bench.calibration.merge import merges_per_block
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.calibration.merge import count_merges
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES, Family
 
@@ -40,7 +40,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 def plan_of(model: Any, keep: float, schedule: str = "constant") -> list[int]:
     tower = tower_shape(model)
-    return merges_per_block(tower, tower.left(tokenprune.Budget(keep=keep)), schedule)
+    return count_merges(tower, tower.left(tokenprune.Budget(keep=keep)), schedule)
 
 
 @torch.no_grad()
@@ -100,20 +100,20 @@ def test_as_many_pairs_are_above_the_thresholds_as_were_asked_for(family: Family
 
 def test_what_each_block_merges() -> None:
     tower = Tower(577, 1, 24, 23)
-    constant = merges_per_block(tower, 72, "constant")
+    constant = count_merges(tower, 72, "constant")
     assert constant == [22] * 21 + [21] * 2 + [0]
-    linear = merges_per_block(tower, 288, "linear")
+    linear = count_merges(tower, 288, "linear")
     assert sum(linear) == 288 and linear == sorted(linear, reverse=True) and linear[22:] == [0, 0]
-    assert merges_per_block(tower, 288, "reverse_linear") == [*linear[:23][::-1], 0]
+    assert count_merges(tower, 288, "reverse_linear") == [*linear[:23][::-1], 0]
     # The last of a few blocks cannot merge what is left over: the first ones merge more.
-    assert merges_per_block(Tower(257, 1, 4, 4), 28, "constant") == [72, 72, 56, 28]
-    assert merges_per_block(Tower(257, 1, 4, 4), 256, "constant") == [0] * 4
+    assert count_merges(Tower(257, 1, 4, 4), 28, "constant") == [72, 72, 56, 28]
+    assert count_merges(Tower(257, 1, 4, 4), 256, "constant") == [0] * 4
     for schedule, least in (("constant", 16), ("linear", 32), ("reverse_linear", 32)):  # linear: one block merges none
         for left in (least, least + 1, 45, 200):
-            counts = merges_per_block(Tower(257, 1, 4, 4), left, schedule)
+            counts = count_merges(Tower(257, 1, 4, 4), left, schedule)
             assert sum(counts) == 256 - left and all(2 * r < 257 - sum(counts[:i]) for i, r in enumerate(counts))
         with pytest.raises(BudgetError, match=rf"at most half.*4 blocks that count leave {least} at least"):
-            merges_per_block(Tower(257, 1, 4, 4), least - 1, schedule)
+            count_merges(Tower(257, 1, 4, 4), least - 1, schedule)
 
 
 @torch.no_grad()
@@ -231,7 +231,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / example.path.name).write_bytes(example.path.read_bytes())
     printed = call("fit", "dymu", "--images", folder, "--keep", "0.5,0.3", "--out", out, "--batch-size", 2).stdout
     assert "keep 0.5: " in printed and "keep 0.3: " in printed and "calibrated on 3 images" in printed
-    model = load(device="cpu").model
+    model = load_model(device="cpu").model
     with tokenprune.patched(model, "dymu", keep=0.3, thresholds=out):
         assert tokenprune.is_patched(model)
     assert "is no folder" in refused("fit", "dymu", "--images", tmp_path / "absent", "--out", out)

@@ -15,14 +15,14 @@ from tests.unit.bench.test_bench_engines import CONFIG, Killed, MadeUp
 from tokenprune.cli import app
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune_bench.run_folder import RunFolder, config_of
-from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, Tuning, grid
-from tokenprune_bench.tuning.report import tuned_config
+from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, Tuning, build_grid
+from tokenprune_bench.tuning.report import build_tuned_config
 from tokenprune_bench.vllm_backend import VllmBackend
 from tokenprune_demo.heldout import load_heldout
 
 QUESTIONS = load_heldout(limit=5)
 # The engine refuses dart, and answers all else as the unpatched model does.
-CANDIDATES = [*grid(["dart"], [0.5]), *grid(["uniform"], [0.5, 0.25])]
+CANDIDATES = [*build_grid(["dart"], [0.5]), *build_grid(["uniform"], [0.5, 0.25])]
 SEARCH = Search([one.to_json() for one in CANDIDATES], 0, 4)
 
 
@@ -52,7 +52,7 @@ def test_an_engine_is_tuned() -> None:
     assert found.choice.cost["kv_bytes"] < found.choice.cost["kv_bytes_full"]
     settings = [setting for _, setting in engine.asked]
     assert settings.count({"off": True}) == 10 == settings.count({"method": "uniform", "keep": 0.25})
-    tuned = tuned_config(found, panel, {"name": "mine"}).tuned
+    tuned = build_tuned_config(found, panel, {"name": "mine"}).tuned
     # `patch` would compare it with that of a model of transformers, and warn in vain.
     assert tuned["model"] == {"name": "m", "type": "made_up"} and tuned["environment"]["engine"] == "vllm"
 

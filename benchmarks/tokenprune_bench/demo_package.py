@@ -9,7 +9,7 @@ from tokenprune.errors import require
 from tokenprune.models.model_config import SHIPPED
 
 
-def demo(module: str) -> Any:
+def import_demo(module: str) -> Any:
     """Import a module of tokenprune-demo; raises MissingPackageError, which says what to install or to name."""
     return require(
         f"tokenprune_demo.{module}",
@@ -17,7 +17,7 @@ def demo(module: str) -> Any:
     )
 
 
-def sample_of(model: str | None) -> int:
+def get_default_images(model: str | None) -> int:
     """Return the number of held-out images, videos or prompts asked about by default; None: the first model."""
     from tokenprune_bench.plan import DEFAULT_IMAGES  # imports torch, which a command's completion does without
 
@@ -25,7 +25,7 @@ def sample_of(model: str | None) -> int:
     return found
 
 
-def set_of(model: str | None) -> str:
+def get_default_set(model: str | None) -> str:
     """Return the set of our own questions that a model is asked by default; None: the first model."""
     found: str = _of(model, "SETS", "images")
     return found

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenprune.errors import TokenPruneError
 from tokenprune_bench.errors import DataError, RunError
-from tokenprune_bench.group import ALONE, Group
-from tokenprune_bench.plan import batched
+from tokenprune_bench.group import SINGLE_PROCESS, Group
+from tokenprune_bench.plan import split_batches
 
 if TYPE_CHECKING:
     from tokenprune.settings import Setting
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tokenprune_bench.run_folder import RunFolder
 
 
-class Asking:
+class QuestionRunner:
     """The answers to numbered questions, of a back end under many settings.
 
     folder: where they are kept, and which may hold some already. group: the processes among which batches are divided;
@@ -33,7 +33,7 @@ class Asking:
         questions: Sequence[Any],
         batch_size: int,
         folder: RunFolder | None = None,
-        group: Group = ALONE,
+        group: Group = SINGLE_PROCESS,
     ) -> None:
         self.backend, self.questions, self.batch_size = backend, questions, batch_size
         self.folder, self.group = folder, group
@@ -41,7 +41,7 @@ class Asking:
 
     def batches(self, setting: Setting | None, numbers: Sequence[int]) -> list[list[int]]:
         """Cut numbers of questions into batches, as they are asked under a setting."""
-        return batched(numbers, 1 if self.backend.alone(setting) else self.batch_size, self._is_alone)
+        return split_batches(numbers, 1 if self.backend.is_one_by_one(setting) else self.batch_size, self._is_alone)
 
     def is_cached(self, place: dict[str, Any], setting: Setting | None, numbers: Sequence[int]) -> bool:
         """Return whether all of these questions have been answered."""
@@ -92,4 +92,4 @@ class Asking:
         return self.questions[number].is_video
 
 
-__all__ = ["Asking"]
+__all__ = ["QuestionRunner"]

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from tokenprune.errors import OptionError
-from tokenprune_bench.tuning.promise import Promise, points
+from tokenprune_bench.tuning.promise import Promise, format_points
 
 _PART = 3  # every third image is for the search: what is held out decides how small a drop can be shown
 
 
-def split(groups: Sequence[Any], kinds: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
+def split_questions(groups: Sequence[Any], kinds: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
     """Return the numbers of the questions to search with, about a third, and of those to hold out, in random order.
 
     Questions about the same images (equal groups) stay together; images are divided evenly by the kinds asked.
@@ -33,17 +33,17 @@ def split(groups: Sequence[Any], kinds: Sequence[str], seed: int) -> tuple[list[
     return tuple([part[index] for index in rng.permutation(len(part))] for part in parts)
 
 
-def check_enough(questions: int, promise: Promise, held_out: int | None = None) -> None:
+def check_question_count(questions: int, promise: Promise, held_out: int | None = None) -> None:
     """Raise OptionError if so few questions cannot show that any candidate keeps the promise."""
     held_out = questions - math.ceil(questions / _PART) if held_out is None else held_out
     needed = promise.questions_needed
     if held_out < needed:
         raise OptionError(
-            f"{questions} questions are too few for a drop below {points(promise.max_drop)} at a confidence of "
+            f"{questions} questions are too few for a drop below {format_points(promise.max_drop)} at a confidence of "
             f"{100 * promise.confidence:g} %: {held_out} of them would be held out, and it takes {needed} if not a "
             f"single answer changes. Ask at least {math.ceil(needed * _PART / (_PART - 1))}, better three times as "
             "many, or allow a larger drop"
         )
 
 
-__all__ = ["check_enough", "split"]
+__all__ = ["check_question_count", "split_questions"]

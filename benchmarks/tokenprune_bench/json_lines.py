@@ -13,7 +13,7 @@ from typing import Any
 from tokenprune_bench.errors import RunError
 
 
-class Lines:
+class JsonLinesWriter:
     """A file of JSON lines, open for writing; each call of `write` goes to the file at once, as a whole.
 
     start: the bytes that are kept of what the file held; the rest is cut off. Raises RunError where it cannot write.
@@ -40,7 +40,7 @@ class Lines:
     def _error(self, error: OSError) -> RunError:
         return RunError(f"cannot write {self.path}: {error.strerror or error}; what was written before is kept")
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> JsonLinesWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
@@ -75,13 +75,13 @@ def read_lines(path: Path) -> list[tuple[dict[str, Any], int]]:
     return records
 
 
-def write_whole(path: Path, records: Iterable[dict[str, Any]], indent: int | None = None) -> None:
+def write_records(path: Path, records: Iterable[dict[str, Any]], indent: int | None = None) -> None:
     """Write a file of records such that it is there either as it was or as it shall be."""
     text = "".join(json.dumps(record, ensure_ascii=False, indent=indent) + "\n" for record in records)
-    write_whole_text(path, text)
+    write_text(path, text)
 
 
-def write_whole_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a file such that it is there either as it was or as it shall be. Raises RunError where it cannot."""
     draft = path.with_name(path.name + ".new")
     try:
