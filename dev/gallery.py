@@ -33,8 +33,8 @@ def cells() -> list[tuple[Any, str]]:
 
     photos = [one for one in load_heldout(folder=NATIVE) if one.background == "photo"]
     examples = [one for one in photos if min(one.image.size) >= LEAST]
-    numbers = sorted({one.number for one in examples})
-    found = {(one.number, one.kind): one for one in examples}
+    numbers = sorted({one.index for one in examples})
+    found = {(one.index, one.kind): one for one in examples}
     return [(found[number, kind], method) for number, (kind, method) in zip(numbers, CELLS, strict=False)]
 
 

@@ -27,7 +27,7 @@ def photograph() -> Any:
     """Return the held-out example that every method on images is drawn on."""
     from tokenprune_demo.heldout import load_heldout
 
-    (example,) = (one for one in load_heldout() if one.number == NUMBER and one.kind == KIND)
+    (example,) = (one for one in load_heldout() if one.index == NUMBER and one.kind == KIND)
     return example
 
 

@@ -135,7 +135,7 @@ def ask(
         torch.set_num_threads(threads)
     subject = load_model(model, device=device, dtype=dtype)
     asked = load_heldout(limit=questions or None, folder=subject.heldout)
-    first = {"questions": [one for one in asked if one.number % every == 0], "about": {"every": every}}
+    first = {"questions": [one for one in asked if one.index % every == 0], "about": {"every": every}}
     path = out or results_file(model)
     with show_progress() as step, Rows(path, Bench(subject, plan, **first).header()) as rows:
         made = list(Bench(subject, plan, step, folder=rows, **first).records())

@@ -46,7 +46,7 @@ def documents(limit: int, name: str = "documents") -> list[list[DrawnExample]]:
     """The questions of each document, or prompt, of a drawn set."""
     found: dict[int, list[DrawnExample]] = {}
     for question in draw_set(name, limit).questions:
-        found.setdefault(question.number, []).append(question)
+        found.setdefault(question.index, []).append(question)
     return list(found.values())
 
 

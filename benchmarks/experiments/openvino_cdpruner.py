@@ -106,9 +106,9 @@ def asked(subject: Model, images: int, kinds: tuple[str, ...]) -> Iterator[Asked
     config, unit = subject.model.config, 16
     chosen: set[int] = set()
     for example in load_heldout(kinds=kinds, folder=subject.heldout):
-        if max(example.image.size) > (COLUMNS - 1) * unit or (len(chosen) == images and example.number not in chosen):
+        if max(example.image.size) > (COLUMNS - 1) * unit or (len(chosen) == images and example.index not in chosen):
             continue
-        chosen.add(example.number)
+        chosen.add(example.index)
         image = example.image.resize([round(side / unit) * unit for side in example.image.size])
         inputs = subject.inputs([image], [example.question])
         ids = inputs["input_ids"][0]

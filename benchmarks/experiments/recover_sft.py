@@ -112,7 +112,7 @@ def tune(subject: Model, *, steps: int, batch: int, rate: float) -> dict[str, An
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     subject = load_model(args.model, device="cpu")
-    asked = [one for one in load_heldout(folder=subject.heldout) if one.number % args.every == 0][: args.heldout]
+    asked = [one for one in load_heldout(folder=subject.heldout) if one.index % args.every == 0][: args.heldout]
     yield {
         "record": "header", **subject.environment(), "questions": len(asked), "seed": SEED, "rank": RANK,
         "every": args.every, "kinds": [one.kind for one in asked],

@@ -53,7 +53,7 @@ def heldout(subject: Model, background: str, limit: int) -> list[list[Example]]:
     found: dict[int, list[Example]] = {}
     for one in load_heldout(folder=subject.heldout):
         if one.background == background:
-            found.setdefault(one.number, []).append(one)
+            found.setdefault(one.index, []).append(one)
     return list(found.values())[:limit]
 
 

@@ -30,7 +30,7 @@ def run(subject: Model, step: Callable[[str, int, int], None] = lambda label, do
     """
     load_heldout = require("tokenprune_demo.heldout", "held-out questions").load_heldout
     asked = load_heldout(kinds=KINDS, limit=len(KINDS), folder=subject.heldout)
-    examples = [next(e for e in asked if e.number == number and e.kind == kind) for number, kind in enumerate(KINDS)]
+    examples = [next(e for e in asked if e.index == number and e.kind == kind) for number, kind in enumerate(KINDS)]
     inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])
     names = (UNPATCHED, *METHODS)
     answers: dict[str, list[str]] = {}

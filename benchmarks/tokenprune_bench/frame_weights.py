@@ -44,9 +44,9 @@ def frame_weights(model: Any, *, layers: Sequence[int] | None = None, **inputs: 
     last = {"logits_to_keep": 1} if "logits_to_keep" in forward and "logits_to_keep" not in inputs else {}
     with patched(model, method, keep=0.5):  # of which nothing is removed: all stages only look
         model(**inputs, **last)
-    if not method.found:
+    if not method.captured:
         raise OptionError("frame_weights: the prompt holds no video: pass its pixels and its prompt")
-    per_video = method.found.values()
+    per_video = method.captured.values()
     means = [torch.stack(of_layers).mean(0) for of_layers in per_video]
     return [tuple((one / one.sum()).tolist()) for one in means]
 
@@ -59,7 +59,7 @@ class _WeighFrames(Pruner):
     site: ClassVar[Site] = Site.IN_LLM
 
     layers: tuple[int, ...] | None = None
-    found: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    captured: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         chosen = range(max(1, 2 * layers // 3), layers) if self.layers is None else self.layers
@@ -67,7 +67,7 @@ class _WeighFrames(Pruner):
             raise OptionError(
                 f"frame_weights: layers={self.layers!r} must list decoder layers, each from 1 to {layers - 1}"
             )
-        return [(_LookAtFrames(layer, self.found), Budget(keep=1.0)) for layer in sorted({*chosen})]
+        return [(_LookAtFrames(layer, self.captured), Budget(keep=1.0)) for layer in sorted({*chosen})]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _LookAtFrames(Pruner):
     by_content_count: ClassVar[bool] = True
 
     layer: int
-    found: dict[tuple[int, int], list[Tensor]] = field(repr=False, compare=False)
+    captured: dict[tuple[int, int], list[Tensor]] = field(repr=False, compare=False)
 
     @property
     def query_aware(self) -> bool:
@@ -99,5 +99,5 @@ class _LookAtFrames(Pruner):
             tiny = torch.finfo(torch.float32).tiny
             share = (attention / attention.sum(1, keepdim=True).clamp(min=tiny)).mean(0)
             of_frames = torch.stack([one.mean() for one in share.split(frames)])
-            self.found.setdefault((about.row[segment], about.ordinal[segment]), []).append(of_frames.cpu())
+            self.captured.setdefault((about.row[segment], about.ordinal[segment]), []).append(of_frames.cpu())
         return Selection(tokens.mask, counts=tokens.counts)

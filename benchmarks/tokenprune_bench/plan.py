@@ -40,7 +40,7 @@ class Pass:
         return Pass(f"{UNPATCHED}, {name}", 1.0)
 
     @property
-    def place(self) -> dict[str, Any]:
+    def key(self) -> dict[str, Any]:
         """Plain values that name the pass in the folder of a run."""
         return {"method": self.method, "keep": self.keep, "seed": self.seed}
 

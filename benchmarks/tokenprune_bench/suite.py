@@ -121,7 +121,7 @@ class Bench:
                 record, mine = asked
                 self._written(record)
             elif record["record"] != "skipped":
-                mine = {one: self.folder.batches(one.place) for one in self.plan.passes(name, keep)}
+                mine = {one: self.folder.batches(one.key) for one in self.plan.passes(name, keep)}
                 self._done += sum(map(len, mine.values()))
             if name == UNPATCHED:
                 (batches,) = mine.values()
@@ -131,12 +131,12 @@ class Bench:
             yield record
         if self.folder is not None:
             there = {one: mine for one, mine in passes.items() if mine}
-            self.folder.finish([(one.place, mine, self._scores(mine)) for one, mine in there.items()])
+            self.folder.finish([(one.key, mine, self._scores(mine)) for one, mine in there.items()])
 
     def header(self) -> dict[str, Any]:
         index = {kind: f"{number}" for number, kind in enumerate(self.kinds)}
         asked = [index[example.kind] for example in self.examples]
-        images = [getattr(example, "number", None) for example in self.examples]
+        images = [getattr(example, "index", None) for example in self.examples]
         return {
             "record": "header",
             "schema": SCHEMA,
@@ -281,7 +281,7 @@ class Bench:
             self._step(label, self._done, self.total)
 
         try:
-            return (asking or self._asking).ask(one.place, setting, range(len(self.examples)), on_batch)
+            return (asking or self._asking).ask(one.key, setting, range(len(self.examples)), on_batch)
         finally:
             self._done = start + batches
 

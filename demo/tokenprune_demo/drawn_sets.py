@@ -52,7 +52,7 @@ class DrawnExample:
     before each. ground: of a video, or what kind of document it is. looks: see `DrawnQuestion`.
     """
 
-    number: int
+    index: int
     kind: str
     question: str
     answer: str
@@ -81,7 +81,7 @@ class DrawnExample:
 
     @property
     def where(self) -> str:
-        return f"drawn {'video' if self.is_video else self.ground or 'prompt'} {self.number}"
+        return f"drawn {'video' if self.is_video else self.ground or 'prompt'} {self.index}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class DrawnSet:
         digest = hashlib.sha256()
         for one in self.questions:
             digest.update(f"{one.question}\n{one.answer}\n".encode())
-        for images in {one.number: one.frames or one.images for one in self.questions}.values():
+        for images in {one.index: one.frames or one.images for one in self.questions}.values():
             for image in images:
                 digest.update(image.tobytes())
         said = {"name": f"drawn {self.name.replace('-', ' ')}", "questions": len(self.questions), "skipped": []}
@@ -154,7 +154,7 @@ def freeze_first_frame(question: DrawnExample) -> DrawnExample:
 
 def shuffle_frames(question: DrawnExample) -> DrawnExample:
     """Return the question with the frames of its video in another order, the same for all questions of the video."""
-    order = np.random.default_rng((SEED, 2, question.number)).permutation(len(question.frames))
+    order = np.random.default_rng((SEED, 2, question.index)).permutation(len(question.frames))
     return replace(question, frames=tuple(question.frames[place] for place in order))
 
 

@@ -31,7 +31,7 @@ class DrawnStream:
     event. event: the clip in which all questions are answered.
     """
 
-    number: int
+    index: int
     size: tuple[int, int]
     before: int
     event: DrawnVideo
@@ -50,7 +50,7 @@ class DrawnStream:
         """Return a clip, counted from 0 on."""
         if number == self.before:
             return self.event
-        drawn = (_drawn((SEED, self.number, 1, number, attempt), self.size, _OTHERS) for attempt in count())
+        drawn = (_drawn((SEED, self.index, 1, number, attempt), self.size, _OTHERS) for attempt in count())
         return next(one for one in drawn if not self.shapes & {thing.what for thing in one.things})
 
     def clip(self, number: int) -> np.ndarray:

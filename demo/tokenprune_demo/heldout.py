@@ -38,7 +38,7 @@ def get_heldout_folder(model: str | None) -> Path:
 class Example:
     """One question about one held-out image; ``boxes`` are the pixels (left, top, right, bottom) of the evidence."""
 
-    number: int
+    index: int
     path: Path
     background: str
     kind: str
@@ -104,7 +104,7 @@ def load_sample(images: int, folder: str | Path = FOLDER) -> list[Example]:
     """
     rest: dict[int, list[Example]] = {}
     for example in load_heldout(folder=folder):
-        rest.setdefault(example.number, []).append(example)
+        rest.setdefault(example.index, []).append(example)
     asked = Counter(dict.fromkeys((one.kind for examples in rest.values() for one in examples), 0))
     taken: list[Example] = []
     for _ in range(min(images, len(rest)) or len(rest)):
@@ -113,4 +113,4 @@ def load_sample(images: int, folder: str | Path = FOLDER) -> list[Example]:
         number = next(number for number, examples in rest.items() if any(one.kind == least for one in examples))
         asked.update(one.kind for one in rest[number])
         taken += rest.pop(number)
-    return sorted(taken, key=lambda one: one.number)
+    return sorted(taken, key=lambda one: one.index)

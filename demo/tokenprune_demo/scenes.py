@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from .backgrounds import BACKGROUNDS, SIZE, background, load_photos
+from tokenprune_demo.backgrounds import BACKGROUNDS, SIZE, draw_background, load_photos
 
 __all__ = [
     "BACKGROUNDS",
@@ -215,7 +215,7 @@ def _clear_of_middle(x: float, y: float) -> bool:
 def draw_scene(rng: np.random.Generator, photos: tuple[Image.Image, ...] = (), texts: int = 1) -> Scene:
     """Draw one scene; ``texts`` is how many digits and signs it holds (more than one only to train a vision tower)."""
     where = _pick(rng, BACKGROUNDS, (0.2, 0.2, 0.3, 0.3))
-    canvas, names = _Canvas(rng, background(rng, where, photos)), list(COLORS)
+    canvas, names = _Canvas(rng, draw_background(rng, where, photos)), list(COLORS)
     twin, crowd, single, extra, _absent = (str(k) for k in rng.permutation(LARGE))
 
     def radius() -> int:

@@ -133,7 +133,7 @@ def ask(out: Path, threads: int) -> None:
     """Ask the baselines, the published methods and the combinations about images 1, 5, 9 ... of demo_smol."""
     torch.set_num_threads(threads)
     subject = load_model("demo_smol", device="cpu", dtype="bfloat16")
-    questions: list[Any] = [one for one in load_heldout(folder=subject.heldout) if one.number % 4 == 1]
+    questions: list[Any] = [one for one in load_heldout(folder=subject.heldout) if one.index % 4 == 1]
     plan = BenchPlan((*PUBLISHED, *COMBINATIONS), (0.25, 0.11), batch_size=16, repeats=0, seeds=(0,))
     with show_progress() as step, Rows(out, Bench(subject, plan, questions=questions).header()) as rows:
         list(Bench(subject, plan, step, questions=questions, folder=rows).records())

@@ -30,7 +30,7 @@ FIRST, LAST, BATCH = 50, 150, 25
 
 def ask(subject: Model, kind: str) -> dict[str, object]:
     """Ask all questions of one kind."""
-    examples = [one for one in load_heldout([kind], limit=LAST) if one.number >= FIRST]
+    examples = [one for one in load_heldout([kind], limit=LAST) if one.index >= FIRST]
     right, tokens, raised = "", 0.0, 0
     for at in range(0, len(examples), BATCH):
         batch = examples[at : at + BATCH]

@@ -41,7 +41,7 @@ def main() -> None:
     torch.set_num_threads(1)
     subject = load_model("demo_smol", device="cpu", dtype="bfloat16")
     backend, metric = get_backend(subject), get_metric(subject.metric)
-    asked = [one for one in load_heldout(folder=subject.heldout) if one.number % args.every == 0]
+    asked = [one for one in load_heldout(folder=subject.heldout) if one.index % args.every == 0]
     found = read_lines(args.out)
     known = {(record["layer"], record["every"]) for record, _ in found}
     table = Table("visual tokens leave at layer", "right of", "right, %")

@@ -145,7 +145,7 @@ def sessions(
 
     def begun(memory: int, policy: Any) -> tokenprune.sessions.Session:
         return tokenprune.sessions.session(
-            subject.model, subject.processor, memory=memory, policy=policy, block=FRAMES, seed=stream.number
+            subject.model, subject.processor, memory=memory, policy=policy, block=FRAMES, seed=stream.index
         )
 
     found = {(name, memory): begun(memory, policy) for memory in memories for name, policy in made.items()}

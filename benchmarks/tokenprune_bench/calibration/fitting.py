@@ -59,11 +59,11 @@ class Fitter:
         self.options = {option: self._value(option, value) for option, value in options.items()}
 
     @property
-    def out(self) -> Path:
+    def default_out(self) -> Path:
         """The file that is written where the user names none: it is called as the method's option for it."""
         return Path(f"{next(iter(sorted(file_options(self.cls))), self.name)}.safetensors")
 
-    def asked(self, images: Path | None, question: str | None, limit: int | None) -> list[tuple[Any, str]]:
+    def load_samples(self, images: Path | None, question: str | None, limit: int | None) -> list[tuple[Any, str]]:
         """Return images with a question each: those of a folder, or drawn scenes. question, limit: None for the
         method's own. Raises TokenPruneError where there are none."""
         limit, question = limit or self.cls.fit_limit, question or self.cls.fit_question

@@ -33,7 +33,7 @@ class Calibrator(EncoderMethod):
     ragged = True
 
     schedule: str = "constant"
-    found: dict[int, list[float]] = field(default_factory=dict)
+    batch_thresholds: dict[int, list[float]] = field(default_factory=dict)
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what merges the schedule's number of tokens in each block, and notes the threshold."""
@@ -42,7 +42,10 @@ class Calibrator(EncoderMethod):
 
     def thresholds(self, blocks: int) -> Tensor:
         """Return the last batch's threshold of each of a tower's blocks, float64; 1.0 where nothing could merge."""
-        means = [sum(self.found[i]) / len(self.found[i]) if i in self.found else 1.0 for i in range(blocks)]
+        means = [
+            sum(self.batch_thresholds[i]) / len(self.batch_thresholds[i]) if i in self.batch_thresholds else 1.0
+            for i in range(blocks)
+        ]
         return torch.tensor(means, dtype=torch.float64, device="cpu")
 
     def _match(self, block: int, r: int, protected: int, keys: Tensor, counts: list[int] | None) -> Merge | None:
@@ -55,7 +58,7 @@ class Calibrator(EncoderMethod):
         values, places = ranked.masked_fill(~allowed, -torch.inf).flatten().sort(descending=True, stable=True)
         edges = min(r * len(counts), int(caps.sum()))
         first_left = float(values[edges]) if edges < len(values) else 0.0
-        self.found.setdefault(block, []).append(max(0.0, first_left))
+        self.batch_thresholds.setdefault(block, []).append(max(0.0, first_left))
         shares = (places[:edges] // ranked.shape[1]).bincount(minlength=len(counts))
         return ragged_merge(best, partner, shares.tolist(), protected, counts)
 

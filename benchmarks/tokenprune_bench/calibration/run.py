@@ -74,7 +74,7 @@ def calibrate(
     assert tower.module is not None  # engines give it
     source, pixels = ImageFiles(images), _pixels(parts[0], model, processor)
     settings = {"keeps": keeps, "schedule": schedule, "batch_size": batch_size}
-    state = CalibrationState.start(out, source, tower, settings, resume)
+    state = CalibrationState.load_or_create(out, source, tower, settings, resume)
 
     training = model.training
     model.eval()
@@ -85,7 +85,7 @@ def calibrate(
             while batch := list(islice(rest, batch_size)):
                 values = pixels(batch)
                 for row, (part, one) in enumerate(zip(parts, calibrators, strict=True)):
-                    one.found.clear()
+                    one.batch_thresholds.clear()
                     with _attached(part):
                         tower.module(*values)
                     state.sums[row] += one.thresholds(tower.blocks)

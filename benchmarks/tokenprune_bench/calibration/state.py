@@ -31,12 +31,12 @@ class CalibrationState:
 
     sums: Tensor
     path: Path | None
-    same: dict[str, Any]
+    identity: dict[str, Any]
     images: int = 0
     batches: int = 0
 
     @staticmethod
-    def start(
+    def load_or_create(
         out: str | Path | None, images: ImageFiles, tower: Tower, settings: dict[str, Any], resume: bool
     ) -> CalibrationState:
         """Return where an earlier run stopped, or the beginning; raises OptionError if that was another calibration."""
@@ -60,7 +60,7 @@ class CalibrationState:
                 about, sums = json.loads(file.metadata()[_ENTRY]), file.get_tensor("sums")
         except (OSError, SafetensorError, KeyError, TypeError) as error:
             raise OptionError(f"{self.path} cannot be read as a calibration that was cut short: {remedy}") from error
-        other = [name for name, value in self.same.items() if about["same"].get(name) != value]
+        other = [name for name, value in self.identity.items() if about["same"].get(name) != value]
         if other:
             raise OptionError(f"{self.path} is of a calibration with other {', '.join(other)}: {remedy}")
         self.sums, self.images, self.batches = sums, about["images"], about["batches"]
@@ -68,7 +68,7 @@ class CalibrationState:
     def save(self) -> None:
         """Write the state."""
         if self.path is not None:
-            about = {"same": self.same, "images": self.images, "batches": self.batches}
+            about = {"same": self.identity, "images": self.images, "batches": self.batches}
             write(self.path, save({"sums": self.sums}, {_ENTRY: json.dumps(about, sort_keys=True)}))
 
     def remove(self) -> None:

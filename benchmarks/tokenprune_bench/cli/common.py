@@ -112,7 +112,7 @@ def show_progress(lines: bool = True) -> Iterator[Any]:
 
         def line(label: str, done: int, total: int) -> None:
             nonlocal said, at
-            left, now = pace.left(done, total), pace.clock()
+            left, now = pace.format_remaining(done, total), pace.clock()
             if (lines and label != said) or now - at >= _SILENCE:
                 said, at = label, now
                 console.print(f"{done:>5}/{total} {label}{left and f', {left}'}", markup=False)
@@ -131,5 +131,5 @@ def show_progress(lines: bool = True) -> Iterator[Any]:
     with bars.Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", left="")
         yield lambda label, done, total: progress.update(
-            task, description=label, completed=done, total=total, left=pace.left(done, total)
+            task, description=label, completed=done, total=total, left=pace.format_remaining(done, total)
         )

@@ -38,9 +38,9 @@ def fit(
             console.print(f"{one}: {format_fit_options(one)}", markup=False, soft_wrap=True)
         return
     fitter = Fitter(name, _options(context.args))
-    out = fitter.out if out is None else out
+    out = fitter.default_out if out is None else out
     check_output(out)
-    asked = fitter.asked(images, question, limit)  # what is not to be had is named before the model is loaded
+    asked = fitter.load_samples(images, question, limit)  # what is not to be had is named before the model is loaded
     subject = load_model(model, device, threads, dtype, suffix="")
     with show_progress() as step:
         result = fitter.run(subject, FitSamples(subject, asked), out, step)

@@ -15,7 +15,7 @@ class Pace:
     clock: Callable[[], float] = time.monotonic
     _start: tuple[float, int] | None = field(default=None, init=False)
 
-    def left(self, done: int, total: int) -> str:
+    def format_remaining(self, done: int, total: int) -> str:
         """Return the time left, as in "about 3 min left"; "" before anything was done, and at the end.
 
         What was there at the first call, such as answers of an earlier run, took no time.

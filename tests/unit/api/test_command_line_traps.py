@@ -245,14 +245,14 @@ class Clock:
 def test_the_time_left_follows_from_the_time_taken() -> None:
     clock = Clock()
     pace = Pace(clock)
-    assert pace.left(40, 100) == ""  # of an earlier run: they took no time
+    assert pace.format_remaining(40, 100) == ""  # of an earlier run: they took no time
     clock.now += 20
-    assert pace.left(50, 100) == "about 2 min left"
+    assert pace.format_remaining(50, 100) == "about 2 min left"
     clock.now += 20
-    assert pace.left(90, 100) == "about 8 s left" and pace.left(100, 100) == ""
+    assert pace.format_remaining(90, 100) == "about 8 s left" and pace.left(100, 100) == ""
     clock.now += 10**5
-    assert pace.left(91, 100) == "about 4.9 h left"
-    assert pace.left(1, 8) == ""  # another count began
+    assert pace.format_remaining(91, 100) == "about 4.9 h left"
+    assert pace.format_remaining(1, 8) == ""  # another count began
 
 
 @pytest.mark.parametrize("lines", [True, False])

@@ -247,7 +247,7 @@ def test_seeds_draw_differently(subject: Model) -> None:
             subject.generate(subject.inputs([image], ["what color is the circle?"]))
             kept.append(tokenprune.stats(subject.model).cuts[0].kept)
     assert kept[0] != kept[1]
-    assert [one.place for one in suite.BenchPlan(("dart",)).passes("dart", 0.25)] == [
+    assert [one.key for one in suite.BenchPlan(("dart",)).passes("dart", 0.25)] == [
         {"method": "dart", "keep": 0.25, "seed": None}
     ]
 

@@ -32,9 +32,9 @@ def subject() -> Model:
 def small() -> list[Example]:
     """Return the questions about the three smallest held-out images."""
     examples = load_heldout(folder=NATIVE)
-    area = {one.number: one.image.width * one.image.height for one in examples}
+    area = {one.index: one.image.width * one.image.height for one in examples}
     chosen = sorted(area, key=area.__getitem__)[:3]
-    return [one for one in examples if one.number in chosen]
+    return [one for one in examples if one.index in chosen]
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def test_keeping_all_changes_nothing(subject, small):
 
 
 def test_questions_in_one_sequence_are_answered_as_alone(subject, small, packed):
-    number = small[0].number
-    mine = [one for one in small if one.number == number]
+    number = small[0].index
+    mine = [one for one in small if one.index == number]
     said, tokens = packed.answers(subject.model, subject.processor, mine[0].image, mine)
     assert tokens == subject.visual_tokens(subject.inputs([mine[0].image], [mine[0].question]))
     for example, answer in zip(mine, said, strict=True):

@@ -39,15 +39,15 @@ def test_the_set_is_balanced_and_every_answer_is_one_of_its_kind(script):
 
 
 def test_no_question_is_asked_twice_of_an_image():
-    asked = Counter((example.number, example.question) for example in load_heldout(folder=SMOL))
+    asked = Counter((example.index, example.question) for example in load_heldout(folder=SMOL))
     assert set(asked.values()) == {1}
 
 
 def test_a_sample_asks_about_every_kind_and_the_first_images_where_each_has_all():
     sample = load_sample(12, SMOL)
     counts = Counter(one.kind for one in sample)
-    assert len({one.number for one in sample}) == 12 and min(counts.values()) >= 2 and len(counts) == 10
-    assert sample == [one for one in load_heldout(folder=SMOL) if one.number in {other.number for other in sample}]
+    assert len({one.index for one in sample}) == 12 and min(counts.values()) >= 2 and len(counts) == 10
+    assert sample == [one for one in load_heldout(folder=SMOL) if one.index in {other.index for other in sample}]
     assert load_sample(0, SMOL) == load_sample(10**6, SMOL) == load_heldout(folder=SMOL)
     assert load_sample(5, FOLDER) == load_heldout(limit=5)
 
@@ -65,7 +65,7 @@ def test_a_slow_model_is_asked_about_fewer_images_by_default():
 def test_the_images_are_small_enough_to_ship():
     images = sorted((SMOL / "images").iterdir())
     assert [file.stem for file in images] == [f"{number:03d}" for number in range(len(images))]
-    assert len(images) == 1 + max(example.number for example in load_heldout(folder=SMOL))
+    assert len(images) == 1 + max(example.index for example in load_heldout(folder=SMOL))
     assert sum(file.stat().st_size for file in SMOL.rglob("*.*")) < 2**23
     assert {example.image.size for example in load_heldout(folder=SMOL, limit=20)} == {(336, 336)}
 
@@ -93,6 +93,6 @@ def test_the_first_images_are_drawn_again(script):
         pytest.skip(f"the set was drawn with Pillow {PILLOW}, this is {PIL.__version__}")
     examples = load_heldout(folder=SMOL, limit=3)
     for number, (scene, chosen) in enumerate(itertools.islice(script.scenes(), 3)):
-        wanted = [(one.kind, one.question, one.answer, one.boxes) for one in examples if one.number == number]
+        wanted = [(one.kind, one.question, one.answer, one.boxes) for one in examples if one.index == number]
         assert [(one.kind, one.text, one.answer, one.boxes) for one in chosen] == wanted
         assert script.encoded(scene) == (SMOL / f"images/{number:03d}.jpg").read_bytes()

@@ -35,7 +35,7 @@ def test_a_tower_of_tiles_is_asked_about_its_own_set(script: Any) -> None:
     assert [*sets] == ["photographs", "documents", "charts"] and all(len(images) == 3 for images in sets.values())
     for (kind, images), ground in zip(sets.items(), ("photo", "document", "chart"), strict=True):
         assert {one.background for questions in images for one in questions} == {ground}, kind
-        assert all(len({one.number for one in questions}) == 1 for questions in images)
+        assert all(len({one.index for one in questions}) == 1 for questions in images)
 
 
 def test_every_score_at_every_block_but_the_last(script: Any) -> None:
