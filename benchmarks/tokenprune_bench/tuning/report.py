@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of a tuner in words, as tables for people and as a configuration for `patch`."""
+"""Result of a tuner as sentences, as tables, and as a config for `patch`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ from tokenprune_bench.tuning.trial import COLLAPSE, Trial, Tuning
 
 
 def build_tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> Setting:
-    """Return the choice with what is promised of it; there must be one. data: name and digest of the questions."""
+    """Return the chosen setting with a record of the promise. A choice is required.
+
+    Args:
+        tuning: Result of the search.
+        evaluator: Evaluator of the search.
+        data: Name and digest of the questions.
+    """
     choice, promise = tuning.choice, tuning.promise
     env = evaluator.environment
     model = {"name": env["model"], "type": env["model_type"]}
-    if "engine" not in env:  # what vLLM loaded cannot be compared with a model of transformers
+    if "engine" not in env:  # the fingerprint of vLLM cannot be compared with a model of transformers
         model["fingerprint"] = evaluator.backend.fingerprint()
     return dataclasses.replace(
         choice.candidate,
@@ -56,15 +62,17 @@ def build_tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any
 
 
 def build_cost_summary(trial: Trial) -> dict[str, Any]:
-    """Return what a setting that was asked costs, of one question, beside the unpatched model on the same questions.
+    """Return the cost of an asked setting per question, next to the unpatched model on the same questions.
 
-    visual_tokens: averaged over the decoder's layers. kv_bytes: after prefill. ttft_*: None where it was not timed;
-    ttft_ms is the ratio, the median over runs in pairs, times the unpatched model's median. ttft_reliable: whether the
-    runs agree well enough (`objective.MAX_SPREAD`). batch_ratio: of times of a batch, patched / unpatched, where it
-    was timed. work_ratio: of the prefill FLOPs of tower and decoder, those of the tower in closed form.
+    Returns:
+        A dict with these entries, among others. `visual_tokens` is averaged over the decoder's layers. `kv_bytes` is
+        measured after prefill. `ttft_ms` is the median of the paired time ratios times the unpatched median; the
+        `ttft_*` entries are None without timing. `ttft_reliable` is False if the spread of the runs exceeds
+        `objective.MAX_SPREAD`. `batch_ratio` is the patched time of a batch over the unpatched time, if measured.
+        `work_ratio` is the ratio of prefill FLOPs of tower and decoder, with the tower in closed form.
     """
     cost, timing, asked = trial.cost, trial.timing, trial.search + trial.held_out
-    ratio, whole = (timing["ttft_ratio"]["p50"], timing["ttft_ms_unpatched"]["p50"]) if timing else (None, None)
+    ratio, unpatched_ms = (timing["ttft_ratio"]["p50"], timing["ttft_ms_unpatched"]["p50"]) if timing else (None, None)
     return {
         "prefill_flops_ratio": cost["prefill_flops_ratio"],
         "keep_ratio": cost["keep_ratio"],
@@ -74,15 +82,20 @@ def build_cost_summary(trial: Trial) -> dict[str, Any]:
         "kv_bytes": cost["kv_bytes"] / asked,
         "kv_bytes_unpatched": cost["kv_bytes_full"] / asked,
         "ttft_ratio": ratio,
-        "ttft_ms": timing and ratio * whole,
-        "ttft_ms_unpatched": whole,
+        "ttft_ms": timing and ratio * unpatched_ms,
+        "ttft_ms_unpatched": unpatched_ms,
         "ttft_reliable": timing and compute_spread(timing) <= MAX_SPREAD,
         "work_ratio": compute_shares(cost, None, trial.predicted)[WORK],
     } | ({"batch_ratio": timing["batch_ratio"]["p50"]} if timing and "batch_ratio" in timing else {})
 
 
 def describe_outcome(tuning: Tuning, metric: str = "accuracy %") -> list[str]:
-    """Return what the search came to, in sentences: the verdict first, warnings last. metric: its title."""
+    """Describe the result in sentences: the verdict first, warnings last.
+
+    Args:
+        tuning: Result of the search.
+        metric: Title of the metric.
+    """
     choice, promise = tuning.choice, tuning.promise
     allowed, sure = format_points(promise.max_drop), f"a confidence of {100 * promise.confidence:g} %"
     if choice is None:
@@ -98,20 +111,22 @@ def describe_outcome(tuning: Tuning, metric: str = "accuracy %") -> list[str]:
         said.append("Points lost by kind: " + ", ".join(f"{kind} {100 * choice.kinds[kind]:.1f}" for kind in worst))
     if tuning.collapsed:
         said.append(
-            f"warning: more than {format_points(COLLAPSE)} lost in {', '.join(tuning.collapsed)}: such questions are "
-            "lost, whatever the mean says; --max-kind-drop forbids it"
+            f"warning: more than {format_points(COLLAPSE)} lost in {', '.join(tuning.collapsed)}: these "
+            "kinds fail although the mean is good; --max-kind-drop forbids it"
         )
     if cost["ttft_ratio"] is not None and cost["ttft_reliable"] and cost["ttft_ratio"] >= 1:
         said.append(
-            "warning: the first token comes no sooner than unpatched on this machine: it saves memory and FLOPs"
+            "warning: the time to first token does not improve on this machine; only memory and FLOPs are saved"
         )
     return said + [f"warning: {note}" for note in tuning.notes]
 
 
 def _compared(cost: dict[str, Any]) -> list[str]:
-    """Tokens, time and memory, unpatched → tuned."""
-    tokens, whole = cost["visual_tokens"], cost["visual_tokens_unpatched"]
-    said = [f"visual tokens {whole:.0f} → {tokens:.0f} ({tokens / max(1, whole):.0%}, averaged over layers)"]
+    """Return tokens, time and memory as "unpatched → tuned" phrases."""
+    tokens, before_tokens = cost["visual_tokens"], cost["visual_tokens_unpatched"]
+    said = [
+        f"visual tokens {before_tokens:.0f} → {tokens:.0f} ({tokens / max(1, before_tokens):.0%}, averaged over layers)"
+    ]
     if cost["ttft_ratio"] is not None:
         doubt = "" if cost["ttft_reliable"] else ", not reliable"
         said.append(
@@ -128,11 +143,11 @@ def _compared(cost: dict[str, Any]) -> list[str]:
 
 
 def build_tuning_table(tuning: Tuning) -> Table:
-    """Return the settings that were put to the test, the safest first."""
+    """Return a table of the tested settings, the safest first."""
     sure = f"{100 * tuning.promise.confidence:g} %"
     notes = (
-        "Drop: points of the metric lost on the held-out questions. Below: what the drop is shown to be below with a "
-        f"confidence of {sure}, for this setting alone. All else: share of what the unpatched model spends.",
+        "Drop: points of the metric lost on the held-out questions. Below: upper bound of the drop with a confidence "
+        f"of {sure}, for this setting only. Other columns: share of the unpatched model's cost.",
         f"Asked: {tuning.search} questions to search with and {tuning.held_out} held out. Cheapest: by "
         f"{TITLES[tuning.ranked_by]}.",
     )
@@ -141,15 +156,17 @@ def build_tuning_table(tuning: Tuning) -> Table:
 
 
 def build_others_table(tuning: Tuning) -> Table:
-    """Return the settings that were not put to the test, with the reasons, those that came furthest first."""
-    rest = sorted((one for one in tuning.trials if not one.held_out), key=lambda one: (-one.search, one.drop or 0.0))
+    """Return a table of the settings that were not tested, with the reasons."""
+    rest = sorted(
+        (trial for trial in tuning.trials if not trial.held_out), key=lambda trial: (-trial.search, trial.drop or 0.0)
+    )
     note = f"Asked: of {tuning.search} questions to search with. Drop: points of the metric lost on them."
     return _table("Not tested", rest, (note,))
 
 
 def _table(title: str, trials: Sequence[Trial], notes: tuple[str, ...]) -> Table:
     columns = ("method", "keep", "tokens", "TTFT", "KV cache", "prefill FLOPs", "asked", "drop", "below", "outcome")
-    return Table(title, columns, [[*map(Cell, _row(one))] for one in trials], notes, last_left=True)
+    return Table(title, columns, [[*map(Cell, _row(trial))] for trial in trials], notes, last_left=True)
 
 
 def _row(trial: Trial) -> list[str]:
@@ -164,7 +181,7 @@ def _row(trial: Trial) -> list[str]:
 
 
 def _keep(trial: Trial) -> str:
-    """Return the keep, and of a stack that was asked what all of its cuts leave."""
+    """Return the keep, and for a stack with answers the share that all cuts keep together."""
     cuts = len(trial.candidate.methods)
     if cuts == 1 or not trial.cost:
         return trial.candidate.keep_text
@@ -176,32 +193,32 @@ def _keep(trial: Trial) -> str:
 def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:
     tested, promise = tuning.tested, tuning.promise
     if not tested:
-        heard = [one for one in tuning.trials if one.search]
+        heard = [trial for trial in tuning.trials if trial.search]
         if not heard:
-            return ["No setting could be tried; --verbose says why."]
-        one = min(heard, key=lambda one: one.drop)
+            return ["No setting could be tried; --verbose prints the reasons."]
+        trial = min(heard, key=lambda trial: trial.drop)
         return [
-            f"None of {len(heard)} settings was worth a test: each was shown to lose too much in the search, or saves "
-            "nothing; --verbose says which. Larger keeps or a larger drop may help.",
-            f"{one.candidate} came closest: {format_points(one.drop)} lost on {one.search} questions.",
+            f"None of {len(heard)} settings was worth a test: each lost too much in the search, or saves no cost (see "
+            "--verbose). Larger keeps or a larger drop may help.",
+            f"{trial.candidate} came closest: {format_points(trial.drop)} lost on {trial.search} questions.",
         ]
-    one, asked = tested[0], tuning.search + tuning.held_out
-    closest = f"{one.candidate}, the safest, lost {format_points(one.drop)} on {one.held_out} held-out questions"
+    trial, asked = tested[0], tuning.search + tuning.held_out
+    closest = f"{trial.candidate}, the safest, lost {format_points(trial.drop)} on {trial.held_out} held-out questions"
     verdict = f"None of {len(tested)} tested was shown to lose less than {allowed}, with {sure}"
     asked_of = (
-        f"Tested on {one.held_out} held-out questions, the safest first: "
+        f"Tested on {trial.held_out} held-out questions, the safest first: "
         f"{', '.join(str(each.candidate) for each in tested)}. "
-        f"Such a promise takes at least {promise.questions_needed} of them, if no answer changes."
+        f"This promise needs at least {promise.questions_needed} held-out questions, if no answer changes."
     )
-    if one.state.startswith("keeps"):  # but for --max-kind-drop
+    if trial.state.startswith("keeps"):  # only --max-kind-drop failed
         return [f"{verdict}, and no more in any kind of question than --max-kind-drop allows.", f"{closest}.", asked_of]
-    closest += f", and is shown to lose less than {format_points(one.bound)}."
+    closest += f", and is shown to lose less than {format_points(trial.bound)}."
     if tuning.more_questions is None:
         return [f"{verdict}; more questions would hardly help: larger keeps, or a larger drop may.", closest, asked_of]
     return [
         f"{verdict}; ask about {tuning.more_questions} more questions.",
         f"{closest} An estimate: with {asked + tuning.more_questions} questions in all it would pass {LIKELY:.0%} "
-        "of the time, if it goes on to lose what it lost so far.",
+        "of the time, if its drop stays the same.",
         asked_of,
     ]
 

@@ -186,7 +186,7 @@ def test_a_method_that_cannot_act_gives_way_and_says_so() -> None:
         assert any(f"{name} cannot act in 'llava'" in one for one in found.notes)
     found = recommend("demo_vlm", task="documents")
     assert (found.method, found.setting["keep"]) == (ADVICE["signs"].method, ADVICE["signs"].keep)
-    assert any("pixelprune cannot act in 'llava': this is the row 'signs'" in note for note in found.notes)
+    assert any("pixelprune does not support 'llava'. The row 'signs' is used instead" in note for note in found.notes)
     found = recommend(AutoConfig.for_model("fuyu"), task="tower")
     assert found.method == ADVICE["general"].method and any("tome cannot act" in one for one in found.notes)
 
@@ -211,7 +211,7 @@ def test_a_method_ahead_of_the_tower_is_predicted_to_shorten_it_and_gets_no_warn
 
 def test_what_vllm_does_not_serve_says_so() -> None:
     found = recommend(AutoConfig.for_model("fuyu"))
-    assert found.vllm is None and "does not know this family" in str(found)
+    assert found.vllm is None and "does not support this family" in str(found)
     found = recommend("demo_qwen", task="long-prompts")
     assert found.vllm is None and "not served: dart" in str(found) and "--task server" in str(found)
     narrow = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512}
@@ -220,7 +220,7 @@ def test_what_vllm_does_not_serve_says_so() -> None:
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="task 'cooking' is none of general"):
+    with pytest.raises(OptionError, match=r"task 'cooking' is not known\. Use one of general"):
         recommend(LlavaConfig(), task="cooking")
     with pytest.raises(UnsupportedModelError, match="cross-attention"):
         recommend(MllamaConfig())

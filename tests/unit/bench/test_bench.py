@@ -281,7 +281,7 @@ def test_a_plan_is_checked_before_any_work() -> None:
 def test_models_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TokenPruneError, match="cannot load"):
         load_model(str(tmp_path))
-    with pytest.raises(TokenPruneError, match="no torch dtype"):
+    with pytest.raises(TokenPruneError, match="not a torch dtype"):
         load_model(dtype="float99")
     with pytest.raises(TokenPruneError, match="cannot use device"):
         load_model(device="nowhere")

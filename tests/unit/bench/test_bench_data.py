@@ -81,7 +81,7 @@ def test_a_video_is_an_animation_or_a_folder_of_frames(folder: Path) -> None:
         ({"image": "a.png", "question": "q", "answers": []}, "answers must be"),
         ({**GOOD, "answer": True}, "answers must be"),
         ({**GOOD, "kind": 3}, "kind must be a text"),
-        ({**GOOD, "image": 5}, "5 names no file"),
+        ({**GOOD, "image": 5}, "5 is not a file name"),
         ({**GOOD, "image": "none.png"}, "cannot read .*none.png: No such file"),
         ({**GOOD, "image": "broken.jpg"}, "cannot read broken.jpg as an image"),
         ({"images": "a.png", "question": "q", "answer": "a"}, "images must be a list"),

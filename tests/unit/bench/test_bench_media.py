@@ -160,7 +160,7 @@ def test_frames_of_several_sizes_are_no_video_for_a_model() -> None:
     from tokenprune_bench.profiling.model import Model
 
     subject = Model(None, None, "none")
-    with pytest.raises(DataError, match=r"'what\?' is about a video, and its frames have several sizes"):
+    with pytest.raises(DataError, match=r"Cannot use the video of 'what\?': its frames have several sizes"):
         subject.video_inputs([Image.new("RGB", (8, 6)), Image.new("RGB", (6, 8))], "what?")
 
 
@@ -266,9 +266,9 @@ def test_videos_that_cannot_be_read_are_bad_rows(av: Any, tmp_path: Path) -> Non
         video.mux(stream.encode())
     messages = {
         "none.mp4": "it has no frames",
-        "end.mp4": "it has no images, or is cut off|FFmpeg says",
-        "cut.mp4": r"it is cut off, \d+ of 20 frames are there",
-        "noise.mp4": "FFmpeg says",
+        "end.mp4": "it has no images, or is truncated|FFmpeg: ",
+        "cut.mp4": r"it is truncated: it has \d+ of 20 frames",
+        "noise.mp4": "FFmpeg: ",
         "empty.mp4": "the file is empty",
         "sound.mp4": "it has no images",
     }

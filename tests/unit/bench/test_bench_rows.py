@@ -131,13 +131,13 @@ def test_parquet_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("https://example.org/a.png", r"https://example\.org/a\.png is an address: download it first"),
-        ("FILE:///a.png", "is an address"),
-        ("data:image/png;base64," + "A" * 9000, r"is an address"),
-        ("sub\\a.png", r'No such file .*write "/" in the place of "\\"'),
+        ("https://example.org/a.png", r"https://example\.org/a\.png is a URL; download the file first"),
+        ("FILE:///a.png", "is a URL"),
+        ("data:image/png;base64," + "A" * 9000, r"is a URL"),
+        ("sub\\a.png", r'No such file .*use "/" instead of "\\"'),
         ("a\0b.png", r"cannot read '.*a\\x00b\.png': embedded null byte"),
         ("x" * 9000, r"\.\.\. \(90\d\d letters\): File name too long"),
-        ("", "'' names no file"),
+        ("", "'' is not a file name"),
         ("inside", "cannot read inside as an image: it is a folder"),
         ("dead.png", r"cannot read .*dead\.png: No such file"),
         ("\x1b[31m.png", r"cannot read '.*\\x1b\[31m\.png': No such file"),
@@ -245,7 +245,7 @@ def test_a_image_that_the_processor_refuses_is_named() -> None:
 
     subject = Model(SimpleNamespace(dtype=None), Picky(ValueError), "picky")
     assert subject.inputs(["a"], ["good?"]) == {}
-    with pytest.raises(DataError, match=r"picky takes no image of 'wide\?': aspect ratio must be"):
+    with pytest.raises(DataError, match=r"The processor of picky rejects the image of 'wide\?': aspect ratio must be"):
         subject.inputs(["a", "wide", "b"], ["good?", "wide?", "also?"])
     subject.processor = Picky(OptionError)  # a method's own words stay
     with pytest.raises(OptionError, match=r"^aspect"):

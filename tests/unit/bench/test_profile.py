@@ -111,7 +111,7 @@ def test_the_table_says_what_limits() -> None:
     assert cells["vision tower and projector"] == ["60.0 ms", "60%", "30.0 ms", "x2.00"]
     assert cells["to the first token"] == ["100.0 ms", "", "50.0 ms", "x2.00"]
     assert cells["KV cache"][-1] == "x4.00" and cells["visual tokens, first to last layer"][2] == "1024 → 256 (25 %)"
-    assert any("What limits it now: vision tower and projector, 60%" in note for note in table.notes)
+    assert any("Largest stage now: vision tower and projector, 60%" in note for note in table.notes)
     assert any("tower (28%)" in note and "x2.06 faster" in note for note in table.notes)
     alone = build_stage_table(_made_up(after=False))
     assert alone.columns == ("stage", "unpatched", "share") and all(len(row) == 3 for row in alone.rows)

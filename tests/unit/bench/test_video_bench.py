@@ -134,7 +134,7 @@ def test_views_are_asked_with_their_labels(subject: Model) -> None:
     ).records()
     made = {one["method"]: one for one in rest}
     assert header["options"] == asked.options and unpatched["questions"] == 8
-    assert made["pevlm"]["record"] == "skipped" and "acts on videos" in made["pevlm"]["reason"]
+    assert made["pevlm"]["record"] == "skipped" and "works on videos" in made["pevlm"]["reason"]
     # A quarter of six images is one: four of the eight questions name a view, the others get the first.
     tokens = {name: one["stats"]["visual_tokens_out"] for name, one in made.items() if one["record"] == "result"}
     assert tokens["view_select"] == unpatched["stats"]["visual_tokens_out"] / 6
@@ -153,7 +153,7 @@ def test_video_methods_are_skipped_on_images(subject: Model, monkeypatch: pytest
 
     monkeypatch.setattr(DivPrune, "needs", frozenset({"frames"}))
     *_, record = Bench(subject, plan("divprune"), questions=draw_set("views", 1)).records()
-    assert record["record"] == "skipped" and "acts on videos" in record["reason"]
+    assert record["record"] == "skipped" and "works on videos" in record["reason"]
 
 
 def control(right: str, chance: float = 0.25) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_testing_stops_at_the_first_that_fails() -> None:
     choice, _ = tuner._tested(trials)
     assert choice.candidate == first and [one.candidate for one in trials if one.held_out] == [first, middle]
     assert trials[1].state == "not shown to keep the promise"
-    assert "not tested: dart 0.5, which was safer" in trials[2].state
+    assert "not tested: the safer dart 0.5" in trials[2].state
     assert last not in {one for one, _ in fake.asked}
 
 
@@ -79,19 +79,19 @@ def test_nothing_may_keep_the_promise() -> None:
         "help: larger keeps, or a larger drop may."
     )
     assert said[2] == (
-        "Tested on 600 held-out questions, the safest first: dart 0.9. Such a promise takes at least 194 of them, if "
-        "no answer changes."
+        "Tested on 600 held-out questions, the safest first: dart 0.9. This promise needs at least 194 "
+        "held-out questions, if no answer changes."
     )
     assert said[1].startswith("dart 0.9, the safest, lost ") and len(build_tuning_table(found).rows) == 1
     none = Tuner(Fake(900, {}), build_grid(["pevlm", "view_select"], [0.5]), Promise(0.02)).run()
     assert [trial.state for trial in none.trials] == [
-        "pevlm acts on videos, and these questions are about images only",
-        "view_select chooses between the images of a prompt: it has no budget to tune",
+        "pevlm works on videos, but these questions are about images only",
+        "view_select chooses between the images of a prompt, so there is no budget to tune",
     ]
-    assert describe_outcome(none) == ["No setting could be tried; --verbose says why."]
+    assert describe_outcome(none) == ["No setting could be tried; --verbose prints the reasons."]
     slow = Fake(900, candidates({"dart 0.9": (0.0, 1.2)}))
     found = Tuner(slow, list(slow.costs), Promise(0.02)).run()
-    assert found.trials[0].state == "saves nothing: 1.20x ttft" and not found.tested
+    assert found.trials[0].state == "saves no cost: 1.20x ttft" and not found.tested
     assert describe_outcome(found)[0].startswith("None of 1 settings was worth a test")
 
 
@@ -151,10 +151,10 @@ def test_times_that_happen_to_fall_badly_do_not_take_the_safest_away() -> None:
         fake.answers[other][tuner.held_out[:20]] = 0  # what the search cannot know
         found = tuner.run()
         assert found.tested[0].candidate == safe and found.choice.candidate == safe
-        assert any("comes no sooner" in line for line in describe_outcome(found)) == tells
+        assert any("does not improve" in line for line in describe_outcome(found)) == tells
     fake.times = {safe: 1.2}
     found = Tuner(fake, list(fake.costs), Promise(0.03)).run()
-    assert found.trials[0].state == "saves nothing: 1.20x ttft"
+    assert found.trials[0].state == "saves no cost: 1.20x ttft"
 
 
 def test_how_many_more_questions_are_said() -> None:
@@ -228,7 +228,9 @@ def test_the_objective_says_what_is_made_small() -> None:
         assert all(trial.timing for trial in found.tested)  # whatever is ranked by, time is told
         assert OBJECTIVES[objective] in build_tuning_table(found).notes[1]
     assert chosen == {"ttft": "0.7", "tokens": "0.5", "flops": "0.5", "kv": "0.9"}
-    with pytest.raises(OptionError, match="objective 'foo' is none of ttft, throughput, tokens, flops, kv"):
+    with pytest.raises(
+        OptionError, match=r"objective 'foo' is not known\. Use one of ttft, throughput, tokens, flops, kv"
+    ):
         Tuner(*known("dart 0.9"), Promise(0.02), objective="foo")
 
 
@@ -239,7 +241,7 @@ def test_times_that_are_not_reliable_rank_nothing_and_are_said(objective: str) -
     found = Tuner(fake, three, Promise(0.02), objective=objective).run()
     *_, last = describe_outcome(found)
     assert (
-        last.startswith("warning: Times are not reliable here, that of dart")
+        last.startswith("warning: Times are not reliable here: dart")
         and "x, not reliable)" in describe_outcome(found)[1]
     )
     instead = ": settings are ranked by prefill FLOPs instead."
@@ -294,13 +296,13 @@ def test_half_of_the_places_go_to_the_safest() -> None:
     estimates = [Estimate(0.9, 0.4), Estimate(0.8, 0.5), Estimate(0.7, 0.5), Estimate(0.2, 0.9), Estimate(0.1, 0.9)]
     assert select_promoted(estimates, 2) == [1, 4]
     assert select_promoted(estimates, 4) == [1, 4, 0, 3]
-    few, many = (Estimate.of(np.zeros(count), 0.5, Promise(0.02), 800) for count in (40, 400))
+    few, many = (Estimate.from_drops(np.zeros(count), 0.5, Promise(0.02), 800) for count in (40, 400))
     assert 0.5 < few.chance < many.chance < 1 and many.worth == 0.5 * many.chance
-    assert Estimate.of(np.ones(40), 0.5, Promise(0.02), 800).chance < 1e-6
+    assert Estimate.from_drops(np.ones(40), 0.5, Promise(0.02), 800).chance < 1e-6
     # Who changes nothing is safer than who wins three answers and loses one.
     lucky = np.array([-1.0] * 3 + [1.0] + [0.0] * 156)
-    safe = Estimate.of(np.zeros(160), 0.5, Promise(0.03), 320)
-    assert Estimate.of(lucky, 0.5, Promise(0.03), 320).chance < safe.chance
+    safe = Estimate.from_drops(np.zeros(160), 0.5, Promise(0.03), 320)
+    assert Estimate.from_drops(lucky, 0.5, Promise(0.03), 320).chance < safe.chance
 
 
 def test_the_sequence_goes_from_the_safest_to_the_cheapest() -> None:

@@ -87,14 +87,14 @@ def test_stacks_are_made_of_the_fronts_of_two_sites_and_more() -> None:
     assert find_sites(settings) == {Site.PRE_ENCODER, Site.PRE_LLM, Site.IN_LLM}
 
     def estimate(drops: np.ndarray, saving: float) -> Estimate:
-        return Estimate.of(drops, saving, Promise(0.15), 1000)
+        return Estimate.from_drops(drops, saving, Promise(0.15), 1000)
 
     made = propose_stacks(alone, lambda candidate: None, estimate)
     names = {one.name for one in made}
     # pool loses more than divprune, which acts where it does and spends less.
     assert "downsample+divprune+dart" in names and not any("pool" in name for name in names)
     assert {len(one.methods) for one in made} == {2, 3} and len(set(made)) == len(made)
-    assert len(propose_stacks(alone, lambda candidate: None, estimate, most=1)) == 1
+    assert len(propose_stacks(alone, lambda candidate: None, estimate, max_stacks=1)) == 1
     # What spends no less than a setting that loses no more is left out.
     assert not propose_stacks(alone, lambda candidate: 0.55, estimate)
     seeded = StackPart(Setting.from_json({"method": "random", "keep": 0.5, "seed": 0}), right, 0.4)
@@ -120,11 +120,11 @@ def test_what_cannot_win_is_not_asked() -> None:
     fake.predicted = {one: {"flops": cost} for one, cost in fake.costs.items()}
     tuning = Tuner(fake, list(fake.costs), Promise(0.03), objective="flops", repeats=1).run()
     states = {str(trial.candidate): trial.state for trial in tuning.trials}
-    assert states["dart 0.95"] == "saves nothing: 1.00x flops, by the closed forms"
+    assert states["dart 0.95"] == "saves no cost: 1.00x flops (predicted)"
     needed = {name for name, state in states.items() if "closed forms" not in state}
     # Four that spend least, and the mildest of each method.
     assert needed == {"pool 0.2", "pool 0.3", "divprune 0.35", "pool 0.4", "pool 0.9"}
-    assert states["pool 0.5"] == "not asked: 4 that spend less, by the closed forms, lost nothing"
+    assert states["pool 0.5"] == "not asked: 4 cheaper settings (predicted) lost no score"
     assert str(tuning.choice.candidate) == "pool 0.2" and len(fake.asked) <= asked_of_all - 5 * tuner.sizes[0]
 
 
