@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions, images and models of tokenprune-demo, which is installed apart: a run on the user's own needs none."""
+"""Access to the optional package tokenprune-demo (questions, images and models)."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from tokenprune.models.model_config import SHIPPED
 
 
 def import_demo(module: str) -> Any:
-    """Import a module of tokenprune-demo; raises MissingPackageError, which says what to install or to name."""
+    """Import a module of tokenprune-demo.
+
+    Raises:
+        MissingPackageError: If tokenprune-demo is not installed.
+    """
     return require(
         f"tokenprune_demo.{module}",
-        "our own questions are of another package (or name yours with --data, and your model with --model)",
+        "the shipped questions need another package (or pass yours with --data, and your model with --model)",
     )
 
 
 def get_default_images(model: str | None) -> int:
-    """Return the number of held-out images, videos or prompts asked about by default; None: the first model."""
-    from tokenprune_bench.plan import DEFAULT_IMAGES  # imports torch, which a command's completion does without
+    """Return the default number of held-out images, videos or prompts. None selects the first model."""
+    from tokenprune_bench.plan import DEFAULT_IMAGES  # imports torch, which shell completion must not do
 
-    found: int = _of(model, "SAMPLES", DEFAULT_IMAGES)
-    return found
+    count: int = _of(model, "SAMPLES", DEFAULT_IMAGES)
+    return count
 
 
 def get_default_set(model: str | None) -> str:
-    """Return the set of our own questions that a model is asked by default; None: the first model."""
-    found: str = _of(model, "SETS", "images")
-    return found
+    """Return the default question set for a model. None selects the first shipped model."""
+    name: str = _of(model, "SETS", "images")
+    return name
 
 
 def _of(model: str | None, table: str, default: Any) -> Any:
-    """Return what a table of tokenprune-demo says of a model that ships, the default for any other."""
+    """Return the model's entry in a table of tokenprune-demo, or the default."""
     if model not in SHIPPED:
         return default
-    return getattr(require("tokenprune_demo", f"{model} is a model of another package"), table).get(model, default)
+    return getattr(require("tokenprune_demo", f"{model} needs another package"), table).get(model, default)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts questions to a back end, batch by batch: shared by the processes of a group, and nothing is asked twice."""
+"""Ask questions through a back end in batches, shared by the processes of a group. No question is asked twice."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
 
 class QuestionRunner:
-    """The answers to numbered questions, of a back end under many settings.
+    """Answers of a back end to indexed questions, under many settings.
 
-    folder: where they are kept, and which may hold some already. group: the processes among which batches are divided;
-    each has all answers in the end.
+    Args:
+        backend: The back end.
+        questions: All questions.
+        batch_size: Largest number of questions per batch.
+        folder: Run folder that stores answers and may already contain some.
+        group: Processes that share the batches. Each has all answers in the end.
     """
 
     def __init__(
@@ -39,29 +43,39 @@ class QuestionRunner:
         self.folder, self.group = folder, group
         self._answered: dict[str, dict[int, Batch]] = {}
 
-    def batches(self, setting: Setting | None, numbers: Sequence[int]) -> list[list[int]]:
-        """Cut numbers of questions into batches, as they are asked under a setting."""
-        return split_batches(numbers, 1 if self.backend.is_one_by_one(setting) else self.batch_size, self._is_alone)
+    def batches(self, setting: Setting | None, indices: Sequence[int]) -> list[list[int]]:
+        """Split question indices into batches as they are asked under a setting."""
+        return split_batches(indices, 1 if self.backend.is_one_by_one(setting) else self.batch_size, self._is_alone)
 
-    def is_cached(self, place: dict[str, Any], setting: Setting | None, numbers: Sequence[int]) -> bool:
-        """Return whether all of these questions have been answered."""
-        done = self._done(place)
-        return all(batch[0] in done for batch in self.batches(setting, numbers))
+    def is_cached(self, key: dict[str, Any], setting: Setting | None, indices: Sequence[int]) -> bool:
+        """Return True if all of these questions have answers."""
+        done = self._done(key)
+        return all(batch[0] in done for batch in self.batches(setting, indices))
 
     def ask(
         self,
-        place: dict[str, Any],
+        key: dict[str, Any],
         setting: Setting | None,
-        numbers: Sequence[int],
+        indices: Sequence[int],
         on_batch: Callable[[int], None] = lambda size: None,
     ) -> dict[int, Batch]:
-        """Return the answers to questions in batches, by the number of the first one of each.
+        """Answer questions in batches.
 
-        place: plain values that name the setting in the folder. setting: as `BenchBackend.answering` takes it.
-        on_batch: called with the size of each batch that this process asked. Raises TokenPruneError for a setting that
-        cannot act, in all processes, and DataError or RunError where the run has to end.
+        Args:
+            key: Plain values that identify the setting in the folder.
+            setting: As in `BenchBackend.answering`.
+            indices: Indices of the questions.
+            on_batch: Called with the size of each batch that this process asks.
+
+        Returns:
+            The batches, by the index of their first question.
+
+        Raises:
+            TokenPruneError: If the setting cannot run. Raised in all processes.
+            DataError: If a question cannot be asked.
+            RunError: If the run cannot continue.
         """
-        done, batches = self._done(place), self.batches(setting, numbers)
+        done, batches = self._done(key), self.batches(setting, indices)
         todo = [batch for batch in batches if batch[0] not in done]
         mine: dict[int, Batch] = {}
         failure, index = None, -1
@@ -69,9 +83,11 @@ class QuestionRunner:
             with self.backend.answering(setting) if todo else nullcontext() as answer:
                 for index in range(self.group.rank, len(todo), self.group.size):
                     first, *_ = batch = todo[index]
-                    answers, cost = mine[first] = answer(first, [self.questions[number] for number in batch])
+                    answers, cost = mine[first] = answer(
+                        first, [self.questions[index_of_question] for index_of_question in batch]
+                    )
                     if self.folder is not None:
-                        self.folder.add_batch(place, batch, answers, cost)
+                        self.folder.add_batch(key, batch, answers, cost)
                     on_batch(len(batch))
         except (DataError, RunError):
             raise
@@ -81,15 +97,15 @@ class QuestionRunner:
         for answered, _ in everything:
             done |= answered
         if failures := [failure for _, failure in everything if failure is not None]:
-            raise TokenPruneError(min(failures)[1])  # what one process alone would have met first
+            raise TokenPruneError(min(failures)[1])  # the first error of a run with one process
         return {first: done[first] for first, *_ in batches}
 
-    def _done(self, place: dict[str, Any]) -> dict[int, Batch]:
-        before = {} if self.folder is None else self.folder.batches(place)
-        return self._answered.setdefault(json.dumps(place), dict(before))
+    def _done(self, key: dict[str, Any]) -> dict[int, Batch]:
+        before = {} if self.folder is None else self.folder.batches(key)
+        return self._answered.setdefault(json.dumps(key), dict(before))
 
-    def _is_alone(self, number: int) -> bool:
-        return self.questions[number].is_video
+    def _is_alone(self, index_of_question: int) -> bool:
+        return self.questions[index_of_question].is_video
 
 
 __all__ = ["QuestionRunner"]

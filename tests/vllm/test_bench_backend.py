@@ -159,7 +159,7 @@ def test_timed_requests_find_no_cache(engine: OfflineEngine, encoded: list[int])
 
 def test_what_an_engine_refuses_is_said(engine: OfflineEngine) -> None:
     images = load_heldout(limit=1)[0].images
-    with pytest.raises(TokenPruneError, match=r"vLLM refused a request: .*512"):
+    with pytest.raises(TokenPruneError, match=r"vLLM rejected a request: .*512"):
         engine.ask([Chat(images, "what " * 600)], {"off": True}, 1)
     with pytest.raises(UnknownMethodError, match="did you mean 'divprune'"):
         engine.ask([Chat(images, "what")], {"method": "divprun"}, 1)

@@ -182,9 +182,9 @@ def test_errors_are_one_line_that_helps(tmp_path: Path) -> None:
     text = tmp_path / "text.png"
     text.write_text("no image")
     assert "as an image" in refused("show", text)
-    assert "cannot read" in refused("report", tmp_path / "none.jsonl")
+    assert "Cannot read" in refused("report", tmp_path / "none.jsonl")
     assert "cannot load" in refused("demo", "--model", tmp_path)
-    assert "cannot write" in refused("bench", "--images", 1, "--device", "cpu", "--json", tmp_path / "no" / "out.jsonl")
+    assert "Cannot write" in refused("bench", "--images", 1, "--device", "cpu", "--json", tmp_path / "no" / "out.jsonl")
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

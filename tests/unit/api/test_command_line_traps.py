@@ -177,7 +177,7 @@ def test_predictions_that_were_cut_are_named_and_nothing_changes(tmp_path: Path)
     path.write_text("".join(content.splitlines(keepends=True)[:12]))
     before = {file.name: file.read_bytes() for file in tmp_path.glob("*.jsonl")}
     said = refused(*BENCH, "--run", tmp_path)
-    assert f"{path} is cut: it ends at line 12, and of random at keep 0.25 it holds 0 of 8 answers" in said
+    assert f"{path} is truncated at line 12: it has 0 of 8 answers of random at keep 0.25" in said
     assert {file.name: file.read_bytes() for file in tmp_path.glob("*.jsonl")} == before
     # Each of the two ways out that it names leads out.
     (tmp_path / "results.jsonl").unlink()
@@ -199,7 +199,7 @@ def test_a_line_of_the_predictions_without_an_answer_is_named(tmp_path: Path) ->
     lines = path.read_text().splitlines()
     lines[2] = json.dumps({key: one for key, one in json.loads(lines[2]).items() if key != "prediction"})
     path.write_text("\n".join(lines) + "\n")
-    assert f"line 3 of {path} is damaged, it has no prediction: remove it" in refused(*BENCH, "--run", tmp_path)
+    assert f"Line 3 of {path} is damaged: it has no prediction. Remove" in refused(*BENCH, "--run", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_tables_say_it_in_each_form() -> None:
     markdown = tables.to_markdown(cost)
     assert "| same | 0.25 | 8 → 2 | 2 | 25% | 0 KiB (25%) | 2.0 (0.50x) | 2.0 (0.50x) | 50.0 |" in markdown
     assert "**≤rnd ≤down**" in markdown
-    assert "IN_LLM methods (good) see all tokens" in markdown
+    assert "IN_LLM methods (good) process all tokens" in markdown
     assert "Skipped odd at keep 0.25: it cannot" in markdown
     assert "| same | 0.25 | 100 [72–100] | **0▼ [0–28]** |" in tables.to_markdown(kinds)
 
@@ -161,14 +161,14 @@ def test_records_are_read_back_or_refused(tmp_path: Path) -> None:
     assert results.read_records(path) == RECORDS
     for text, message in (
         ("", "no header"),
-        ("{", "no JSON lines"),
+        ("{", "not a file of JSON lines"),
         ('{"record": "result"}', "no header"),
         ('{"record": "header", "schema": 99}', "schema 99"),
     ):
         path.write_text(text)
         with pytest.raises(TokenPruneError, match=message):
             results.read_records(path)
-    with pytest.raises(TokenPruneError, match="cannot read"):
+    with pytest.raises(TokenPruneError, match="Cannot read"):
         results.read_records(tmp_path / "none.jsonl")
     with pytest.raises(TokenPruneError, match="unpatched"):
         results.summarise([HEADER, RECORDS[2]])

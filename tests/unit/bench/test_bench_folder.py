@@ -84,11 +84,11 @@ def test_the_lock_of_a_killed_process_holds_nobody_up(tmp_path: Path) -> None:
 
 def test_a_folder_without_locks_is_said_and_a_foreign_one_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "run/.lock").mkdir(parents=True)
-    with pytest.raises(RunError, match=r"cannot lock .*run: "):
+    with pytest.raises(RunError, match=r"Cannot lock .*run: "):
         RunFolder(tmp_path / "run", {}).__enter__()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()
-    with pytest.raises(RunError, match="no folder of a run"):
+    with pytest.raises(RunError, match="not a run folder"):
         RunFolder(tmp_path / "mine", {}).__enter__()
     assert files(tmp_path / "mine") == ["notes.txt"]
 
@@ -153,15 +153,15 @@ def test_what_one_process_cannot_read_or_write_ends_all(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text("{}")
     for error in in_threads(lambda group: work(group, {"a": 1} if group.rank else {})):
-        assert isinstance(error, RunError) and "holds a run with a null, and this one has 1" in str(error)
+        assert isinstance(error, RunError) and "has a run with a null, but this run has 1" in str(error)
     (tmp_path / "run/config.json.new").mkdir()  # nothing can be written there, by the first process
     for error in in_threads(lambda group: work(group, {})):
-        assert isinstance(error, RunError) and "cannot write" in str(error)
+        assert isinstance(error, RunError) and "Cannot write" in str(error)
     (tmp_path / "run/config.json.new").rmdir()
     (tmp_path / "run/predictions.1.jsonl.new").touch()
     (tmp_path / "run/predictions.jsonl.new").mkdir()  # nor there
     for error in in_threads(lambda group: work(group, {})):
-        assert isinstance(error, RunError) and "cannot write" in str(error)
+        assert isinstance(error, RunError) and "Cannot write" in str(error)
     assert {"predictions.jsonl", "predictions.1.jsonl"} < set(files(tmp_path / "run"))  # all answers are there
     (tmp_path / "run/predictions.jsonl.new").rmdir()
     with RunFolder(tmp_path / "run", {}) as run:
@@ -255,7 +255,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(RunError, match=r"cannot write .*a\.jsonl: No space left on device; what was written before is"):
+    with pytest.raises(RunError, match=r"Cannot write .*a\.jsonl: No space left on device\. Earlier records"):
         write_records(path, [{"d": 3}])
     assert path.read_text() == '{"b": 1}\n{"c": 2}\n' and files(tmp_path) == ["a.jsonl"]
 
@@ -285,7 +285,7 @@ def test_only_the_last_line_of_a_batch_has_its_cost(tmp_path: Path) -> None:
         run.add_batch(PLACE, [0], ["x"], {})
     assert len(read_lines(tmp_path / "predictions.jsonl")) == 1  # what was torn is gone
     (tmp_path / "predictions.jsonl").write_text('{"prediction": "x"}\n')
-    with pytest.raises(RunError, match=r"line 1 of .*predictions\.jsonl is damaged, it has no question"):
+    with pytest.raises(RunError, match=r"Line 1 of .*predictions\.jsonl is damaged: it has no question"):
         RunFolder(tmp_path, {}).__enter__()
 
 

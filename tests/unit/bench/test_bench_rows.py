@@ -47,9 +47,9 @@ def test_line_ends_and_a_mark_at_the_start_do_not_matter(end: str, start: str, f
     path.write_bytes(end.join([start + line, "", "  ", line]).encode())
     assert asked(load_data(path)) == [("line 1", "wäs?", ("cat",)), ("line 4", "wäs?", ("cat",))]
     path.write_text(line, encoding="utf-16")
-    with pytest.raises(DataError, match="it is no text in UTF-8"):
+    with pytest.raises(DataError, match="it is not UTF-8 text"):
         load_data(path)
-    with pytest.raises(DataError, match="it is no text in UTF-8"):
+    with pytest.raises(DataError, match="it is not UTF-8 text"):
         load_data(folder / "a.png")
 
 
@@ -58,12 +58,12 @@ def test_a_list_in_json_is_read(folder: Path) -> None:
     path.write_text(json.dumps([GOOD, {**GOOD, "answer": 3}], indent=1))
     assert asked(load_data(path)) == [("row 0", "what?", ("cat",)), ("row 1", "what?", ("3",))]
     path.write_text(json.dumps([GOOD, "x"]))
-    with pytest.raises(DataError, match="row 1: no JSON object"):
+    with pytest.raises(DataError, match="row 1: not a JSON object"):
         load_data(path)
     path.write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD))  # JSON lines by another name
     assert [one.where for one in load_data(path).questions] == ["line 1", "line 2"]
     path.write_text("[" + json.dumps(GOOD))
-    with pytest.raises(DataError, match=r"cannot read .*rows\.json: no JSON"):
+    with pytest.raises(DataError, match=r"Cannot read .*rows\.json: not valid JSON"):
         load_data(path)
 
 
@@ -88,10 +88,10 @@ def test_tables_are_read_as_texts(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a.png,q", "line 2: has 2 cells, and the first line has 3"),
+        ("a.png,q", "line 2: has 2 cells, but the first line has 3"),
         ("a.png,q,", "line 2: needs either answer or answers"),
-        ('a.png,"q,a', r"cannot read line 2 of .*rows\.csv: unexpected end of data"),
-        (f"a.png,q,{'x' * 200000}", r"cannot read line 2 of .*rows\.csv: field larger than"),
+        ('a.png,"q,a', r"Cannot read line 2 of .*rows\.csv: unexpected end of data"),
+        (f"a.png,q,{'x' * 200000}", r"Cannot read line 2 of .*rows\.csv: field larger than"),
     ],
 )
 def test_damaged_tables_are_named_by_line(text: str, message: str, folder: Path) -> None:
@@ -121,7 +121,7 @@ def test_parquet_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(found) == [("row 0", "q", ("2",)), ("row 1", "r", ("2",))]
     assert [one.images[0].size for one in found.questions] == [(8, 6)] * 2
     (folder / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"cannot read .*rows\.parquet as a dataset"):
+    with pytest.raises(DataError, match=r"Cannot read .*rows\.parquet as a dataset"):
         load_data(folder / "rows.parquet")
 
 
@@ -173,13 +173,13 @@ def test_names_of_all_sorts_are_found(folder: Path) -> None:
         ({"answers": ["", "a"]}, ("", "a")),
         ({"answer": ""}, "has an empty answer"),
         ({"answers": [" ", ""]}, "has an empty answer"),
-        ({"answer": float("nan")}, r"answers must be texts or numbers, not \[nan\]"),
+        ({"answer": float("nan")}, r"answers must be strings or numbers, not \[nan\]"),
         ({"answer": float("inf")}, "answers must be"),
         ({"answers": [{"answer": "x" * 900}]}, r"answers must be .*\(\d+ letters\)"),
         ({"answers": "a"}, "answers must be"),
-        ({"answer": "\ud83d"}, "holds half of a letter"),
-        ({"answer": "a", "question": "\ud83d?"}, "holds half of a letter"),
-        ({"answer": "a", "kind": "\ud83d?"}, "holds half of a letter"),
+        ({"answer": "\ud83d"}, "contains an unpaired surrogate"),
+        ({"answer": "a", "question": "\ud83d?"}, "contains an unpaired surrogate"),
+        ({"answer": "a", "kind": "\ud83d?"}, "contains an unpaired surrogate"),
     ],
 )
 def test_answers_are_texts(row: dict[str, Any], answers: tuple[str, ...] | str, folder: Path) -> None:
@@ -192,7 +192,7 @@ def test_answers_are_texts(row: dict[str, Any], answers: tuple[str, ...] | str, 
 
 
 def test_json_too_deep_is_a_bad_row(folder: Path) -> None:
-    with pytest.raises(DataError, match="line 2: no JSON: maximum recursion"):
+    with pytest.raises(DataError, match="line 2: not valid JSON: maximum recursion"):
         load_data(write(folder, GOOD, "[" * 100_000))
 
 
@@ -224,10 +224,10 @@ def test_questions_that_do_not_fit_the_model_are_left_out_in_their_order(folder:
     assert [one.where for one in fit.questions] == ["line 1", "line 5"]
     assert [line.partition(":")[0] for line in fit.skipped] == ["line 2", "line 3", "line 4"]
     assert "holds '<image>'" in fit.skipped[0]
-    assert fit.skipped[2] == "line 4: asks about a video, and this model takes none"
+    assert fit.skipped[2] == "line 4: asks about a video, but this model does not support videos"
     assert fit.about()["digest"] == load_data(write(folder, rows[0], rows[4])).about()["digest"]
     assert drop_questions(data, []) == data
-    with pytest.raises(DataError, match=r"rows\.jsonl holds no questions: all 5 rows are bad, line 1: why"):
+    with pytest.raises(DataError, match=r"rows\.jsonl has no questions: all 5 rows are bad, line 1: why"):
         drop_questions(data, [(number, "why") for number in range(4)])
 
 

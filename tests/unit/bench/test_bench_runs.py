@@ -184,9 +184,9 @@ def test_another_config_in_the_folder_is_refused(data: Path, whole: tuple[Path, 
         assert message in result.stderr and "another folder" in result.stderr
     assert (whole[0] / "predictions.jsonl").read_text() == before
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match="not empty and no folder of a run"), RunFolder(tmp_path, {}):
+    with pytest.raises(RunError, match="not empty and not a run folder"), RunFolder(tmp_path, {}):
         pass
-    with pytest.raises(RunError, match="cannot use"), RunFolder(tmp_path / "notes.txt", {}):
+    with pytest.raises(RunError, match="Cannot use"), RunFolder(tmp_path / "notes.txt", {}):
         pass
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(RunError, match="damaged"), RunFolder(tmp_path, {}):
@@ -196,7 +196,7 @@ def test_another_config_in_the_folder_is_refused(data: Path, whole: tuple[Path, 
 def test_a_damaged_line_is_not_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n{"b"\n{"c": 3}\n')
-    with pytest.raises(RunError, match=r"line 2 of .* is damaged"):
+    with pytest.raises(RunError, match=r"Line 2 of .* is damaged"):
         read_lines(path)
     path.write_text('{"a": 1}\n{"b": 2}')  # whole, but nothing says so
     assert read_lines(path) == [({"a": 1}, 9)]
@@ -215,7 +215,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_done(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert result.exit_code == 2
-    assert "cannot write" in result.stderr and "what was written before is kept" in result.stderr
+    assert "Cannot write" in result.stderr and "Earlier records are kept" in result.stderr
     assert len(told(tmp_path / "run/results.jsonl")) >= 2  # the header and the unpatched model
     made = kill_after(monkeypatch, None)
     assert bench(data, "--run", tmp_path / "run").stdout == whole[1]
@@ -226,7 +226,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_done(
 def test_a_full_disk_is_said_of_json_too(data: Path) -> None:
     result = bench(data, "--json", "/dev/full")
     assert result.exit_code == 2
-    assert "cannot write /dev/full: No space left on device" in result.stderr
+    assert "Cannot write /dev/full: No space left on device" in result.stderr
 
 
 def test_a_image_that_goes_away_ends_the_run_and_keeps_what_is_done(
@@ -260,7 +260,7 @@ def test_bad_rows_are_refused_or_said_and_left_out(data: Path, tmp_path: Path) -
     result = bench(mine, "--skip-bad")
     assert result.exit_code == 0, result.output
     assert "skipped: line 4: cannot read" in result.stderr
-    assert "Left out of the data: line 4: cannot read" in result.stdout
+    assert "Skipped in the data: line 4: cannot read" in result.stdout
 
 
 def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, tmp_path: Path) -> None:
@@ -278,13 +278,13 @@ def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, t
     assert result.exit_code == 0, result.output
     said = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
     assert [line[:17] for line in said] == ["skipped: line 2: ", "skipped: line 4: "] and "'<image>'" in said[0]
-    assert "Left out of the data: line 2: " in result.stdout and "and 1 more" in result.stdout
+    assert "Skipped in the data: line 2: " in result.stdout and "and 1 more" in result.stdout
     header = told(tmp_path / "run/results.jsonl")[0]
     assert header["data"]["questions"] == len(rows) - 1 == len(header["kind_of_question"])
     # Where nothing is left there is nothing to measure.
     mine.write_text(json.dumps(rows[1]) + "\n")
     result = bench(mine, "--skip-bad")
-    assert result.exit_code == 2 and "holds no questions: all 1 rows are bad, line 1: " in result.stderr
+    assert result.exit_code == 2 and "has no questions: all 1 rows are bad, line 1: " in result.stderr
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], 
     killed.kill()
     killed.communicate()
     _, said = leader.communicate(timeout=120)
-    assert leader.returncode != 0 and "another process of this run has ended" in said
+    assert leader.returncode != 0 and "Another process of this run has ended" in said
 
     processes = two_processes(data, run)
     (first, said), (second, _) = [process.communicate(timeout=120) for process in processes]

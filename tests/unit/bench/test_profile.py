@@ -237,7 +237,7 @@ def test_a_tower_that_is_not_known_leaves_the_decoder() -> None:
     prompt = Load((), 100, 10)
     decoder = CostModel.from_config(limits.SHAPES[0].made()).decoder
     table = build_limit_table(CostModel(decoder), prompt, 0.25)
-    assert [row[0].text for row in table.rows] == ["PRE_LLM", "IN_LLM", "DECODE"] and "not known" in table.notes[0]
+    assert [row[0].text for row in table.rows] == ["PRE_LLM", "IN_LLM", "DECODE"] and "no closed form" in table.notes[0]
     assert CostModel(decoder).predict(prompt, *Setting.from_json({"method": "tome", "keep": 0.5}).steps()).tower == 0
 
 

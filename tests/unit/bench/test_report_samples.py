@@ -183,7 +183,7 @@ def test_what_a_kill_left_out_is_drawn_and_what_is_not_shown_goes(run: Path, mon
 def test_a_folder_that_cannot_be_written_is_named(run: Path) -> None:
     shutil.rmtree(run / FOLDER)
     (run / FOLDER).write_text("in the way")
-    assert "cannot write" in refused(*RUN, "--run", run)
+    assert "Cannot write" in refused(*RUN, "--run", run)
 
 
 # -- videos, several images, and what cannot be drawn
@@ -261,7 +261,7 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", full)
-    with pytest.raises(RunError, match="No space left on device; what was written before is kept"):
+    with pytest.raises(RunError, match="No space left on device"):
         sampled(tmp_path, Model(demo_model(), llava(), "shipped"), asked(images=(photo(64, 64, 0),)), "pool")
 
 

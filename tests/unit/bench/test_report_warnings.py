@@ -160,9 +160,9 @@ def test_a_run_cannot_be_named_twice(tmp_path: Path) -> None:
 @each(
     "text, message",
     [
-        (None, "cannot read"),
-        ("", "its first line is no header"),
-        ("{", "holds no JSON lines"),
+        (None, "Cannot read"),
+        ("", "its first line is not a header"),
+        ("{", "is not a file of JSON lines"),
         (json.dumps(header()), "no result of the unpatched model"),
         (json.dumps(header(kinds=7)) + "\n" + json.dumps(BASE), "is damaged"),
         (json.dumps(header(environment=dict(cores="x"))) + "\n" + json.dumps({**BASE, "stats": 3}), "is damaged"),

@@ -202,7 +202,7 @@ def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
         (("--evidence", "--data", "x.jsonl"), "leave out --data"),
         (("--evidence", "--html", "x.html"), "asks for none"),
         (("--evidence", "--backend", "vllm"), "leave out --backend"),
-        (("--set", "videos", "--images", "1", "--device", "cpu"), "this model takes none"),
+        (("--set", "videos", "--images", "1", "--device", "cpu"), "this model does not support videos"),
     ],
 )
 def test_what_does_not_go_together_is_said(given: tuple[str, ...], why: str) -> None:

@@ -121,7 +121,7 @@ def test_what_cannot_win_is_not_asked() -> None:
     tuning = Tuner(fake, list(fake.costs), Promise(0.03), objective="flops", repeats=1).run()
     states = {str(trial.candidate): trial.state for trial in tuning.trials}
     assert states["dart 0.95"] == "saves no cost: 1.00x flops (predicted)"
-    needed = {name for name, state in states.items() if "closed forms" not in state}
+    needed = {name for name, state in states.items() if "(predicted)" not in state}
     # Four that spend least, and the mildest of each method.
     assert needed == {"pool 0.2", "pool 0.3", "divprune 0.35", "pool 0.4", "pool 0.9"}
     assert states["pool 0.5"] == "not asked: 4 cheaper settings (predicted) lost no score"
@@ -129,12 +129,22 @@ def test_what_cannot_win_is_not_asked() -> None:
 
 
 def test_what_lost_something_rules_nothing_out() -> None:
-    (cheap, trial) = (SimpleNamespace(**one) for one in (
-        dict(candidate=candidates({"pool 0.2": (0, 0)}), search=32, state="", drop=0.01, expected=lambda name: 0.2),
-        dict(candidate=candidates({"pool 0.5": (0, 0)}), search=0, state="", drop=None, expected=lambda name: 0.5),
-    ))  # fmt: skip
+    cheap = SimpleNamespace(
+        candidate=candidates({"pool 0.2": (0, 0)}),
+        search=32,
+        state="",
+        drop=0.01,
+        get_expected_share=lambda name: 0.2,
+    )
+    trial = SimpleNamespace(
+        candidate=candidates({"pool 0.5": (0, 0)}),
+        search=0,
+        state="",
+        drop=None,
+        get_expected_share=lambda name: 0.5,
+    )
     (cheap.candidate,), (trial.candidate,) = cheap.candidate, trial.candidate
-    mild = SimpleNamespace(**vars(trial) | {"expected": lambda name: 0.9})
+    mild = SimpleNamespace(**vars(trial) | {"get_expected_share": lambda name: 0.9})
     assert explain_skip(trial, [cheap, trial, mild], "flops", 1) is None
     cheap.drop = 0.0
     assert explain_skip(trial, [cheap, trial, mild], "flops", 1) is not None

@@ -82,7 +82,7 @@ def test_the_panel_remembers_and_goes_on(subject: Model, tmp_path: Path, monkeyp
         assert again.scores(pool, chunk).tolist() == scores and again.cost(pool) == cost
         again.ask(pool, [2, 4])
         assert asked[4:] == [2] and again.cost(pool)["visual_tokens_out"] == 6 * 64
-    with pytest.raises(RunError, match='holds a run with metric "exact", and this one has "anls"'):
+    with pytest.raises(RunError, match='has a run with metric "exact", but this run has "anls"'):
         opened("anls").__enter__()
     with pytest.raises(OptionError, match="cider cannot be tuned"):
         Evaluator(subject, questions, "cider")
@@ -195,13 +195,13 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
     ("arguments", "says"),
     [
         (["--max-drop", "1%"], "40 questions are too few for a drop below 1 point"),
-        (["--max-drop", "1"], "write 1%, 1pt or 0.01"),
+        (["--max-drop", "1"], "1%, 1pt and 0.01 all mean"),
         (["--methods", "pol"], "did you mean 'pool'"),
         (["--target-ttft", "fast"], 'Use "0.5x"'),
         (["--objective", "foo"], "objective 'foo' is not known. Use one of ttft, throughput, tokens, flops, kv"),
         (["--out", "gone/tokenprune.json"], "there is no folder gone"),
-        (["--data", "gone.jsonl"], "there is no gone.jsonl"),
-        (["--metric", "cidr"], "there is no metric"),
+        (["--data", "gone.jsonl"], "gone.jsonl does not exist"),
+        (["--metric", "cidr"], "There is no metric"),
         (["--metric", "cider"], "cider cannot be tuned"),
     ],
 )
