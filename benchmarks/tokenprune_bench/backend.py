@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.settings import Setting
@@ -138,7 +138,7 @@ class HfBackend:
         LLaVA's processor would resize all images of a batch to one size. Escalation takes one prompt at a time.
         """
         return is_escalation(setting) or any(
-            isinstance(method, ResizeMethod) and method.by_content for method in get_methods(setting)
+            isinstance(method, ResizeMethod) and method.depends_on_content for method in get_methods(setting)
         )
 
     @contextmanager
@@ -181,7 +181,7 @@ class HfBackend:
         return self.subject.environment()
 
     def fingerprint(self) -> str:
-        return fingerprint(self.subject.model)
+        return compute_fingerprint(self.subject.model)
 
     def _answer(self, setting: Setting | None, inputs: dict[str, Any], batch: list[Any]) -> Batch:
         with CacheMeter(self.subject) as prefill:

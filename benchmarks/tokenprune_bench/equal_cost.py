@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenprune.errors import BudgetError
 from tokenprune.selection.method import Method, Site
-from tokenprune.selection.options import option_types
+from tokenprune.selection.options import get_option_types
 from tokenprune.selection.sites.encoder import EncoderMethod
 from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.settings import Setting
@@ -34,7 +34,7 @@ def solve_setting(setting: Setting, share: float) -> Setting:
     why = "the first answer decides whether it runs a second pass" if is_escalation(setting) else None
     method = None if why else setting.methods[0]
     options: dict[str, Any] = {}
-    if isinstance(method, EncoderMethod) and method.inexact and "exact" in option_types(type(method)):
+    if isinstance(method, EncoderMethod) and method.inexact and "exact" in get_option_types(type(method)):
         options = {"exact": True}
         method = dataclasses.replace(method, **options)
     why = why or _no_promise(method)
@@ -50,7 +50,7 @@ def _no_promise(method: Method) -> str | None:
         return "it removes no tokens"
     if isinstance(method, ImageChooser):
         return "it keeps or drops whole images"
-    if isinstance(method, ResizeMethod) and method.by_content:
+    if isinstance(method, ResizeMethod) and method.depends_on_content:
         return "the number of tokens depends on the image's content"
     return method.inexact if isinstance(method, EncoderMethod) else None
 

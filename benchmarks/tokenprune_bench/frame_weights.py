@@ -27,7 +27,7 @@ def frame_weights(model: Any, *, layers: Sequence[int] | None = None, **inputs: 
     of each frame, and over layers.
 
     Args:
-        model: An unpatched transformers model with known frames (docs/guide/video.md), such as a small model of the
+        model: An unpatched transformers model with known frames (docs/guides/video.md), such as a small model of the
             family.
         layers: Indices of decoder layers, at least 1. None selects the last third.
         inputs: Model arguments, as the processor returns them.
@@ -88,7 +88,7 @@ class _LookAtFrames(Pruner):
     name: ClassVar[str] = "frame_weights"
     site: ClassVar[Site] = Site.IN_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"next_row_attention"})
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     layer: int
     captured: dict[tuple[int, int], list[Tensor]] = field(repr=False, compare=False)

@@ -174,11 +174,11 @@ def compute_certainty(logits: tuple[Tensor, ...]) -> tuple[float, float]:
 
 def has_detailed_image(processor: Any, images: Any) -> bool:
     """Return True if an image looks like text, or has as much detail as the sharpest tenth of photographs."""
-    from tokenprune.methods.pixels.dynres import look
-    from tokenprune.models.token_counts import image_processor_of
-    from tokenprune.selection.images import InputImage, collect
+    from tokenprune.methods.pixels.dynres import measure_detail
+    from tokenprune.models.token_counts import get_image_processor
+    from tokenprune.selection.images import InputImage, collect_images
 
-    fetched = image_processor_of(processor).fetch_images(images)
-    collected, _ = collect(fetched, lambda image, prompt, companions: InputImage(image))
-    looks = [look(image.grey) for image in collected]
+    fetched = get_image_processor(processor).fetch_images(images)
+    collected, _ = collect_images(fetched, lambda image, prompt, companions: InputImage(image))
+    looks = [measure_detail(image.grey) for image in collected]
     return any(text or detail >= _SHARP for detail, text in looks)

@@ -57,7 +57,7 @@ class Reply:
 
 class VllmEngine(Protocol):
     """Interface of vLLM, in this process or on a server. Settings have the form of the "tokenprune" key of a request
-    (docs/serving.md).
+    (docs/serving/start.md).
 
     Attributes:
         config: The model's transformers config, or None if it is not available.

@@ -17,7 +17,7 @@ import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.settings.servable import KEY
-from tokenprune.models.model_config import shipped_folder
+from tokenprune.models.model_config import get_shipped_folder
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.vllm_backend import OFF, Chat, Reply, needs_special_tokens
 
@@ -186,7 +186,7 @@ def _write_shipped(folder: Path) -> Path:
     """Write the shipped model with the weight names of LLaVA checkpoints on the hub, which vLLM requires."""
     from safetensors.torch import load_file, save_file
 
-    shipped = shipped_folder("demo_vlm")
+    shipped = get_shipped_folder("demo_vlm")
     if not (shipped / "model.safetensors").is_file():
         raise TokenPruneError("The shipped model is not installed. Name another model with --model.")
     for file in shipped.iterdir():

@@ -3,8 +3,8 @@
 
 A stream is a sequence of clips, videos of eight frames as drawn by `drawn_videos`. One clip is the event: a tiny shape
 in one frame, a word in one frame, and a shape in all frames. Other clips have no words and none of the event's shapes,
-so that the answers are visible in the event only. Streams do not use photographs, so machines draw equal pixels. The seeds
-are held out from training.
+so that the answers are visible in the event only. Streams do not use photographs, so machines draw equal pixels. The
+seeds are held out from training.
 """
 
 from __future__ import annotations

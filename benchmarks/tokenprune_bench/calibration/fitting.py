@@ -16,8 +16,8 @@ from PIL import Image
 
 from tokenprune.errors import OptionError, require
 from tokenprune.methods.registry import available_methods, method_class
-from tokenprune.selection.options import file_options, fits, in_words
-from tokenprune.settings.one_line import value_of
+from tokenprune.selection.options import describe_type, get_file_options, matches_type
+from tokenprune.settings.one_line import parse_value
 from tokenprune_bench.calibration.images import ImageFiles, read_image
 from tokenprune_bench.profiling.model import Model
 
@@ -68,7 +68,7 @@ class Fitter:
     @property
     def default_out(self) -> Path:
         """Default output file, named after the method's file option."""
-        return Path(f"{next(iter(sorted(file_options(self.cls))), self.name)}.safetensors")
+        return Path(f"{next(iter(sorted(get_file_options(self.cls))), self.name)}.safetensors")
 
     def load_samples(self, images: Path | None, question: str | None, limit: int | None) -> list[tuple[Any, str]]:
         """Return pairs of image and question, from a folder or drawn.
@@ -109,11 +109,11 @@ class Fitter:
                 f"The fit of {self.name} has no option {option!r}. Options: {format_fit_options(self.name)}"
             )
         hint, _ = known[option]
-        value = text if isinstance(text, bool) else value_of(text, hint)
-        if not fits(value, hint) and isinstance(text, str) and "," in text:
-            value = value_of(f"[{text}]", hint)
-        if not fits(value, hint):
-            raise OptionError(f"The fit of {self.name} needs {in_words(hint)} for {option}, not {text!r}.")
+        value = text if isinstance(text, bool) else parse_value(text, hint)
+        if not matches_type(value, hint) and isinstance(text, str) and "," in text:
+            value = parse_value(f"[{text}]", hint)
+        if not matches_type(value, hint):
+            raise OptionError(f"The fit of {self.name} needs {describe_type(hint)} for {option}, not {text!r}.")
         return value
 
 

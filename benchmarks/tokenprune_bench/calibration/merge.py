@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
-from tokenprune.kernels.merging import Merge, best_partners, most, ragged_merge
+from tokenprune.kernels.merging import Merge, best_partners, max_merges, ragged_merge
 from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
 
 SCHEDULES = ("constant", "linear", "reverse_linear")
@@ -39,7 +39,7 @@ class Calibrator(EncoderMethod):
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return one matcher per block. A matcher merges the scheduled number of tokens and records the threshold."""
-        counts = count_merges(tower, tower.left(budget), self.schedule)
+        counts = count_merges(tower, tower.count_kept(budget), self.schedule)
         return [partial(self._match, i, r, tower.protected) if r else None for i, r in enumerate(counts)]
 
     def thresholds(self, blocks: int) -> Tensor:
@@ -53,7 +53,7 @@ class Calibrator(EncoderMethod):
     def _match(self, block: int, r: int, protected: int, keys: Tensor, counts: list[int] | None) -> Merge | None:
         best, partner = best_partners(keys, protected, counts)
         counts = counts or [keys.shape[1]] * len(keys)
-        caps = torch.tensor([most(count, protected) for count in counts], device=best.device)
+        caps = torch.tensor([max_merges(count, protected) for count in counts], device=best.device)
         ranked = best.sort(dim=1, descending=True, stable=True).values
         # An image with an odd number of tokens can have one source more than it may merge.
         allowed = torch.arange(ranked.shape[1], device=best.device) < caps[:, None]
@@ -79,7 +79,7 @@ def count_merges(tower: Tower, left: int, schedule: str) -> list[int]:
     Raises:
         BudgetError: If halving in each block keeps more patches than `left`.
     """
-    target, blocks = tower.patches - left, tower.read
+    target, blocks = tower.patches - left, tower.blocks_read
     upper = tower.tokens * blocks**2  # more than any block can merge
     reach = sum(_capped(_shares(upper, blocks, schedule), tower))
     if target > reach:
@@ -111,6 +111,6 @@ def _shares(total: int, blocks: int, schedule: str) -> list[int]:
 def _capped(counts: list[int], tower: Tower) -> list[int]:
     left, capped = tower.tokens, []
     for count in counts:
-        capped.append(min(count, most(left, tower.protected)))
+        capped.append(min(count, max_merges(left, tower.protected)))
         left -= capped[-1]
     return capped

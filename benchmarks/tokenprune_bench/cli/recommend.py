@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tokenprune.cli.common import get_console
-from tokenprune.cli.completion import complete_models, complete_of
+from tokenprune.cli.completion import complete_models, complete_values
 from tokenprune.models.model_config import SHIPPED
 from tokenprune.models.torch_import import defer_torch
 from tokenprune.selection.files import check_output
@@ -28,7 +28,7 @@ def recommend(
     task: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(load_advice())} (docs/guide/which-method.md).", autocompletion=complete_of(*load_advice())
+            help=f"{', '.join(load_advice())} (docs/start/choose.md).", autocompletion=complete_values(*load_advice())
         ),
     ] = "general",
     out: Annotated[Path | None, typer.Option(help="Write the setting, for patch(model, config=...) and vLLM.")] = None,

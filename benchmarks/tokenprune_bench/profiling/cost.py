@@ -65,7 +65,7 @@ def build_load(subject: Model, inputs: dict[str, Any]) -> Load:
     visual = subject.visual_tokens(inputs)
     if build_cost_model(subject).tower is None:
         return Load((), visual, inputs["input_ids"].numel() - visual)
-    return Load.of_inputs(subject.model.config, inputs, visual)
+    return Load.from_inputs(subject.model.config, inputs, visual)
 
 
 def answer_with_escalation(subject: Model, batch: list[Any], keep: float | int) -> tuple[list[str], dict[str, Any]]:

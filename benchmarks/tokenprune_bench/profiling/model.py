@@ -25,10 +25,10 @@ from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.models.model_config import (
     SHIPPED,
     check_source,
-    known_images,
-    sentence_tokens,
-    shipped_checkpoint,
-    shipped_folder,
+    describe_known_images,
+    get_max_answer_tokens,
+    get_shipped_checkpoint,
+    get_shipped_folder,
 )
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.media import RowError, check_sizes
@@ -69,7 +69,7 @@ class Model:
         files = [file.resolve() for file in files]
         if self.weights is None or (files and all(self.heldout in file.parents for file in files)):
             return ""
-        return f"{self.name} {known_images(self.name)}"
+        return f"{self.name} {describe_known_images(self.name)}"
 
     @cached_property
     def adapter(self) -> Adapter:
@@ -232,7 +232,7 @@ def load_model(
         ['blue']
     """
     name = model or SHIPPED[0]
-    shipped = shipped_checkpoint(name)
+    shipped = get_shipped_checkpoint(name)
     source = str(model if shipped is None else shipped)
     if shipped is not None and not (shipped / "model.safetensors").is_file():
         raise TokenPruneError("The shipped model is not installed. Name another model with --model.")
@@ -257,11 +257,11 @@ def load_model(
         raise TokenPruneError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
     if shipped is not None:
         # Hash the shipped file: a checkpoint built from it differs between CPUs in the last bits.
-        (file,) = (shipped_folder(name) or shipped).glob("*.safetensors")
+        (file,) = (get_shipped_folder(name) or shipped).glob("*.safetensors")
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         heldout = require("tokenprune_demo.heldout", "held-out questions").get_heldout_folder(name)
         subject = Model(loaded, processor, f"{name} (shipped)", suffix or "", weights=digest, heldout=heldout)
-        if (longest := sentence_tokens(name)) is not None:
+        if (longest := get_max_answer_tokens(name)) is not None:
             subject.max_new_tokens, subject.metric = longest, "ending"
     else:
         title = Path(source).resolve().name if Path(source).is_dir() else source

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tokenprune.cli.table import Cell, Table
-from tokenprune.settings.cost import CostModel, Load, decode_limit, site_limits
+from tokenprune.settings.cost import CostModel, Load, compute_decode_limit, compute_site_limits
 from tokenprune_bench.profiling.kept_tokens import describe_cuts, format_percent
 from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
 
@@ -21,7 +21,7 @@ def format_setting(profile: Profile) -> str:
     if profile.setting is None:
         return ""
     methods, budgets = profile.setting.steps()
-    return " + ".join(f"{method.name} {budget.short()}" for method, budget in zip(methods, budgets, strict=True))
+    return " + ".join(f"{method.name} {budget.format_short()}" for method, budget in zip(methods, budgets, strict=True))
 
 
 def get_stage_times(side: SideProfile) -> dict[str, float]:
@@ -61,14 +61,14 @@ def build_limit_table(
     model: CostModel, load: Load, keep: float, title: str = "What each site can save at most"
 ) -> Table:
     """Return the closed-form limits of each site. The tower's sites are left out if the tower is not known."""
-    limits = site_limits(model, load, keep)
+    limits = compute_site_limits(model, load, keep)
     if model.tower is None:
         limits = limits[2:]  # sites in the decoder
     rows = [[*map(Cell, (limit.site, _ratio(limit.at_keep), _ratio(limit.limit), limit.what))] for limit in limits]
-    step = decode_limit(model, load, keep)
+    step = compute_decode_limit(model, load, keep)
     note = "decode step, by bytes read from weights and cache"
     rows.append([*map(Cell, ("DECODE", _ratio(step[0]), _ratio(step[1]), note))])
-    cost = model.cost(load)
+    cost = model.compute_cost(load)
     if model.tower is None:
         first = "This family's vision tower has no closed form: ratios use the decoder's FLOPs only."
     else:
@@ -96,7 +96,7 @@ def _notes(profile: Profile) -> list[str]:
     notes = [note + ("." if load is None else f"; load of the machine {load:.1f}.")]
     predicted = profile.predict_speedup()
     if predicted is not None:
-        cost = profile.model.cost(profile.load)
+        cost = profile.model.compute_cost(profile.load)
         notes.append(f"By FLOPs of tower ({cost.tower_share:.0%}) and decoder it would be {_ratio(predicted)} faster.")
     if after is not None and profile.setting is not None:
         notes.append(f"Asked for: {describe_cuts(*profile.setting.steps(), profile.visual_tokens_per_image)}.")

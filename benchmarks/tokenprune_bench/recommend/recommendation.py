@@ -12,7 +12,7 @@ from typing import Any
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
 from tokenprune.integrations.shared import checks
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, family_of
+from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, get_family
 from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.models.model_config import SHIPPED, read_model_config
 from tokenprune.selection.method import Site
@@ -121,7 +121,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         model: A model, its config, or its path or name, on disk or in the hub's cache. No weights are read.
         task: "general" (photographs), "signs" (text in photographs), "documents" (rendered pages), "grounding"
             (positions of objects), "counting", "video", "long-video", "long-prompts", "server" (vLLM), "follow-up"
-            (questions), "no-attention" (weights) or "tower" (a slow vision tower). See docs/guide/which-method.md.
+            (questions), "no-attention" (weights) or "tower" (a slow vision tower). See docs/start/choose.md.
 
     Raises:
         OptionError: If the task is not known.
@@ -143,7 +143,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         notes.append(f"{row.method} does not support {family!r}. The row {row.instead!r} is used instead.")
         row = load_advice()[row.instead]
     cost, load = _cost(config, row)
-    evidence, elsewhere = row.evidence(cost.decoder.weights)
+    evidence, elsewhere = row.evidence(cost.decoder.num_weights)
     if not any(item.about == "accuracy" for item in evidence):
         notes.insert(0, f"Accuracy at this keep and task: {NONE}.")
     acting = [item for item in (row, *load_advice().values()) if _may_act(item, family)]
@@ -172,8 +172,8 @@ def _unguarded(row: Advice) -> str:
         return ""
     kept = "all its tokens" if row.served_keep == 1 else f"{row.served_keep:g} of its tokens"
     return (
-        f"vLLM has no guard, so every image keeps {kept}, the floor of {row.guard} (docs/guard.md). Requests of other "
-        f"kinds can use keep {row.keep:g}."
+        f"vLLM has no guard, so every image keeps {kept}, the floor of {row.guard} (docs/guides/guard.md). Requests "
+        f"of other kinds can use keep {row.keep:g}."
     )
 
 
@@ -183,17 +183,17 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
         return ""
     other = replace(row, method="downsample")
     (method,), _ = other.setting.steps()
-    if reason := checks.unsupported(method, family):
+    if reason := checks.find_unsupported_reason(method, family):
         return f"The same budget by a smaller image (`downsample`) is not supported: {reason}"
     any_size = cost.tower is not None and cost.tower.view is None
     how = f"`downsample` at keep {row.keep:g}{', or max_pixels of the processor' if any_size else ''}"
     lead = f"The same budget by a smaller image ({how})"
-    unpatched = cost.cost(load).flops
+    unpatched = cost.compute_cost(load).flops
     ours, theirs = (unpatched / cost.predict(load, *each.setting.steps()).flops for each in (row, other))
     speed = f"prefill x{theirs:.2f} as fast by FLOPs, tower included; {row.method} x{ours:.2f}"
     if cost.tower is None:
         speed = f"the speedup is not known, because the tower's shape is not; {row.method} x{ours:.2f} by FLOPs"
-    evidence, _ = other.evidence(cost.decoder.weights)
+    evidence, _ = other.evidence(cost.decoder.num_weights)
     by_topic = {item.about: item for item in reversed(evidence)}
     pieces = [str(by_topic[about]) for about in ("accuracy", "time") if about in by_topic]
     unknown = [] if "accuracy" in by_topic else ["its accuracy at this keep and task was not measured"]
@@ -205,7 +205,7 @@ def _about(cost: CostModel, load: Load, row: Advice) -> list[str]:
     (method,), _ = row.setting.steps()
     if cost.tower is None or method.site in (Site.PRE_ENCODER, Site.IN_ENCODER):
         return []
-    if (unpatched := cost.cost(load)).tower_share <= _LARGE_TOWER:
+    if (unpatched := cost.compute_cost(load)).tower_share <= _LARGE_TOWER:
         return []
     return [
         f"The vision tower is {unpatched.tower_share:.0%} of a prefill's FLOPs here, and about "
@@ -241,7 +241,10 @@ def _notes(family: str) -> list[str]:
 def _may_act(row: Advice, family: str) -> bool:
     """Return True if the method of a row is tested at its site in a family and supported."""
     (method,), _ = row.setting.steps()
-    return method.site.name in list_tested_sites(family_of(family)) and checks.unsupported(method, family) is None
+    return (
+        method.site.name in list_tested_sites(get_family(family))
+        and checks.find_unsupported_reason(method, family) is None
+    )
 
 
 def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
@@ -250,7 +253,8 @@ def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
     except UnsupportedModelError:
         return CostModel(DecoderShape.from_config(config.get_text_config())), Load((), row.tokens)
     any_size = cost.tower.view is None
-    return cost, Load.of_config(config, tokens=row.tokens if any_size else None, tiles=None if any_size else row.frames)
+    size = {"tokens": row.tokens} if any_size else {"tiles": row.frames}
+    return cost, Load.from_config(config, **size)
 
 
 def _architecture(config: Any) -> str | None:
@@ -262,7 +266,7 @@ def _architecture(config: Any) -> str | None:
 
 
 def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
-    before, after = cost.cost(load), cost.predict(load, *row.setting.steps())
+    before, after = cost.compute_cost(load), cost.predict(load, *row.setting.steps())
     parts = "tower and decoder" if cost.tower is not None else "the decoder"
     figure = (
         f"prefill x{before.flops / after.flops:.2f} as fast by FLOPs of {parts}, KV cache "
@@ -280,7 +284,7 @@ def _why_not(row: Advice, config: Any) -> str | None:
         return "the plugin does not support this family"
     (method,), _ = row.setting.steps()
     hint = "`recommend --task server` lists supported methods."
-    if reason := checks.unsupported(method, architecture, Backend.VLLM, config=config):
+    if reason := checks.find_unsupported_reason(method, architecture, Backend.VLLM, config=config):
         return f"{reason} {hint}"
     at_start = SimpleNamespace(  # the fields of vLLM's config that the startup checks read
         hf_config=config, dtype="bfloat16", multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights")

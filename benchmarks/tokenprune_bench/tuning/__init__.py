@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search for the cheapest setting that keeps accuracy on your own questions (docs/tune.md)."""
+"""Search for the cheapest setting that keeps accuracy on your own questions (docs/measure/tune.md)."""
 
 from tokenprune_bench.tuning.candidates import build_grid
 from tokenprune_bench.tuning.evaluator import Evaluator, Search

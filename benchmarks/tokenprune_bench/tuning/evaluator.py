@@ -164,7 +164,7 @@ class Evaluator:
             costs = [model.predict(load, *candidate.steps()) for load in loads]
         except TokenPruneError:
             return {}  # `ask` raises the reason
-        unpatched = [model.cost(load) for load in loads]
+        unpatched = [model.compute_cost(load) for load in loads]
 
         def share(name: str) -> float:
             total = sum(getattr(cost, name) for cost in unpatched)
