@@ -34,7 +34,7 @@ from tokenprune_bench.rows import read_rows
 COLUMNS = ("image", "images", "video", "question", "answer", "answers", "kind")
 DEFAULT_KIND = "all"
 FRAMES = 8
-_NO_VIDEO = "asks about a video, but this model does not support videos"
+_NO_VIDEO = "is about a video, but this model does not support videos"
 _SHOWN = 10  # maximum number of reasons in an error, and of rows per reason
 
 
@@ -184,6 +184,10 @@ def read_columns(text: str) -> dict[str, str]:
 
     Raises:
         DataError: If a target column does not exist.
+
+    Example:
+        >>> read_columns("query=question,label=answers,id=")
+        {'query': 'question', 'label': 'answers', 'id': ''}
     """
     renamed = {}
     for part in filter(None, (text_part.strip() for text_part in text.split(","))):

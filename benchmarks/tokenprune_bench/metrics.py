@@ -206,7 +206,7 @@ def get_metric(name: str) -> Metric:
         TokenPruneError: If its package is not installed.
     """
     if name not in METRICS:
-        raise OptionError(f"There is no metric {name!r}. Use one of {', '.join(METRICS)}.")
+        raise OptionError(f"Metric {name!r} is not known. Use one of {', '.join(METRICS)}.")
     # A trial score raises early if a package is missing.
     METRICS[name].score(["a b"], [["a b"]])
     return METRICS[name]

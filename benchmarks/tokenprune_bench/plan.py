@@ -93,7 +93,7 @@ class BenchPlan:
         stacks = [name for name, setting in settings.items() if len(setting.names) > 1] if self.equal_cost else []
         if stacks:
             raise OptionError(
-                f"{stacks[0]} is a stack, and equal cost has no unique split over its methods. Use single methods."
+                f"{stacks[0]} is a stack, and its methods could share the cost in many ways. Use single methods."
             )
         object.__setattr__(self, "methods", tuple(settings))
         object.__setattr__(self, "_settings", settings)

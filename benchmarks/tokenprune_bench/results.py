@@ -239,7 +239,7 @@ def summarise(records: Iterable[dict[str, Any]]) -> Results:
     results = [record for record in rest if record["record"] == "result"]
     base = next((record for record in results if record["method"] == UNPATCHED), None)
     if base is None:
-        raise TokenPruneError("The records have no result of the unpatched model.")
+        raise TokenPruneError("The records lack a result of the unpatched model.")
     places, metric = _places(header), METRICS[header.get("metric", "exact")]
     answers = {id(record): get_answers(record, metric.right is not None) for record in results}
     before = {kind: compute_share(answers[id(base)], places[kind]).value for kind in places}

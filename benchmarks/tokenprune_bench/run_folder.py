@@ -163,7 +163,7 @@ class RunFolder:
         for line_number, (line, end) in enumerate(read_lines(path), 1):
             if missing := [name for name in ("question", "prediction") if name not in line]:
                 raise RunError(
-                    f"Line {line_number} of {path} is damaged: it has no {' and no '.join(missing)}. Remove this line, "
+                    f"Line {line_number} of {path} is damaged: it lacks {' and '.join(missing)}. Remove this line, "
                     f"all later lines and {RESULTS}, and run again."
                 )
             if not answers:

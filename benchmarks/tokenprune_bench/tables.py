@@ -66,7 +66,7 @@ def _spent(results: Results) -> Table:
         counts = f"{row.tokens_in:.0f} → {row.tokens_out:.0f}", f"{row.tokens_average:.0f}"
         rows.append([*map(Cell, (*_label(row), *counts, "" if flops is None else f"{flops:.0%}"))])
     columns = ("method", "keep", "visual tokens", "layer avg", "prefill FLOPs")
-    note = "No answers were generated, so there are no scores and no times."
+    note = "This run does not generate answers or measure times."
     return Table(_title(results), columns, rows, (note, *_skipped(results)), grouped=True)
 
 
@@ -80,7 +80,7 @@ def _groups(results: Results) -> Table:
     ]
     note = "Most of a video is still only if its ground is still. Do not rank methods by that group only."
     columns = ("method", "keep", *results.groups)
-    return Table("Accuracy by what is behind the things", columns, rows, (note,), grouped=True)
+    return Table("Accuracy by ground", columns, rows, (note,), grouped=True)
 
 
 def _evidence(results: Results) -> Table:
@@ -187,7 +187,7 @@ def _paired(results: Results) -> Table:
         rows.append([*map(Cell, _label(row)), *cells, *map(Cell, hard)])
     note = (
         f"Points gained or lost on the same questions [95 % interval, paired bootstrap with {RESAMPLES} resamples]; p: "
-        "McNemar's exact test, two-sided. There is no correction for the number of comparisons. Hard: the questions "
+        "McNemar's exact test, two-sided. p is not corrected for the number of comparisons. Hard: the questions "
         "that `downsample` at the same keep gets wrong, with the score of the method and of the unpatched model."
     )
     columns = (*(text for name in names for text in (f"vs {name}", "p")), "hard", "unpatched", "questions")

@@ -95,6 +95,14 @@ def escalate(
         AlreadyPatchedError: If the model is patched.
         OptionError: If there are several prompts, a streamer (the first answer may be discarded), or beams.
 
+    Example:
+        >>> content = [{"type": "image"}, {"type": "text", "text": "what color is the star?"}]
+        >>> text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        >>> accept = {"min_margin": 0, "max_entropy": 9.0, "guard": False}
+        >>> answer = escalate(model, processor, images=image, text=text, keep=0.25, **accept, max_new_tokens=2)
+        >>> answer.passes
+        1
+
     Source:
         Our design, similar to VisionThink (arXiv 2507.13348), which trains a model to request the larger image. This
         version is training-free. The thresholds are not calibrated.

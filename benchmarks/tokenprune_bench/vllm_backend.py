@@ -110,7 +110,7 @@ class VllmBackend:
         self._checked = False
 
     def find_misfits(self, questions: Sequence[Any]) -> list[tuple[int, str]]:
-        video = "asks about a video, but --backend vllm supports images only; use --backend hf"
+        video = "is about a video, but --backend vllm supports images only; use --backend hf"
         labels = "has text between its images, which --backend vllm does not support; use --backend hf"
         reasons = (
             video if question.is_video else labels if getattr(question, "labels", ()) else None

@@ -88,6 +88,11 @@ def fit_d2pruner(
     Raises:
         AlreadyPatchedError: If the model is patched.
         TokenPruneError: If no image has a known grid.
+
+    Example:
+        >>> prior = fit_d2pruner(model, [inputs])
+        >>> prior.table.shape
+        torch.Size([16, 16])
     """
     D2Pruner(layer=layer)  # raises for bad values
     maps: list[Tensor] = []
@@ -134,6 +139,11 @@ def fit_fitprune(
     Raises:
         AlreadyPatchedError: If the model is patched.
         TokenPruneError: If no sample has an image.
+
+    Example:
+        >>> recipe = fit_fitprune(model, [inputs])
+        >>> recipe.table.shape
+        torch.Size([51, 6])
     """
     decoder = adapter_for(model).decoder
     layers = len(decoder.layers)

@@ -67,6 +67,11 @@ def calibrate(
         BudgetError: If a share cannot be reached.
         AlreadyPatchedError: If the model is patched.
         UnsupportedSetupError: If `dymu` does not support the model.
+
+    Example:
+        >>> thresholds = calibrate(model, [image], processor=processor, keep=0.5, progress=False)
+        >>> thresholds.keeps
+        [0.5]
     """
     if is_patched(model):
         raise AlreadyPatchedError("The model is patched. Call tokenprune.unpatch(model) before calibrating.")

@@ -157,7 +157,7 @@ def _from_config(
     config = load_config(model)
     closed = CostModel.from_config(config)
     load = Load.from_config(config, tokens=tokens, tiles=tiles, text=text)
-    title = f"What each site can save at most: {model or 'demo_vlm'}"
+    title = f"Maximum saving per site: {model or 'demo_vlm'}"
     printed: set[str] = set()
     for setting in settings or (None,):
         for share in _shares(setting, keeps, load.visual):

@@ -189,7 +189,7 @@ def _decoded(data: Path | bytes, max_frames: int) -> list[Image.Image]:
                 if len(frames) == len(indices):
                     return frames
         count = num_decoded  # not every packet is a frame: select the frames again
-    raise RowError("it has no frames")
+    raise RowError("it is empty")
 
 
 def _video(av: Any, data: Path | bytes) -> Any:
@@ -197,7 +197,7 @@ def _video(av: Any, data: Path | bytes) -> Any:
     if video.streams.video:
         return video
     video.close()
-    raise RowError("it has no images, or is truncated")
+    raise RowError("it lacks images, or is truncated")
 
 
 def _inside(folder: Path) -> list[Path]:

@@ -197,7 +197,7 @@ def demo_model(name: str = "demo_vlm", *, device: str | None = None) -> tuple[An
         'llava'
     """
     if name not in SHIPPED:
-        raise OptionError(f"tokenprune-demo has no model {name!r}. Use one of {', '.join(SHIPPED)}.")
+        raise OptionError(f"{name!r} is not a model of tokenprune-demo. Use one of {', '.join(SHIPPED)}.")
     subject = load_model(name, device=device)
     return subject.model, subject.processor
 
@@ -228,8 +228,9 @@ def load_model(
 
     Example:
         >>> subject = load_model("demo_vlm", device="cpu")
-        >>> subject.generate(subject.inputs([image], ["what color is the sky?"]))  # doctest: +SKIP
-        ['blue']
+        >>> inputs = subject.inputs([image], ["what color is the star?"])
+        >>> subject.visual_tokens(inputs)
+        256
     """
     name = model or SHIPPED[0]
     shipped = get_shipped_checkpoint(name)
@@ -249,7 +250,7 @@ def load_model(
             reason = "its processor needs torchvision: pip install torchvision"
         raise TokenPruneError(f"cannot load {model or 'the shipped model'}: {reason}") from error
     if getattr(processor, "chat_template", None) is None:
-        raise TokenPruneError(f"The processor of {model} has no chat template, which the benchmark needs.")
+        raise TokenPruneError(f"The processor of {model} lacks a chat template, which the benchmark needs.")
     processor.tokenizer.padding_side = "left"
     try:
         loaded = loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()

@@ -168,6 +168,14 @@ def profile_call(
     Raises:
         OptionError: If `repeats` or `new_tokens` is too small.
         TokenPruneError: If the setting does not fit the model.
+
+    Example:
+        >>> from tokenprune_bench.profiling.model import load_model
+        >>> subject = load_model("demo_vlm", device="cpu")
+        >>> setting = {"method": "divprune", "keep": 0.25}
+        >>> profile = profile_call(subject, [image], "what color is the star?", setting, repeats=1, new_tokens=2)
+        >>> profile.after.visual
+        (256, 64, 64.0)
     """
     if repeats < 1 or new_tokens < 2:
         raise OptionError("A profile needs at least one run and two new tokens.")

@@ -57,9 +57,7 @@ def build_stage_table(profile: Profile) -> Table:
     return Table(f"Where a call's time goes: {profile.environment['model']}", columns, rows, tuple(_notes(profile)))
 
 
-def build_limit_table(
-    model: CostModel, load: Load, keep: float, title: str = "What each site can save at most"
-) -> Table:
+def build_limit_table(model: CostModel, load: Load, keep: float, title: str = "Maximum saving per site") -> Table:
     """Return the closed-form limits of each site. The tower's sites are left out if the tower is not known."""
     limits = compute_site_limits(model, load, keep)
     if model.tower is None:
@@ -70,7 +68,7 @@ def build_limit_table(
     rows.append([*map(Cell, ("DECODE", _ratio(step[0]), _ratio(step[1]), note))])
     cost = model.compute_cost(load)
     if model.tower is None:
-        first = "This family's vision tower has no closed form: ratios use the decoder's FLOPs only."
+        first = "The closed form of this family's vision tower is not known, so ratios use the decoder's FLOPs only."
     else:
         free = cost.flops / cost.tower
         first = (

@@ -172,8 +172,8 @@ def _unguarded(row: Advice) -> str:
         return ""
     kept = "all its tokens" if row.served_keep == 1 else f"{row.served_keep:g} of its tokens"
     return (
-        f"vLLM has no guard, so every image keeps {kept}, the floor of {row.guard} (docs/guides/guard.md). Requests "
-        f"of other kinds can use keep {row.keep:g}."
+        f"vLLM does not support the guard, so every image keeps {kept}, the floor of {row.guard} "
+        f"(docs/guides/guard.md). Requests of other kinds can use keep {row.keep:g}."
     )
 
 

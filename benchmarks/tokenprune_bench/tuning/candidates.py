@@ -28,7 +28,7 @@ def explain_unfit(candidate: Setting, videos: bool) -> str | None:
     """
     for method in candidate.methods:
         if isinstance(method, ImageChooser):
-            return f"{method.name} chooses between the images of a prompt, so there is no budget to tune"
+            return f"{method.name} chooses between the images of a prompt, so it cannot be tuned"
         if (method.site is Site.ATTENTION or compares_frames(method)) and not videos:
             return f"{method.name} works on videos, but these questions are about images only"
     return None
@@ -54,6 +54,10 @@ def build_grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | in
 
     Raises:
         OptionError: If `keeps` is empty, or a setting is not valid.
+
+    Example:
+        >>> [str(candidate) for candidate in build_grid(["divprune"], keeps=[0.5, 0.25])]
+        ['divprune 0.5', 'divprune 0.25']
     """
     if not keeps:
         raise OptionError("the tuner needs at least one keep")

@@ -199,7 +199,7 @@ def test_a_line_of_the_predictions_without_an_answer_is_named(tmp_path: Path) ->
     lines = path.read_text().splitlines()
     lines[2] = json.dumps({key: one for key, one in json.loads(lines[2]).items() if key != "prediction"})
     path.write_text("\n".join(lines) + "\n")
-    assert f"Line 3 of {path} is damaged: it has no prediction. Remove" in refused(*BENCH, "--run", tmp_path)
+    assert f"Line 3 of {path} is damaged: it lacks prediction. Remove" in refused(*BENCH, "--run", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_video_is_an_animation_or_a_folder_of_frames(folder: Path) -> None:
     assert video.is_video and video.images == ()
     assert len(video.video) == 2
     assert [frame.getpixel((0, 0)) for frame in files.video] == [(0, 0, 60), (0, 0, 180)]
-    with pytest.raises(DataError, match="line 1: asks about a video, but this model does not support videos"):
+    with pytest.raises(DataError, match="line 1: is about a video, but this model does not support videos"):
         check_questions([video], object())
 
 
@@ -86,7 +86,7 @@ def test_a_video_is_an_animation_or_a_folder_of_frames(folder: Path) -> None:
         ({**GOOD, "image": "broken.jpg"}, "cannot read broken.jpg as an image"),
         ({"images": "a.png", "question": "q", "answer": "a"}, "images must be a list"),
         ({"images": [], "question": "q", "answer": "a"}, "images must be a list"),
-        ({"images": "a.png", "question": "q", "answer": "a"}, 'one image: write "image"'),
+        ({"images": "a.png", "question": "q", "answer": "a"}, 'use "image" for one image'),
         ({"image": ["a.png"], "question": "q", "answer": "a"}, 'image is a list; use "images" for several'),
         ({"video": ["a.png"], "question": "q", "answer": "a"}, "video is a list; use .* a folder of frames"),
         ({"video": "rows.jsonl", "question": "q", "answer": "a"}, "pip install av|as a video"),
@@ -113,7 +113,7 @@ def test_many_bad_rows_are_counted(folder: Path) -> None:
 def test_what_holds_no_questions_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=r"none does not exist"):
         load_data(folder / "none")
-    with pytest.raises(DataError, match="it has none"):
+    with pytest.raises(DataError, match="has no file with JSON lines"):
         load_data(folder)
     with pytest.raises(DataError, match=r"has no questions$"):
         load_data(write(folder))
@@ -255,7 +255,7 @@ def test_f1_is_that_of_transformers() -> None:
 
 
 def test_unknown_metrics_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match=r"no metric 'bleu'\. Use one of exact, ending, vqa"):
+    with pytest.raises(OptionError, match=r"Metric 'bleu' is not known\. Use one of exact, ending, vqa"):
         metrics.get_metric("bleu")
     monkeypatch.setitem(sys.modules, "pycocoevalcap.cider.cider", None)
     with pytest.raises(TokenPruneError, match="pip install pycocoevalcap"):

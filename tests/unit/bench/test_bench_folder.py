@@ -285,7 +285,7 @@ def test_only_the_last_line_of_a_batch_has_its_cost(tmp_path: Path) -> None:
         run.add_batch(PLACE, [0], ["x"], {})
     assert len(read_lines(tmp_path / "predictions.jsonl")) == 1  # what was torn is gone
     (tmp_path / "predictions.jsonl").write_text('{"prediction": "x"}\n')
-    with pytest.raises(RunError, match=r"Line 1 of .*predictions\.jsonl is damaged: it has no question"):
+    with pytest.raises(RunError, match=r"Line 1 of .*predictions\.jsonl is damaged: it lacks question"):
         RunFolder(tmp_path, {}).__enter__()
 
 

@@ -265,12 +265,12 @@ def test_videos_that_cannot_be_read_are_bad_rows(av: Any, tmp_path: Path) -> Non
         video.mux(stream.encode(sound))
         video.mux(stream.encode())
     messages = {
-        "none.mp4": "it has no frames",
-        "end.mp4": "it has no images, or is truncated|FFmpeg: ",
+        "none.mp4": "it is empty",
+        "end.mp4": "it lacks images, or is truncated|FFmpeg: ",
         "cut.mp4": r"it is truncated: it has \d+ of 20 frames",
         "noise.mp4": "FFmpeg: ",
         "empty.mp4": "the file is empty",
-        "sound.mp4": "it has no images",
+        "sound.mp4": "it lacks images",
     }
     rows = [f'{{"video": "{name}", "question": "q", "answer": "a"}}\n' for name in ("a.mp4", *messages)]
     (tmp_path / "rows.jsonl").write_text("".join(rows))

@@ -237,7 +237,7 @@ def test_a_tower_that_is_not_known_leaves_the_decoder() -> None:
     prompt = Load((), 100, 10)
     decoder = CostModel.from_config(limits.SHAPES[0].made()).decoder
     table = build_limit_table(CostModel(decoder), prompt, 0.25)
-    assert [row[0].text for row in table.rows] == ["PRE_LLM", "IN_LLM", "DECODE"] and "no closed form" in table.notes[0]
+    assert [row[0].text for row in table.rows] == ["PRE_LLM", "IN_LLM", "DECODE"] and "not known" in table.notes[0]
     assert CostModel(decoder).predict(prompt, *Setting.from_json({"method": "tome", "keep": 0.5}).steps()).tower == 0
 
 
@@ -254,7 +254,7 @@ def test_the_command(tmp_path: Path) -> None:
     html, raw = tmp_path / "p.html", tmp_path / "p.json"
     small = ("--image", str(image), "--repeats", "1", "--max-new-tokens", "2", "--threads", "1")
     told = run(*small, "--method", "divprune", "--html", str(html), "--json", str(raw))
-    assert "to the first token" in told and "What each site can save at most" in told
+    assert "to the first token" in told and "Maximum saving per site" in told
     assert json.loads(raw.read_text())["setting"] == {"method": "divprune", "keep": 0.25}
     assert html.read_text().count('<figure class="flame">') == 2
     for arguments, said in {

@@ -163,7 +163,7 @@ def test_a_run_cannot_be_named_twice(tmp_path: Path) -> None:
         (None, "Cannot read"),
         ("", "its first line is not a header"),
         ("{", "is not a file of JSON lines"),
-        (json.dumps(header()), "no result of the unpatched model"),
+        (json.dumps(header()), "lack a result of the unpatched model"),
         (json.dumps(header(kinds=7)) + "\n" + json.dumps(BASE), "is damaged"),
         (json.dumps(header(environment=dict(cores="x"))) + "\n" + json.dumps({**BASE, "stats": 3}), "is damaged"),
         (json.dumps(header(metric="none")) + "\n" + json.dumps(BASE), "is damaged"),

@@ -109,7 +109,7 @@ def test_videos_are_asked_by_kind_with_controls(subject: Model, tmp_path: Path) 
     summary = results.summarise(records)
     titles = [table.title for table in tables.build_tables(summary)]
     assert titles[1:] == [
-        "Accuracy by kind of question", "Accuracy by what is behind the things", "Evidence kept",
+        "Accuracy by kind of question", "Accuracy by ground", "Evidence kept",
         "Controls, which must fail", "Against the baselines",
     ]  # fmt: skip
     assert "evidence" in tables.build_tables(summary)[0].columns

@@ -86,7 +86,7 @@ def test_nothing_may_keep_the_promise() -> None:
     none = Tuner(Fake(900, {}), build_grid(["pevlm", "view_select"], [0.5]), Promise(0.02)).run()
     assert [trial.state for trial in none.trials] == [
         "pevlm works on videos, but these questions are about images only",
-        "view_select chooses between the images of a prompt, so there is no budget to tune",
+        "view_select chooses between the images of a prompt, so it cannot be tuned",
     ]
     assert describe_outcome(none) == ["No setting could be tried; --verbose prints the reasons."]
     slow = Fake(900, candidates({"dart 0.9": (0.0, 1.2)}))

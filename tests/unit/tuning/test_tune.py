@@ -201,7 +201,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
         (["--objective", "foo"], "objective 'foo' is not known. Use one of ttft, throughput, tokens, flops, kv"),
         (["--out", "gone/tokenprune.json"], "there is no folder gone"),
         (["--data", "gone.jsonl"], "gone.jsonl does not exist"),
-        (["--metric", "cidr"], "There is no metric"),
+        (["--metric", "cidr"], "Metric 'cidr' is not known"),
         (["--metric", "cider"], "cider cannot be tuned"),
     ],
 )
