@@ -115,7 +115,7 @@ def test_parquet_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for split in ("train", "test"):
         inside.to_parquet(folder / f"data/{split}-00000-of-00001.parquet")
     (folder / "rows.parquet").unlink()
-    with pytest.raises(DataError, match="splits train, test. Select one"):
+    with pytest.raises(DataError, match=r"splits train, test\. Select one"):
         load_data(folder)
     found = load_data(folder, split="test")
     assert asked(found) == [("row 0", "q", ("2",)), ("row 1", "r", ("2",))]
@@ -201,7 +201,7 @@ def test_json_too_deep_is_a_bad_row(folder: Path) -> None:
 
 def test_placeholders_in_questions_are_refused(folder: Path) -> None:
     data = load_data(write(folder, GOOD, {**GOOD, "question": "<image>\nwhat?"}, {**GOOD, "question": "is <b> it?"}))
-    with pytest.raises(DataError, match=r"1 of 3 questions .*line 2: its question contains the placeholder '<image>'; remove it"):
+    with pytest.raises(DataError, match=r"1 of 3 questions .*line 2: .* the placeholder '<image>'; remove it"):
         check_questions(data.questions, llava())
     check_questions([data.questions[0], data.questions[2]], llava())
     # A processor may name its placeholders by their numbers alone.
