@@ -301,7 +301,7 @@ def test_all_rows_that_do_not_fit_the_model_are_named_at_once(tmp_path: Path) ->
     data.write_text("".join(json.dumps({"question": "what?", "answer": "a", **row}) + "\n" for row in rows))
     told = (*BENCH[:5], "--repeats", 0, "--device", "cpu", "--data", data)
     said = refused(*told, "--model", "demo_vlm")
-    assert "3 of 7 questions" in said and "line 3, line 5: asks about a video" in said
+    assert "3 of 7 questions" in said and "line 3, line 5: is about a video" in said
     assert "line 7: its question holds '<image>'" in said and "--skip-bad" in said
     said = refused(*told, "--model", "demo_qwen")
     assert "3 of 7 questions" in said and "line 6: its question holds '<|image_pad|>'" in said

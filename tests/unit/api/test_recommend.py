@@ -149,7 +149,7 @@ def test_a_guard_that_the_evidence_needs_is_in_the_config_and_a_higher_keep_in_v
     assert json.loads(found.config) == found.setting | {"guard": "auto"} and 'guard="auto"' in found.python
     floor = shipped().of(row.method, "counting")
     assert json.loads(shlex.split(found.vllm)[1]) == {"tokenprune": found.setting | {"keep": floor}}
-    assert floor > row.keep and any("vLLM has no guard" in one for one in found.notes)
+    assert floor > row.keep and any("vLLM does not support the guard" in one for one in found.notes)
     done = CliRunner().invoke(app, ["recommend", "demo_vlm", "--task", "counting", "--out", str(out)])
     assert done.exit_code == 0 and tokenprune.read_config(out).guard == "auto"
     model, processor = tokenprune.demo_model(device="cpu")
@@ -183,12 +183,12 @@ def test_a_method_that_cannot_act_gives_way_and_says_so() -> None:
     found = recommend(LlavaConfig(), task="long-video")  # whose prompts hold no videos, so that neither can act
     assert found.method == ADVICE["general"].method
     for name in ("pevlm", "vidcom2"):
-        assert any(f"{name} cannot act in 'llava'" in one for one in found.notes)
+        assert any(f"{name} does not support 'llava'" in one for one in found.notes)
     found = recommend("demo_vlm", task="documents")
     assert (found.method, found.setting["keep"]) == (ADVICE["signs"].method, ADVICE["signs"].keep)
     assert any("pixelprune does not support 'llava'. The row 'signs' is used instead" in note for note in found.notes)
     found = recommend(AutoConfig.for_model("fuyu"), task="tower")
-    assert found.method == ADVICE["general"].method and any("tome cannot act" in one for one in found.notes)
+    assert found.method == ADVICE["general"].method and any("tome does not support" in one for one in found.notes)
 
 
 def test_a_tower_that_is_most_of_the_work_is_told() -> None:

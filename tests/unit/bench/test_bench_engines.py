@@ -133,7 +133,7 @@ def test_records_are_those_of_any_backend() -> None:
     assert stats["overhead_ms"] is None
     (title, *_), printed = (build_tables(summarise(records))[0].title,), str(build_tables(summarise(records))[0])
     assert title == ("m: 8 questions on 1 images, d, vLLM 9, float16")
-    assert "100 → 25" in printed and "no cache has seen" in printed and "Skipped dart" in printed
+    assert "100 → 25" in printed and "with uncached images" in printed and "Skipped dart" in printed
 
 
 def test_times_are_taken_in_turns_with_images_of_their_own() -> None:
@@ -177,7 +177,7 @@ def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
         answer(0, bench.examples[:3])
     engine.foreign = 7
     uniform = Setting.from_text("uniform", 0.25)
-    with backend.answering(uniform) as answer, pytest.raises(RunError, match="nobody else uses"):
+    with backend.answering(uniform) as answer, pytest.raises(RunError, match="visual tokens of other requests"):
         answer(0, bench.examples[:3])
     engine.foreign, engine.kept = 0, 0
     plain = MadeUp.ask
@@ -188,13 +188,13 @@ def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
         return made
 
     engine.ask = pruned.__get__(engine)
-    with backend.answering(None) as answer, pytest.raises(RunError, match="nobody else uses"):
+    with backend.answering(None) as answer, pytest.raises(RunError, match="visual tokens of other requests"):
         answer(3, bench.examples[3:6])
 
 
 def test_videos_are_refused() -> None:
     video = SimpleNamespace(is_video=True, where="line 3")
-    with pytest.raises(DataError, match=r"line 3: asks about a video.*--backend hf"):
+    with pytest.raises(DataError, match=r"line 3: is about a video.*--backend hf"):
         VllmBackend(MadeUp(), "", 4).begin([video])
 
 

@@ -207,9 +207,9 @@ def test_placeholders_in_questions_are_refused(folder: Path) -> None:
     # A processor may name its placeholders by their numbers alone.
     tokenizer = special_tokenizer(image_token="<b>")
     numbered = SimpleNamespace(image_token_id=tokenizer.convert_tokens_to_ids("<b>"), tokenizer=tokenizer)
-    with pytest.raises(DataError, match="line 3: its question holds '<b>'"):
+    with pytest.raises(DataError, match="line 3: its question contains the placeholder '<b>'"):
         check_questions(data.questions, numbered)
-    with pytest.raises(DataError, match="line 3: its question holds '<b>'"):
+    with pytest.raises(DataError, match="line 3: its question contains the placeholder '<b>'"):
         check_questions(data.questions, SimpleNamespace(image_token="<b>"))
     check_questions(data.questions, SimpleNamespace())
 

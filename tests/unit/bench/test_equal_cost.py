@@ -38,7 +38,7 @@ NO_PROMISE = {
     "view_select": "keeps or drops whole images",
     "pevlm": "removes no tokens",
     "ipcv": "removes no tokens",
-    "escalate": "may ask twice",
+    "escalate": "runs a second pass",
 }
 BY_WHOLE_LAYERS = ("vtw",)
 
@@ -130,7 +130,7 @@ def test_what_ran_spent_the_target_and_the_rest_is_listed_with_the_reason(record
     }  # fmt: skip
     assert "layer 2 of 6: the layers before it alone spend 0.333" in why["fastv", 0.25]
     assert "it spent 0.167" in why["vtw", 0.25]
-    assert "content decides" in why["dynres", 0.5] and "content decides" in why["visipruner", 0.5]
+    assert "depends on the image's content" in why["dynres", 0.5] and "content decides" in why["visipruner", 0.5]
 
 
 def test_the_tables_say_the_setting_and_what_was_reached(records: list[dict[str, Any]]) -> None:

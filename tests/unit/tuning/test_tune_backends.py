@@ -76,7 +76,7 @@ def test_a_model_whose_sizes_are_not_at_hand_is_refused() -> None:
         Evaluator(VllmBackend(MadeUp(config=None), "", 4), QUESTIONS)
     Evaluator(VllmBackend(MadeUp(config=CONFIG), "", 4), QUESTIONS)
     video = SimpleNamespace(is_video=True, where="line 3")
-    with pytest.raises(Exception, match="line 3: asks about a video"):
+    with pytest.raises(Exception, match="line 3: is about a video"):
         Evaluator(VllmBackend(MadeUp(), "", 4), [video])
 
 
