@@ -141,7 +141,7 @@ def sources(found: list[Run]) -> str:
                     f"{one.visual_tokens:.0f}, {one.layers}",
                     _plain(f"{one.device}, {one.dtype}, {versions}"),
                     _plain(told),
-                    f"[{run.path.name}](../{run.path.relative_to(ROOT).as_posix()})",
+                    f"[{run.path.name}](../../{run.path.relative_to(ROOT).as_posix()})",
                 ]
             )
         )

@@ -249,7 +249,7 @@ def test_the_time_left_follows_from_the_time_taken() -> None:
     clock.now += 20
     assert pace.format_remaining(50, 100) == "about 2 min left"
     clock.now += 20
-    assert pace.format_remaining(90, 100) == "about 8 s left" and pace.left(100, 100) == ""
+    assert pace.format_remaining(90, 100) == "about 8 s left" and pace.format_remaining(100, 100) == ""
     clock.now += 10**5
     assert pace.format_remaining(91, 100) == "about 4.9 h left"
     assert pace.format_remaining(1, 8) == ""  # another count began
