@@ -24,7 +24,7 @@ from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection import EncoderMethod, Tower
 from tokenprune.selection.files import File
 from tokenprune_bench.calibration import Thresholds
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES, Family
 
@@ -78,7 +78,7 @@ def test_unpatch_and_deep_copy(build) -> None:
 
 @torch.no_grad()
 def test_thresholds_ship_for_the_demo_model() -> None:
-    subject = load(device="cpu")
+    subject = load_model(device="cpu")
     examples = load_heldout(kinds=("colour",), limit=16)
     inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])
     for keep in (0.5, 0.25, 0.11):
