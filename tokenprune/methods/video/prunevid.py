@@ -88,7 +88,7 @@ class PruneVid(TwoCutMerger):
         sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: static and moving tokens per frame
         room = videos.budget - places.unmerged.sum((1, 2))
         half = torch.where(sizes > _WHOLE, sizes // 2, sizes)
-        # `least=1` assigns one token each first. Subtract it, so that the paper's total gives the paper's split.
+        # `min_tokens=1` assigns one token each first. Subtract it, so that the paper's total gives the paper's split.
         numbers = split_budget((half - 1).flatten(1), room, sizes.flatten(1), min_tokens=1).view_as(sizes)
 
         _, of = cluster_frames(places.compute_means(), heads, numbers[..., 0], most, capped=False)
