@@ -39,7 +39,7 @@ def rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.fixture(params=[2**24, 1])
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows at once, and one at a time."""
-    monkeypatch.setattr(kernels, "_AT_ONCE", request.param)
+    monkeypatch.setattr(kernels, "_MAX_ELEMENTS", request.param)
 
 
 @pytest.mark.usefixtures("at_once")

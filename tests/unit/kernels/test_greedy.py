@@ -136,8 +136,8 @@ def test_the_same_picks_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None
     want = found()
     monkeypatch.setattr(Products, "fits_in_memory", False)
     for at_once in (2**22, 30):
-        monkeypatch.setattr(pairs, "_AT_ONCE", at_once)
-        monkeypatch.setattr(coverage_module, "_AT_ONCE", at_once)
+        monkeypatch.setattr(pairs, "_MAX_ELEMENTS", at_once)
+        monkeypatch.setattr(coverage_module, "_MAX_ELEMENTS", at_once)
         assert all(torch.equal(*both) for both in zip(found(), want, strict=True))
 
 

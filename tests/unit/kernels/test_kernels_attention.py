@@ -112,7 +112,7 @@ def test_references_are_parts_of_the_map(kind: str, softcap: float | None) -> No
 def test_the_reference_of_column_means_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, mask, options = make((1, 2, 2, 9, 9, 4), kind="bool")
     whole = attention_column_means(query, key, None, mask, **options)
-    monkeypatch.setattr("tokenprune.kernels.attention._ELEMENTS", 40)
+    monkeypatch.setattr("tokenprune.kernels.attention._MAX_ELEMENTS", 40)
     close(attention_column_means(query, key, None, mask, **options), whole)
 
 

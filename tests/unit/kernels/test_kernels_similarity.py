@@ -86,7 +86,7 @@ def test_best_match_is_the_first_of_the_most_similar(monkeypatch: pytest.MonkeyP
     allowed, group_a, group_b = real([9, 6], 9), torch.arange(13).expand(2, -1) % 3, torch.arange(9).expand(2, -1) % 2
     # One row at a time, a few, all; the largest sought among all, and in blocks, with a rest or without.
     for at_once, block in ((1, 64), (50, 64), (2**22, 64), (2**22, 1)):
-        monkeypatch.setattr("tokenprune.kernels.match._AT_ONCE", at_once)
+        monkeypatch.setattr("tokenprune.kernels.match._MAX_ELEMENTS", at_once)
         monkeypatch.setattr("tokenprune.kernels.match._BLOCK", block)
         for case in (dict(), dict(group_a=group_a, group_b=group_b)):
             best, place = best_match.reference(x, y, allowed, **case)
@@ -188,7 +188,7 @@ def test_farthest_with_ties_and_bad_vectors(
 @pytest.mark.parametrize("bad", [None, *BAD])
 def test_farthest_with_a_table_and_without(bad: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, mask = normal(3, 40, 8), real([40, 23, 1], 40)
-    monkeypatch.setattr("tokenprune.kernels.match._AT_ONCE", 3 * 40 * 7)  # seven rows at a time
+    monkeypatch.setattr("tokenprune.kernels.match._MAX_ELEMENTS", 3 * 40 * 7)  # seven rows at a time
     if bad is not None:
         x[:, 7] = bad
     for budget in (torch.tensor([40, 5, 1]), torch.tensor([1, 22, 1])):

@@ -100,9 +100,9 @@ def test_components(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
     near = (direction @ direction.transpose(1, 2)).clamp(max=1) > threshold
     assert connected_components(near).tolist() == want
     assert connected_components(direction[0], threshold).tolist() == want[0]
-    monkeypatch.setattr(kernels, "_AT_ONCE", 100)
+    monkeypatch.setattr(kernels, "_MAX_ELEMENTS", 100)
     assert connected_components(direction[1], threshold).tolist() == want[1]
-    monkeypatch.setattr(kernels, "_BROAD", 5)
+    monkeypatch.setattr(kernels, "_MIN_COLUMNS", 5)
     assert connected_components(direction[1], threshold).tolist() == want[1]
     # A chain as long as can be.
     place = torch.arange(33)
@@ -116,8 +116,8 @@ def test_components(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_components_of_pairs_that_are_known(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of tokens among tokens alone; below what is known all are compared, more pairs than expected raise it."""
     monkeypatch.setattr(kernels, "_PAIRS", pairs)
-    monkeypatch.setattr(kernels, "_AT_ONCE", 1000)
-    monkeypatch.setattr(kernels, "_BROAD", 20)
+    monkeypatch.setattr(kernels, "_MAX_ELEMENTS", 1000)
+    monkeypatch.setattr(kernels, "_MIN_COLUMNS", 20)
     g = torch.Generator().manual_seed(2)
     x = normalize(torch.randn(12, 6, generator=g).repeat(9, 1) + 0.4 * torch.randn(108, 6, generator=g))
     x[::7] = x[0]

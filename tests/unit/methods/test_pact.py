@@ -107,7 +107,7 @@ def test_many_tokens_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     for number in (None, 1):
         if number:
             monkeypatch.setattr(farthest, "TABLE", 0)
-            monkeypatch.setattr(pairs, "_AT_ONCE", number)
+            monkeypatch.setattr(pairs, "_MAX_ELEMENTS", number)
         made.append([groups(select(clustered(300, keep)), 0, 300) for keep in (20, 150)])
     assert made[0] == made[1]
 
