@@ -142,7 +142,7 @@ def leaving(model: Any, layer: int, states: list[Tensor]) -> Iterator[None]:
 @pytest.mark.parametrize("batch", BATCHES, ids=("image", "video"))
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_tower_equals_the_one_that_runs_patch_by_patch(name: str, batch: dict[str, Any], build) -> None:
+def test_tower_matches_patchwise_reference(name: str, batch: dict[str, Any], build) -> None:
     """With none, one and all of the blocks that attend to all; the last states, and those of deepstack."""
     family, modality = FAMILIES[name], "video" if "video" in batch else "image"
     if modality == "video" and not family.video:
@@ -168,7 +168,7 @@ def test_tower_equals_the_one_that_runs_patch_by_patch(name: str, batch: dict[st
 
 
 @torch.no_grad()
-def test_hidden_states_are_of_all_patches(build) -> None:
+def test_hidden_states_cover_all_patches(build) -> None:
     """Those that leave each block, on the output of the tower."""
     model, inputs = build(FAMILIES["qwen3_vl"]), FAMILIES["qwen3_vl"].make_inputs(images=(2, 1))
     grids, seen = inputs["image_grid_thw"], seen_of(model, inputs)
@@ -185,7 +185,7 @@ def test_hidden_states_are_of_all_patches(build) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_an_image_is_encoded_as_if_alone(name: str, build) -> None:
+def test_images_are_encoded_independently(name: str, build) -> None:
     family, start = FAMILIES[name], 0
     model, inputs = model_of(name, build), family.make_inputs(images=(2, 1), sizes=((8, 12), (2, 2), (6, 10)))
     with tokenprune.patched(model, "ipcv", keep=KEEP, layer=1, stabilise=1):
@@ -200,7 +200,7 @@ def test_an_image_is_encoded_as_if_alone(name: str, build) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_keeping_all_changes_no_bit(name: str, build) -> None:
+def test_keep_all_is_bit_equal(name: str, build) -> None:
     model, inputs = model_of(name, build), FAMILIES[name].make_inputs(images=(2, 1))
     want = model(**inputs).logits
     for keep in (1.0, 10**4):
@@ -211,7 +211,7 @@ def test_keeping_all_changes_no_bit(name: str, build) -> None:
 @pytest.mark.parametrize("after", ["divprune", "fastv", None])
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_decoder_gets_all_and_a_method_after_the_tower_cuts_there(name: str, after: str | None, build) -> None:
+def test_later_method_cuts_restored_tokens(name: str, after: str | None, build) -> None:
     """Against a run of the unpatched model on the same features, with the columns of the others masked."""
     family = FAMILIES[name]
     model, inputs = model_of(name, build), drawn(family.make_inputs(images=(2, 1)))
@@ -249,7 +249,7 @@ def way_back(hidden: Tensor, stayed: list[int], guides: list[list[int]]) -> Rest
     return Restoration(drop, range(1, 3), 5, hidden, torch.tensor(stayed), torch.tensor(gone), flat, starts)
 
 
-def test_what_left_moves_as_its_guides_did() -> None:
+def test_dropped_patches_move_with_neighbours() -> None:
     """Not at all where they did not; by a constant where all moved by it; and with one guide, its copy, along."""
     h = torch.randint(-8, 8, (6, 3), generator=torch.Generator().manual_seed(0)).float()
     h[4] = h[1]
@@ -266,7 +266,7 @@ def test_what_left_moves_as_its_guides_did() -> None:
     assert torch.equal(units.expand(left)[2:4], torch.zeros(2, 3))  # and without a way back nothing comes
 
 
-def test_guides_are_the_nearest_however_many_are_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_neighbours_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
     gone, kept = x[:30], x[30:]
     method = tokenprune.method("ipcv", neighbours=4)
@@ -280,7 +280,7 @@ def test_guides_are_the_nearest_however_many_are_compared_at_once(monkeypatch: p
     )
 
 
-def test_costs_tower_work_alone(build) -> None:
+def test_cost_saves_tower_work_only(build) -> None:
     model, load = CostModel.from_config(build(FAMILIES["qwen2_vl"]).config), Load((96,), 24, 10)
     method = tokenprune.method("ipcv", layer=1)
     whole, less = (model.predict(load, [method], [Budget.from_keep(keep)]) for keep in (1.0, 0.25))
@@ -288,7 +288,7 @@ def test_costs_tower_work_alone(build) -> None:
     assert less.tokens > model.predict(load, [tokenprune.method("towerdrop")], [Budget.from_keep(0.25)]).tokens
 
 
-def test_conforms_and_refuses(build) -> None:
+def test_conforms_and_rejects_invalid_setups(build) -> None:
     method = tokenprune.method("ipcv")
     check_method(method)
     assert "restores its tokens at the end of the tower, which needs transformers" in find_unserved_reason(method)
@@ -299,7 +299,7 @@ def test_conforms_and_refuses(build) -> None:
         tokenprune.patch(build(FAMILIES["glm4v"]), "ipcv", layer=1)
 
 
-def test_frames_are_whole_after_it(build) -> None:
+def test_frames_are_complete_after_tower(build) -> None:
     """For a method that compares them, as they are after no other method in the tower."""
     model, inputs = build(FAMILIES["qwen2_vl"]), FAMILIES["qwen2_vl"].make_inputs(images=(0, 0), video=True)
     with tokenprune.patched(model, [tokenprune.method("ipcv", layer=1), "prunevid"], keep=0.5, record=True):

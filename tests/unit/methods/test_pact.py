@@ -50,7 +50,7 @@ def clustered(count: int, keep: int, seed: int = 0, spread: float = 0.2) -> Visu
 @pytest.mark.parametrize(
     "options", [{}, {"share": 1.0}, {"share": 0.1, "reach": 0.0}, {"cutoff": 0.21}, {"cutoff": 0.6}]
 )
-def test_against_a_loop(options: dict[str, float]) -> None:
+def test_matches_loop(options: dict[str, float]) -> None:
     for seed, counts in enumerate(COUNTS):
         for share in SHARES:
             tokens = view(counts, wanted(counts, share), NEEDS, seed=seed)
@@ -64,7 +64,7 @@ def test_against_a_loop(options: dict[str, float]) -> None:
 
 
 @each("keep", [1, 5, 9, 12, 30, 59])
-def test_clusters_against_a_loop(keep: int) -> None:
+def test_clusters_match_loop(keep: int) -> None:
     """9: exact, whatever the keys: where most of them are alike, the number of centres jumps."""
     for seed, spread in ((0, 0.2), (1, 0.08), (2, 0.0)):
         tokens = clustered(60, keep, seed, spread)
@@ -74,7 +74,7 @@ def test_clusters_against_a_loop(keep: int) -> None:
 
 
 @pytest.mark.parametrize("cutoff", [0.0, 0.05, 0.2, 0.7, 2.0])
-def test_what_a_cutoff_means(cutoff: float) -> None:
+def test_cutoff_bounds_distance(cutoff: float) -> None:
     """2, 4 and 5: centres are further apart, what matters is within it, and what is gone is beyond its reach."""
     tokens = clustered(60, 30)
     kept, into = groups(select(tokens, cutoff=cutoff), 0, 60)
@@ -88,7 +88,7 @@ def test_what_a_cutoff_means(cutoff: float) -> None:
         assert (i in kept or i in into) == (i in matters or nearest <= 1.5 * cutoff)
 
 
-def test_rounds_find_what_one_after_the_other_finds() -> None:
+def test_rounds_match_sequential_selection() -> None:
     """3: among tokens of all densities."""
     g = torch.Generator().manual_seed(0)
     for size in (1, 2, 7, 40):
@@ -101,7 +101,7 @@ def test_rounds_find_what_one_after_the_other_finds() -> None:
             )
 
 
-def test_many_tokens_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_comparison_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a table of all pairs."""
     made = []
     for number in (None, 1):
@@ -112,7 +112,7 @@ def test_many_tokens_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert made[0] == made[1]
 
 
-def test_a_cutoff_of_zero_merges_copies_alone() -> None:
+def test_cutoff_of_zero_merges_copies_only() -> None:
     """1: with all tokens; a merged token is what its copies are."""
     keys = torch.randn(1, 20, 12, generator=torch.Generator().manual_seed(0)).repeat(1, 2, 1)
     tokens = view([40], [30], NEEDS, keys=keys, hidden=keys)
@@ -121,7 +121,7 @@ def test_a_cutoff_of_zero_merges_copies_alone() -> None:
     torch.testing.assert_close(merged(tokens, selection)[0, :20], keys[0, :20])
 
 
-def test_copies_of_a_centre_join_it_though_they_do_not_matter() -> None:
+def test_unimportant_copies_join_centre() -> None:
     """At any reach; what else does not matter is gone."""
     keys = torch.randn(1, 20, 12, generator=torch.Generator().manual_seed(0))
     keys = torch.cat([keys.repeat(1, 2, 1), -keys], dim=1)
@@ -132,7 +132,7 @@ def test_copies_of_a_centre_join_it_though_they_do_not_matter() -> None:
     assert groups(selection, 0, 60) == (list(range(20)), {20 + i: i for i in range(20)})
 
 
-def test_a_cluster_becomes_its_mean() -> None:
+def test_cluster_becomes_mean() -> None:
     tokens = clustered(60, 9)
     selection = select(tokens)
     out = merged(tokens, selection)[0]
@@ -142,21 +142,21 @@ def test_a_cluster_becomes_its_mean() -> None:
         torch.testing.assert_close(out[centre], tokens.hidden[0, members].mean(0))
 
 
-def test_where_it_cuts() -> None:
+def test_default_layer() -> None:
     """Behind layer 4 of 28, whose queries and keys rate."""
     assert counts_of(tokenprune.method("pact"), 28, 100, 0.25) == [(5, 25)]
     assert counts_of(tokenprune.method("pact"), 2, 100, 0.25) == [(1, 25)]
     assert counts_of(tokenprune.method("pact", layer=3), 28, 100, 0.25) == [(3, 25)]
 
 
-def test_it_is_safe_with_a_prefix_cache_and_by_content_with_a_cutoff() -> None:
+def test_prefix_cache_safe_and_content_count_with_cutoff() -> None:
     method = tokenprune.method("pact", cutoff=0.3)
     check_method(method)
     assert method.chooses_count and not tokenprune.method("pact").chooses_count
     assert method.prefix_cache_safe and not method.query_aware
 
 
-def test_a_token_without_a_number_matters_least() -> None:
+def test_nan_token_is_least_important() -> None:
     attention = torch.rand(1, 2, 10, generator=torch.Generator().manual_seed(0))
     attention[0, :, 3] = torch.nan
     tokens = visual_tokens(

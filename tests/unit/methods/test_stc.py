@@ -24,7 +24,7 @@ def made_up(draw: random.Random, frames: int, places: int) -> Tensor:
     return video
 
 
-def test_equals_the_loop_in_200_cases() -> None:
+def test_matches_loop_in_200_cases() -> None:
     """Other sizes, chunks, budgets and ties in each."""
     draw = random.Random(0)
     for case in range(200):
@@ -35,7 +35,7 @@ def test_equals_the_loop_in_200_cases() -> None:
         assert [divmod(i, places) for i in kept] == stc(video.double(), keep, chunk), case
 
 
-def test_long_tokens_count_more_in_the_memory() -> None:
+def test_long_tokens_weigh_more_in_memory() -> None:
     """What is like a long token of the first frame goes, and stays where that token is as long as all."""
     g = torch.Generator().manual_seed(0)
     first = torch.randn(1, 8, 12, generator=g)
@@ -49,7 +49,7 @@ def test_long_tokens_count_more_in_the_memory() -> None:
     assert 5 in kept[0] and 5 not in kept[1]
 
 
-def test_looks_at_nothing_that_comes_later() -> None:
+def test_later_frames_do_not_change_selection() -> None:
     g = torch.Generator().manual_seed(0)
     video = moving(8, 2, 3)
     other = video.clone()
