@@ -12,7 +12,7 @@ from tokenprune.testing import visual_tokens
 
 
 def test_ties_select_first_token() -> None:
-    """Of words that weigh alike in all heads, the order is that of their sum."""
+    """Words with equal weights in all heads rank tokens by their summed attention."""
 
     def naive(tokens: VisualTokens, cut: int) -> list[list[int]]:
         score = tokens.attention_from(torch.ones(tokens.text.mask.shape)).mean(1).tolist()

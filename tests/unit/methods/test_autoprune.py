@@ -72,7 +72,7 @@ def test_all_slopes_meet_budget(cuts: int | None, share: float) -> None:
 
 
 def test_question_distributes_budget_over_layers(build: Any) -> None:
-    """Counts and choice, of a batch of which each row has its own."""
+    """Compare counts and selection per row of a batch."""
     spent: list[tuple[int, int]] = []
 
     def naive(seen: Arrived) -> list[int]:

@@ -91,7 +91,7 @@ def test_importance_is_attention_over_prior(build: Any, tmp_path: Path) -> None:
 
 
 def test_uniform_prior_changes_nothing(build: Any, tmp_path: Path) -> None:
-    """And one without pivots beside it ranks like fastv; places that it does not know break nothing."""
+    """A uniform prior without diversity ranks like fastv, and zero cells of a prior do not fail."""
     decoder = build(FAMILIES["llava"]).get_submodule(FAMILIES["llava"].decoder)
     even = saved(tmp_path / "even.safetensors", torch.full((3, 5), 0.25), decoder)
     holes = saved(tmp_path / "holes.safetensors", torch.eye(3, 4), decoder)
@@ -115,7 +115,8 @@ def test_resize_to_same_grid_is_identity() -> None:
 
 @torch.no_grad()
 def test_fit_writes_prior(build: Any, tmp_path: Path) -> None:
-    """The mean over images of the mean over heads of an eager map's last row, and nothing is changed by looking."""
+    """The prior is the mean over images and heads of the last row of eager attention, and fitting leaves the model
+    unchanged."""
     family = FAMILIES["llava"]
     model, path = build(family), tmp_path / "fitted.safetensors"
     samples = [family.make_inputs(), family.make_inputs(images=(2,), seed=1)]
@@ -153,7 +154,7 @@ def test_invalid_files_are_rejected(tmp_path: Path) -> None:
 
 
 def test_fit_and_show_commands(tmp_path: Path) -> None:
-    """On the shipped model: `show` then takes nothing but the name, and the file is one that the method reads."""
+    """On the shipped model, the fitted file works in `show` with the method's name only."""
     for name, kind in (("d2pruner", "places"), ("fitprune", "recipes")):
         out = tmp_path / f"{name}.safetensors"
         said = call("fit", name, "--limit", "2", "--out", str(out)).output

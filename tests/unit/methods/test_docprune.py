@@ -86,7 +86,7 @@ def test_conforms_is_served_and_needs_processor(build) -> None:
 
 
 class Colours:
-    """Stands for a processor."""
+    """Minimal processor."""
 
     image_mean, image_std = [0.5] * 3, [0.5] * 3
 
@@ -169,7 +169,7 @@ def test_relevance_map_from_retriever_vectors() -> None:
 
 @torch.no_grad()
 def test_function_returns_map_per_image(build) -> None:
-    """Of a function, which is asked once for each, in their order; and pages alone are as pages together."""
+    """The function is called once per image, in order, and batches match single pages."""
     model, inputs = build(FAMILIES["qwen2_vl"]), FAMILIES["qwen2_vl"].make_inputs(images=(2, 1))
     grids, g = inputs["image_grid_thw"], torch.Generator().manual_seed(0)
     maps = [torch.randn(4, 4, generator=g) for _ in grids]

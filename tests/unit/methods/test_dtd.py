@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dtd: what a threshold drops of a video, whatever the budget; numbers are those of the description's invariants."""
+"""dtd against the invariants of its description; the numbers refer to that list."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_static_video_keeps_first_frame() -> None:
 
 
 def test_lower_threshold_drops_more() -> None:
-    """3: of what a higher one drops, all."""
+    """3: a lower threshold drops a superset."""
     video = torch.randn(8, PLACES, 12, generator=torch.Generator().manual_seed(0))
     found = [set(kept(video, threshold=threshold)) for threshold in (-1.0, -0.3, 0.1, 0.5, 0.9, 1.0)]
     assert all(fewer <= more for fewer, more in pairwise(found))
@@ -64,7 +64,7 @@ def test_later_frames_do_not_change_selection(against: str) -> None:
 
 
 def test_scale_does_not_matter() -> None:
-    """8: of a token, and a token of zeros is like nothing."""
+    """8: the scale of a token does not matter, and a zero token is similar to nothing."""
     video = moving(6)[0]
     scale = 2.0 ** torch.randint(-3, 4, (6, PLACES, 1), generator=torch.Generator().manual_seed(0))
     assert kept(video * scale) == kept(video)
@@ -85,7 +85,7 @@ def test_bound_selects_like_evs() -> None:
 
 
 def test_slow_drift_accumulates_against_kept() -> None:
-    """Each step of a quarter of a right angle is alike to the one before, and two of them are not."""
+    """Steps of 22.5 degrees are similar to the previous frame, but two steps are not."""
     angle = torch.arange(9) * torch.pi / 8
     video = torch.stack([angle.cos(), angle.sin(), *torch.zeros(10, 9)], 1)[:, None]
     assert kept(video, threshold=0.8) == [(0, 0)]
@@ -94,14 +94,14 @@ def test_slow_drift_accumulates_against_kept() -> None:
 
 @pytest.mark.parametrize("against", ["before", "kept"])
 def test_token_without_reference_is_kept(against: str) -> None:
-    """Whatever the threshold: of a frame that is larger than the one before. The frame after that has."""
+    """The extra tokens of a larger frame have no reference at any threshold; in the next frame they have."""
     token = torch.eye(12)[[0]]
     tokens = visual_tokens(token.expand(4 + 6 + 6, -1), keep=16, frames=[[4, 6, 6]], modality="video")
     assert kept_of("dtd", tokens, threshold=-0.5, against=against) == [[0, 1, 2, 3, 8, 9]]
 
 
 def test_content_decides_without_bound(build: Any) -> None:
-    """In a model: each video by itself, an image beside it stays whole, and `keep=1.0` drops nothing."""
+    """In a model, videos are independent, an image keeps all tokens, and `keep=1.0` drops none."""
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(1, 0), video=([5, 3], 4))
     before = model(**inputs).logits

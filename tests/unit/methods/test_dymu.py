@@ -29,7 +29,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def naive_scores(keys: Tensor, protected: int) -> list[tuple[float, int, int]]:
-    """One image: (similarity, source, target) of each token at an even place, in order of place."""
+    """Return (similarity, source, target) of each token at an even position of one image, in index order."""
     found = []
     for a in range(0, len(keys), 2):
         best, partner = -math.inf, -1
@@ -260,7 +260,7 @@ def test_gradients_and_half_precision(family: Family) -> None:
 
 
 def naive_exact(n: int, above: int, rest: int, floor: int, protected: int, max_r: int | None) -> int:
-    """How many pairs of an image's n tokens merge: as near to `above` as lets `rest` blocks behind end at `floor`."""
+    """Return the number of merged pairs: as close to `above` as possible if `rest` blocks must reach `floor`."""
 
     def most_now(count: int) -> int:
         return min((count - protected) // 2, count if max_r is None else max_r)
@@ -278,7 +278,7 @@ def naive_exact(n: int, above: int, rest: int, floor: int, protected: int, max_r
 @pytest.mark.parametrize("taus", [[0.6, 0.7, 0.75], [1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [0.9, 0.5, 0.2]])
 @torch.no_grad()
 def test_exact_keeps_requested_count(family: Family, model, taus: list[float], max_r: int | None) -> None:
-    """Whatever the content, and by the same merges as a naive loop; the thresholds still choose where they can."""
+    """The count is independent of the content and matches a naive loop; thresholds still decide where possible."""
     pixels, tower = mixed(model), tower_of(model)
     options = dict(thresholds=by_hand(model, taus), exact=True, max_r=max_r)
     shape = tower_shape(model)
@@ -304,7 +304,7 @@ def test_exact_keeps_requested_count(family: Family, model, taus: list[float], m
 
 @torch.no_grad()
 def test_exact_matches_thresholds_at_same_count(build) -> None:
-    """Calibrated on one image, the thresholds leave of it what was asked for: then nothing is to be made up."""
+    """Thresholds calibrated on one image already give the requested count for it."""
     model = build(FAMILIES["llava"])
     pixels = tiles(model, 1)
     found = calibrate(model, pixels, keep=0.5, progress=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the decoder sees behind dymu, the shipped thresholds, and what is refused."""
+"""dymu in the decoder, its shipped thresholds, and its errors."""
 
 from __future__ import annotations
 

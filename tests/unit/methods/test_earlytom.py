@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""earlytom on made-up frames, against a loop; numbers are those of the description's invariants."""
+"""earlytom on synthetic frames, against a loop; the numbers refer to the invariants of its description."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_threshold_above_one_merges_nothing() -> None:
 
 
 def test_segment_ends_are_kept() -> None:
-    """2, 3 and 4: it is no longer than said; its ends are bit-equal; weights of a frame are shares."""
+    """2, 3 and 4: segments respect `longest`, their ends are bit-equal, and the weights of a frame sum to one."""
     for seed in range(6):
         video, one = walk(16, seed), method(threshold=-1.0, longest=6)
         sizes, found = one.groups(video), one.mix(video)
@@ -78,7 +78,7 @@ def test_segment_ends_are_kept() -> None:
 
 
 def test_static_video_keeps_frames() -> None:
-    """5: no neighbours are more alike than the ends; whatever rounding makes of equal directions."""
+    """5: no neighbours are more similar than the ends, independent of rounding."""
     g = torch.Generator().manual_seed(0)
     for _ in range(20):
         still = torch.randn(1, 33, generator=g) * (0.5 + torch.rand(8, 1, 1, generator=g))
@@ -109,7 +109,7 @@ def test_lose_last_drops_unpaired_frame() -> None:
 
 @pytest.mark.parametrize("places", [4, 9, 49])
 def test_tokens_match_loop(places: int) -> None:
-    """6 and 7: exactly as many as are asked for; one in every stretch of a frame between."""
+    """6 and 7: the count is exact, and each stretch of a middle frame keeps one token."""
     g = torch.Generator().manual_seed(0)
     for sizes in ([1], [2, 1], [3], [5, 2, 4], [1, 1, 6]):
         frames = sum(sizes)

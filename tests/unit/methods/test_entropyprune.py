@@ -47,7 +47,7 @@ def test_matches_loop(states: Any, normalise: bool) -> None:
 
 
 def test_entropy_invariances() -> None:
-    """Not the order of heads, nor a turn of all of them; their length does, unless it is taken away."""
+    """Reordering and rotating the heads do not change the entropy. Scaling does, unless it is normalised."""
     x = torch.randn(20, 6, 16, generator=torch.Generator().manual_seed(0))
     turn = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(1)))[0]
     want = compute_entropies(x)

@@ -17,7 +17,7 @@ from videos import shares_of as groups_of
 
 
 def test_threshold_of_one_builds_no_trees() -> None:
-    """Picks and clusters within frames alone."""
+    """Only picks and clusters within frames remain."""
     tokens = given([moving(5, 4, 4, seed=1)], [31], [(4, 4)])
     got = groups_of(select("flashvid", tokens, inner=False, threshold=1.0), 0, 80)
     assert all(len({i // 16 for i in group}) == 1 for group in got.values())
@@ -44,7 +44,7 @@ def test_trees_join_previous_frame_only() -> None:
 
 
 def test_static_video_becomes_first_frame() -> None:
-    """What is not picked stands still: the copies of a place are one tree, and each token's mass is in one mean."""
+    """The copies of a patch form one tree, and the weights of each mean sum to one."""
     frame = moving(1, 4, 4, noise=0.0)
     attention = attention_of(frame).repeat(4, 1)
     tokens = given([frame.repeat(4, 1, 1)], [24], [(4, 4)], attention=[attention])
@@ -57,7 +57,7 @@ def test_static_video_becomes_first_frame() -> None:
 
 
 def test_two_cuts_meet_average_budget() -> None:
-    """The paper's shares: a quarter more than asked for up to layer 20 of 28, then 0.3 of it."""
+    """The paper's shares: 1.25 times the budget up to layer 20 of 28, then 0.3 of it."""
     (first, early), (second, late) = tokenprune.method("flashvid").stages(Budget(keep=0.1), 28)
     assert first == tokenprune.method("flashvid", inner=False) and second.layer == 20
     (kept,) = early.resolve([10_000], layer=0, shape=_shape(28), text_tokens=0)

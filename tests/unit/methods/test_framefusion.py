@@ -12,7 +12,7 @@ from videos import given, moving, select, shares_of
 
 
 def test_runs_merge_into_first_token() -> None:
-    """Candidates 0 1 1 1 0 0 1 1 make groups of four and three tokens, and one that stays alone."""
+    """Candidates 0 1 1 1 0 0 1 1 give groups of four and three tokens, and one unmerged token."""
     x = torch.eye(12)[[0, 0, 0, 0, 1, 2, 2, 2]].unsqueeze(1)
     groups = shares_of(select("framefusion", given([x], [3], [(1, 1)])), 0, 8)
     assert groups == {

@@ -21,7 +21,7 @@ from videos import (
 
 
 def test_static_video_becomes_one_frame() -> None:
-    """Every copy of a place goes into one token of the first frame, which weighs the place as one."""
+    """All copies of a patch merge into one token of the first frame, with a total weight of one patch."""
     frame = moving(1, 4, 4, noise=0.0)
     for keep in (4, 9, 16):
         groups = shares_of(select("holitom", given([frame.repeat(5, 1, 1)], [keep], [(4, 4)]), inner=False), 0, 80)
@@ -44,7 +44,7 @@ def test_zero_vectors_are_similar_to_nothing() -> None:
 
 
 def test_second_cut_merges_dropped_tokens() -> None:
-    """The best attended stay, every other joins the one that it is most like; images count as whole."""
+    """Tokens with the most attention are kept, and each other token joins the most similar kept token."""
     g = torch.Generator().manual_seed(0)
     hidden, attention = torch.randn(2, 9, 6, generator=g), torch.rand(2, 3, 9, generator=g)
     (_, _), (inner, _) = tokenprune.method("holitom").stages(Budget(keep=0.4), 28)

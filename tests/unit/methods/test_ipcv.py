@@ -51,7 +51,7 @@ def hooked(handles: Sequence[Any]) -> Iterator[None]:
 
 
 def seen_of(model: Any, inputs: Any) -> list[tuple[Tensor, dict[str, Any]]]:
-    """Return what enters each block of the unpatched tower: patches in its own order, and the other arguments."""
+    """Record the inputs of each block of the unpatched tower, with the patches in its own order."""
     seen: list[tuple[Tensor, dict[str, Any]]] = []
 
     def note(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ def seen_of(model: Any, inputs: Any) -> list[tuple[Tensor, dict[str, Any]]]:
 
 
 def items_of(model: Any, grids: Tensor) -> list[list[list[int]]]:
-    """The patches of each unit of each image or frame, by their places in the tower's sequence."""
+    """Return the patch indices of each unit of each image or frame, in the tower's sequence."""
     places, items, start = in_rows(tower_of(model), grids).tolist(), [], 0
     for frames, height, width in grids.tolist():
         for _ in range(frames):
@@ -88,7 +88,7 @@ def chosen(items: list[list[list[int]]], before: Tensor, now: Tensor) -> list[li
 
 
 def restored(y: dict[int, Tensor], h: Tensor, guides: dict[int, list[int]]) -> Tensor:
-    """All patches, of those in `y`; and each other one moved from `h` as far as its guides were on average."""
+    """Return all patches: kept patches from `y`, and dropped patches from `h` plus the mean change of their guides."""
     full = h.clone()
     for patch, value in y.items():
         full[patch] = value
@@ -100,7 +100,7 @@ def restored(y: dict[int, Tensor], h: Tensor, guides: dict[int, list[int]]) -> T
 def naive(
     model: Any, inputs: Any, grids: Tensor, layer: int, stabilise: int, neighbours: int
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """Return what leaves each block from `layer` on, brought back, patch by patch; and the units that stay."""
+    """Return the restored output of each block from `layer` on, patch by patch, and the kept units."""
     seen, items = seen_of(model, inputs), items_of(model, grids)
     h = seen[layer][0]
     kept = chosen(items, seen[layer - 1][0], h)
@@ -133,7 +133,7 @@ def naive(
 
 @contextmanager
 def leaving(model: Any, layer: int, states: list[Tensor]) -> Iterator[None]:
-    """Within, these are what leaves the blocks of the unpatched tower, from `layer` on."""
+    """Replace the outputs of the unpatched tower's blocks from `layer` on within this context."""
     pairs = zip(tower_of(model).blocks[layer:], states, strict=True)
     with hooked([block.register_forward_hook(lambda m, args, out, x=x: x) for block, x in pairs]):
         yield
@@ -143,7 +143,7 @@ def leaving(model: Any, layer: int, states: list[Tensor]) -> Iterator[None]:
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_tower_matches_patchwise_reference(name: str, batch: dict[str, Any], build) -> None:
-    """With none, one and all of the blocks that attend to all; the last states, and those of deepstack."""
+    """With no, one, and all stabilised blocks; for the last states and for deepstack."""
     family, modality = FAMILIES[name], "video" if "video" in batch else "image"
     if modality == "video" and not family.video:
         pytest.skip("no videos")
@@ -169,7 +169,7 @@ def test_tower_matches_patchwise_reference(name: str, batch: dict[str, Any], bui
 
 @torch.no_grad()
 def test_hidden_states_cover_all_patches(build) -> None:
-    """Those that leave each block, on the output of the tower."""
+    """Compare the hidden states after each block in the tower's output."""
     model, inputs = build(FAMILIES["qwen3_vl"]), FAMILIES["qwen3_vl"].make_inputs(images=(2, 1))
     grids, seen = inputs["image_grid_thw"], seen_of(model, inputs)
     for stabilise in (0, 1, 2):
@@ -239,7 +239,7 @@ def test_later_method_cuts_restored_tokens(name: str, after: str | None, build) 
 
 
 def way_back(hidden: Tensor, stayed: list[int], guides: list[list[int]]) -> Restoration:
-    """Of those that did not stay, by places among those that did."""
+    """Return the guides of the dropped patches as indices into the kept patches."""
     gone = [row for row in range(len(hidden)) if row not in stayed]
     starts = torch.tensor([0, *map(len, guides)]).cumsum(0)[:-1]
     mask = torch.zeros(1, len(hidden), dtype=torch.bool)
@@ -300,7 +300,7 @@ def test_conforms_and_rejects_invalid_setups(build) -> None:
 
 
 def test_frames_are_complete_after_tower(build) -> None:
-    """For a method that compares them, as they are after no other method in the tower."""
+    """Methods that compare frames may follow ipcv, unlike other tower methods."""
     model, inputs = build(FAMILIES["qwen2_vl"]), FAMILIES["qwen2_vl"].make_inputs(images=(0, 0), video=True)
     with tokenprune.patched(model, [tokenprune.method("ipcv", layer=1), "prunevid"], keep=0.5, record=True):
         model(**inputs)

@@ -25,7 +25,7 @@ def test_selection_matches_loop() -> None:
 
 
 def test_first_two_text_tokens_do_not_rate() -> None:
-    """5b: in each other's place they change nothing, in the place of one that rates they do."""
+    """5b: swapping the first two text tokens changes nothing; swapping one with a rating token does."""
     method = tokenprune.method("ivc_prune", coordinates=0.0)
 
     def kept(order: list[int]) -> list[int]:

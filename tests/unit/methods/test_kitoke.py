@@ -74,7 +74,7 @@ def test_sampling_frequencies_match_probabilities() -> None:
 
 
 def test_copies_share_one_probability() -> None:
-    """A token and its four copies are drawn as often together as one token that stands alone."""
+    """A token and its four copies are sampled as often in total as a single distinct token."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(6, 30, generator=g) * 10
     many = torch.cat([x, x[:1].repeat(4, 1)])

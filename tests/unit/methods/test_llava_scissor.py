@@ -23,7 +23,7 @@ from videos import compare, given, moving, select, shares_of
 @each("cut", [None, 2])
 @each(("keep", "noise"), [(1, 0.15), (6, 0.15), (14, 0.15), (44, 0.15), (20, 0.01), (38, 0.01)])
 def test_matches_naive_loop(keep: int, noise: float, cut: int | None) -> None:
-    """With little noise the number of components jumps, and most of it is left to settle."""
+    """With little noise the number of components jumps, so that many tokens need an exact correction."""
     video, other = moving(5, 3, 3, seed=1, cut=cut, noise=noise), moving(1, 2, 3, seed=2)
     selection = select("llava_scissor", given([video, other], [keep, 3], [(3, 3), (2, 3)]))
     for row, (one, number) in enumerate(((video, keep), (other, 3))):
@@ -34,7 +34,7 @@ def test_matches_naive_loop(keep: int, noise: float, cut: int | None) -> None:
 
 @pytest.mark.parametrize("threshold", [-1.0, 0.3, 0.9, 1.0])
 def test_threshold_decides_count(threshold: float) -> None:
-    """At 1 nothing is connected; below the least cosine all is one token."""
+    """At 1 no tokens are connected; below the smallest cosine all tokens are."""
     video = moving(4, 3, 3, seed=3, cut=2, noise=0.1)
     method = tokenprune.method("llava_scissor", exact=False, threshold=threshold)
     selection = method.select(given([video], [9], [(3, 3)]))
@@ -47,7 +47,7 @@ def test_threshold_decides_count(threshold: float) -> None:
 
 
 def test_most_similar_representatives_merge() -> None:
-    """A mean counts as many of its components' means as it is made of."""
+    """A mean is weighted by the number of its component means."""
     means = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [-1.0, 0.0]])
     found = scissor._Representatives(
         means, torch.tensor([3, 1, 2, 1]), torch.tensor([0, 1, 2, 3, 1]), torch.ones(5).long()
@@ -67,7 +67,7 @@ def test_batch_matches_single_videos() -> None:
 
 
 def test_groups_partition_tokens_in_any_order() -> None:
-    """Places of a frame in another order make the same groups."""
+    """Permuting the patches of a frame gives the same groups."""
     video = moving(4, 3, 4, seed=4, noise=0.1)
     turn = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     method = tokenprune.method("llava_scissor", exact=False)
@@ -114,7 +114,7 @@ def test_components_match_search(threshold: float, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("pairs", [3, 8, 32])
 def test_components_of_known_pairs(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of tokens among tokens alone; below what is known all are compared, more pairs than expected raise it."""
+    """Known pairs give the same components; below their threshold, or with too many pairs, all tokens are compared."""
     monkeypatch.setattr(kernels, "_PAIRS", pairs)
     monkeypatch.setattr(kernels, "_AT_ONCE", 1000)
     monkeypatch.setattr(kernels, "_BROAD", 20)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mustdrop beyond its loop: thresholds, the key set in a model, counts; numbers are those of the description's
-invariants."""
+"""mustdrop beyond its loop: thresholds, protected tokens, counts; the numbers refer to the invariants of its
+description."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_higher_thresholds_drop_more() -> None:
 
 
 def test_attention_scale_changes_only_word_scores() -> None:
-    """6: the share of the attention has no unit, what a word pays has one."""
+    """6: the share is scale-invariant, the highest attention from a word is not."""
     for factor in (0.25, 4.0):
         tokens = view(COUNTS)
         scaled = view(COUNTS, text_sum_and_max=tokens.text_sum_and_max * factor)
@@ -103,8 +103,7 @@ def test_last_token_rates_without_text() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 10**6])
 def test_thresholds_in_a_model(rows: int, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The content decides, whether the text's rows are made one by one or in one go; every cut keeps at most what the
-    one before did."""
+    """Counts follow the content and never grow from cut to cut, also with chunked text rows."""
     monkeypatch.setattr(observable, "_ELEMENTS", rows)
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 1))

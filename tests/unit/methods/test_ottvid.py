@@ -21,7 +21,7 @@ from videos import attention_of, cos, given, moving, same, select, shares_of
 
 
 def test_matches_loop_in_200_cases() -> None:
-    """Other sizes, budgets, thresholds and attention in each, on grounds that stand still more or less."""
+    """With varying sizes, budgets, thresholds, attention, and amounts of motion."""
     draw = random.Random(0)
     for case in range(200):
         frames, grid = draw.randint(2, 4), (draw.randint(1, 2), draw.randint(2, 4))
@@ -48,7 +48,7 @@ def test_surplus_is_shared_among_pairs(case: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("threshold", [0.05, math.inf])
 def test_threshold_drops_expensive_picks(threshold: float) -> None:
-    """What costs too much is dropped with all that merged into it; nothing does, and each pick is in a mean."""
+    """Expensive picks are dropped with all tokens merged into them. A large threshold drops no picks."""
     video = moving(5, 4, 4, seed=1, cut=2)
     got = shares_of(select("ottvid", given([video], [20], [(4, 4)]), threshold=threshold), 0, 80)
     same(got, naive(video, attention_of(video), 20, (4, 4), threshold))
@@ -58,7 +58,7 @@ def test_threshold_drops_expensive_picks(threshold: float) -> None:
 
 
 def test_count_picks_is_feasible() -> None:
-    """The paper's number where it can lead to what is asked for; else one that can."""
+    """The paper's number is used if it can reach the budget, else the closest feasible number."""
     assert count_picks(58, [36] * 16) == int(36 * (58 / 576) ** 0.7) and count_picks(7, [36]) == 7
     for frames in (2, 5, 16):
         for places in (1, 9, 36):
@@ -69,7 +69,7 @@ def test_count_picks_is_feasible() -> None:
 
 
 def test_greedy_selection_maximises_gain() -> None:
-    """By brute force over sets of two; and the first covers best alone."""
+    """By brute force over pairs; the first pick has the best single coverage."""
     g = torch.Generator().manual_seed(0)
     x, weight = torch.randn(3, 9, 5, generator=g), torch.rand(3, 9, generator=g)
     mask = torch.ones(3, 9, dtype=torch.bool)
@@ -98,7 +98,7 @@ def test_transport_preserves_masses() -> None:
 
 
 def test_static_video_merges_same_patches() -> None:
-    """All pairs give up as many, and merge at the same place."""
+    """All pairs merge the same number of picks, at equal patches."""
     frame = moving(1, 4, 4, noise=0.0)
     attention = [attention_of(frame).repeat(5, 1)]
     groups = shares_of(select("ottvid", given([frame.repeat(5, 1, 1)], [20], [(4, 4)], attention=attention)), 0, 80)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pact against a loop written from its description; numbers are those of the description's invariants."""
+"""pact against a loop written from its description; the numbers refer to its invariants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def select(tokens: VisualTokens, **options: Any) -> Selection:
 
 
 def groups(selection: Selection, row: int, count: int) -> tuple[list[int], dict[int, int]]:
-    """Return the tokens that stay, and the one that each other token joins."""
+    """Return the kept tokens, and the target of each other token."""
     kept = selection.keep[row].nonzero().flatten().tolist()
     assign = selection.assign[row, :count].tolist()
     return kept, {i: to for i, to in enumerate(assign) if to >= 0 and to != i}
@@ -40,7 +40,7 @@ def score_of(tokens: VisualTokens, row: int) -> list[float]:
 
 
 def clustered(count: int, keep: int, seed: int = 0, spread: float = 0.2) -> VisualTokens:
-    """One image, whose keys lie around nine points."""
+    """Return one image with keys around nine points."""
     g = torch.Generator().manual_seed(seed)
     keys = torch.randn(9, 12, generator=g)[torch.randint(9, (count,), generator=g)]
     keys = keys + spread * torch.randn(count, 12, generator=g)
@@ -65,7 +65,7 @@ def test_matches_loop(options: dict[str, float]) -> None:
 
 @each("keep", [1, 5, 9, 12, 30, 59])
 def test_clusters_match_loop(keep: int) -> None:
-    """9: exact, whatever the keys: where most of them are alike, the number of centres jumps."""
+    """9: the count is exact, also if similar keys make the number of centres jump."""
     for seed, spread in ((0, 0.2), (1, 0.08), (2, 0.0)):
         tokens = clustered(60, keep, seed, spread)
         selection = select(tokens)
@@ -75,7 +75,7 @@ def test_clusters_match_loop(keep: int) -> None:
 
 @pytest.mark.parametrize("cutoff", [0.0, 0.05, 0.2, 0.7, 2.0])
 def test_cutoff_bounds_distance(cutoff: float) -> None:
-    """2, 4 and 5: centres are further apart, what matters is within it, and what is gone is beyond its reach."""
+    """2, 4 and 5: centres are further apart, important tokens are within it, dropped tokens are beyond the reach."""
     tokens = clustered(60, 30)
     kept, into = groups(select(tokens, cutoff=cutoff), 0, 60)
     keys = tokens.keys[0].double()
@@ -113,7 +113,7 @@ def test_chunked_comparison_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cutoff_of_zero_merges_copies_only() -> None:
-    """1: with all tokens; a merged token is what its copies are."""
+    """1: with all tokens, a merged token equals its copies."""
     keys = torch.randn(1, 20, 12, generator=torch.Generator().manual_seed(0)).repeat(1, 2, 1)
     tokens = view([40], [30], NEEDS, keys=keys, hidden=keys)
     selection = select(tokens, cutoff=0.0, share=1.0)
@@ -122,7 +122,7 @@ def test_cutoff_of_zero_merges_copies_only() -> None:
 
 
 def test_unimportant_copies_join_centre() -> None:
-    """At any reach; what else does not matter is gone."""
+    """At any reach; other unimportant tokens are dropped."""
     keys = torch.randn(1, 20, 12, generator=torch.Generator().manual_seed(0))
     keys = torch.cat([keys.repeat(1, 2, 1), -keys], dim=1)
     attention = (torch.arange(60) < 20).float().expand(1, 2, -1)

@@ -24,7 +24,7 @@ DISTANCES = {
 
 
 def naive(pixels: Tensor, threshold: float, metric: str = "max", by_neighbours: bool = False) -> tuple[Tensor, Tensor]:
-    """Which units stay, and what stands for each unit, one unit at a time."""
+    """Return the kept units and the replacement of each unit, in a loop over units."""
     frames, height, width, _ = pixels.shape
     keep = torch.ones(frames, height, width, dtype=torch.bool)
     x = pixels.numpy()
@@ -183,7 +183,7 @@ def test_bound_drops_smallest_errors_first() -> None:
 
 
 def test_bound_spreads_over_gradient() -> None:
-    """The threshold is searched for, so that what stands for a unit is never far from it."""
+    """The threshold search keeps each replacement close to its unit."""
     ramp = (torch.arange(40) / 100)[None, None, :, None].expand(1, 1, 40, P)
     places = keep_of(ramp, 14)[0, 0].nonzero()[:, 0]
     assert len(places) == 14 and int(torch.cat([places, torch.tensor([40])]).diff().max()) <= 4

@@ -111,7 +111,8 @@ def test_static_video_becomes_one_frame() -> None:
 
 
 def test_second_cut_keeps_share_of_each_group() -> None:
-    """Each group keeps its share of what any head of any text token attends to most; without groups all are one."""
+    """Groups keep their share, by the highest attention of any head and text token. Without groups there is one
+    group."""
     g = torch.Generator().manual_seed(0)
     hidden, attention = torch.randn(1, 12, 6, generator=g), torch.rand(1, 2, 5, 12, generator=g)
     (_, _), (inner, _) = tokenprune.method("prunevid").stages(Budget(keep=0.3), 32)

@@ -163,7 +163,7 @@ def groups(output: Any) -> Tensor:
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_packed_tower_matches_masked_tower(name: str, modality: str, build) -> None:
-    """From the next block on nothing sees what left; and in the block itself no MLP runs on it."""
+    """Later blocks do not see dropped tokens, and the MLP of the block itself skips them."""
     family = MORE[name]
     if modality == "video" and not family.video:
         pytest.skip("no videos")
@@ -188,7 +188,7 @@ def test_packed_tower_matches_masked_tower(name: str, modality: str, build) -> N
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
 def test_token_count_is_per_video(name: str, build) -> None:
-    """Also where the tower is handed its frames one by one (GLM)."""
+    """Also if the tower receives frames one by one (GLM)."""
     model, inputs = build(MORE[name]), MORE[name].make_inputs(images=(0, 0), video=True)
     units = [h * w // UNIT for t, h, w in inputs["video_grid_thw"].tolist() for _ in range(t)]
     number = sum(units) // 2

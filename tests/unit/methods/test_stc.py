@@ -13,7 +13,7 @@ from videos import given, moving, select
 
 
 def made_up(draw: random.Random, frames: int, places: int) -> Tensor:
-    """A video of tokens of many lengths, as features are, some of which come twice in a frame."""
+    """Return a video of tokens with various norms, some of them duplicated in a frame."""
     g = torch.Generator().manual_seed(draw.randrange(2**30))
     video = torch.randn(places, draw.choice([4, 7, 12]), generator=g) + torch.randn(1, generator=g)
     video = video + draw.choice([0.1, 1.0]) * torch.randn(frames, *video.shape, generator=g)
@@ -36,7 +36,7 @@ def test_matches_loop_in_200_cases() -> None:
 
 
 def test_long_tokens_weigh_more_in_memory() -> None:
-    """What is like a long token of the first frame goes, and stays where that token is as long as all."""
+    """Tokens similar to a long token of the first frame are dropped, but kept if it is rescaled to the common norm."""
     g = torch.Generator().manual_seed(0)
     first = torch.randn(1, 8, 12, generator=g)
     frame = torch.randn(1, 8, 12, generator=g)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sttm on grids of several levels, against its recursion; numbers are those of the description's invariants."""
+"""sttm on grids of several levels, against a recursion; the numbers refer to the invariants of its description."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_exact_counts_in_batch(grid: tuple[int, int]) -> None:
 
 
 def test_uniform_frame_becomes_coarsest_squares() -> None:
-    """14 x 14: 4 x 4 of them; and a video that stands still those of its first frame."""
+    """A 14 x 14 frame becomes 4 x 4 squares, and a static video the squares of its first frame."""
     frame = torch.randn(12, generator=torch.Generator().manual_seed(0)).expand(1, 196, 12)
     edges = {14 * r + c for r in (0, 2, 6, 10) for c in (0, 2, 6, 10)}
     assert by_content(frame, (14, 14)).keys() == edges
@@ -76,7 +76,7 @@ def test_only_moving_parts_of_later_frames_are_kept() -> None:
 
 
 def test_mean_is_over_squares() -> None:
-    """A square of four that meets one of its own tokens a frame later: half of the mean each."""
+    """A square of four tokens merged with one token of the next frame weighs half, and so does the token."""
     g = torch.Generator().manual_seed(0)
     video = torch.randn(2, 36, 12, generator=g)
     video[0, [0, 1, 6, 7]] = video[1, 7] = video[0, 0].clone()
@@ -85,7 +85,7 @@ def test_mean_is_over_squares() -> None:
 
 
 def test_rounds_stop_early() -> None:
-    """Of four tokens that meet one square of the next frame, the first alone is it; the others stay by themselves."""
+    """If four tokens meet one square of the next frame, only the first merges with it; the others stay separate."""
     a, b = torch.eye(12)[:2]
     video = torch.eye(12).repeat(3, 1).flip(0)[None].repeat(2, 1, 1)
     video[0, [0, 6]], video[0, [1, 7]], video[1, [0, 1, 6, 7]] = a + 0.4 * b, a - 0.4 * b, a

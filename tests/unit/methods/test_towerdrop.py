@@ -25,7 +25,7 @@ HIDDEN = SCORES[:3]
 
 
 def shares(most: int, frames: int) -> list[int]:
-    """How many of `most` units each frame keeps: no two differ by more than one, and they add up."""
+    """Return the number of units that each frame keeps: the numbers differ by at most one and sum to `most`."""
     return [most * (frame + 1) // frames - most * frame // frames for frame in range(frames)]
 
 
@@ -58,7 +58,7 @@ def highest(units: list[list[float]], number: int, score: str) -> set[int]:
 
 
 def naive(score: str, x: Tensor, most: int) -> Tensor:
-    """Return the units of an image or video that stay. x: `[T, H, W, P]` of what the method sees."""
+    """Return the kept units of an image or video from the observed values (frames, height, width, values)."""
     keep = torch.zeros(x.shape[:3], dtype=torch.bool)
     for frame, number in enumerate(shares(most, len(x))):
         units = x[frame].flatten(0, 1).double().tolist()

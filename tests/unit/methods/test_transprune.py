@@ -18,7 +18,7 @@ from zoo import FAMILIES
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 0.0])
 @torch.no_grad()
 def test_transitions_are_summed_over_layers(alpha: float, build: Any) -> None:
-    """By hand: the layer's own modules run once more on what enters it, with what earlier cuts removed hidden."""
+    """The reference runs each layer's modules again on its input, with removed tokens masked."""
     family = FAMILIES["llava"]
     decoder = build(family, "eager").get_submodule(family.decoder)
     sums: dict[tuple, dict[int, float]] = {}

@@ -23,14 +23,14 @@ def inner(**options: float) -> Pruner:
 
 
 def pooled(video: Tensor, keep: int, **options: float) -> set[int]:
-    """Return the tokens that stay when nothing is clustered."""
+    """Return the kept tokens without clusters."""
     tokens = given([video], [keep], [(1, video.shape[1])])
     return set(select("unipool", tokens, inner=False, clusters=0.0, **options).keep[0].nonzero().flatten().tolist())
 
 
 @each("seed", range(3))
 def test_pool_is_diverse(seed: int) -> None:
-    """Until it has to be filled up: then those of the walk are all in it, and of the refused the best attended."""
+    """If the pool must be filled, rejected tokens with the most attention are added."""
     video = moving(6, 4, 4, seed=seed, noise=0.3)
     x, attention = video.flatten(0, 1).tolist(), attention_of(video).flatten().tolist()
     walk = pool_of(x, attention, 96, 0.7)
@@ -81,8 +81,7 @@ def rows(x: Tensor, attention: Tensor, text: Tensor) -> tuple[list[float], list[
 
 @each("balance", [0.0, 0.25, 0.5, 1.0])
 def test_second_cut_matches_loop(balance: float) -> None:
-    """By attention alone, by likeness alone, and by both; every other token joins the one it is most like, with equal
-    weights. A batch of texts of other lengths."""
+    """By attention, similarity, and both, for texts of different lengths. Other tokens merge with equal weights."""
     g = torch.Generator().manual_seed(1)
     hidden, text = torch.randn(2, 12, 6, generator=g), torch.randn(2, 4, 6, generator=g)
     attention = torch.rand(2, 3, 4, 12, generator=g)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that merge tokens of videos inside real models: what is left computes what merging beforehand would."""
+"""Video mergers in models compute the same as merging the embeddings beforehand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that compare the frames of videos, on made-up tokens: what goes for all of them, and each against a loop."""
+"""Methods that compare frames, on synthetic tokens: common properties, and each method against a loop."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DROPPING = [name for name in VIDEO_METHODS if name not in MERGING]
 
 
 def moving(frames: int, places: int = PLACES, seed: int = 0, size: int = 1) -> tuple[Tensor, Tensor]:
-    """A video `[F, P, D]` of a still ground before which something moves on, and where it is, bool `[F, P]`. Places of
-    the ground are alike, as sky or grass is."""
+    """Return a video (F, P, D) with an object moving over a static background of similar patches, and its mask (F,
+    P)."""
     g = torch.Generator().manual_seed(seed)
     ground = torch.randn(WIDTH, generator=g) + 0.5 * torch.randn(places, WIDTH, generator=g)
     video = ground.repeat(frames, 1, 1)
@@ -84,7 +84,7 @@ def kept_of(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
 
 
 def check_count(name: str, kept: list[int], keep: int) -> None:
-    """As many as asked for stay, or at most as many where the video decides."""
+    """Check that the count is exact, or an upper bound if the content decides."""
     by_content = tokenprune.method(name).chooses_count
     assert 0 < len(kept) <= keep if by_content else len(kept) == keep
 
@@ -120,7 +120,7 @@ def test_batch_matches_single_videos(name: str) -> None:
 @each("name", VIDEO_METHODS)
 @each("frames", [1, 5])
 def test_newline_after_video_is_kept(name: str, frames: int) -> None:
-    """And counts; what stays of the frames is what stays without it. One token at least is of a frame."""
+    """The newline counts, and the frames keep the same tokens as without it, at least one."""
     video = moving(frames)[0]
     for keep in (1, 4, frames * PLACES - 1):
         without = kept_of(name, tokens_of(name, [video], [keep]))[0]
@@ -156,7 +156,7 @@ def test_half_precision_selects_equally(name: str, dtype: torch.dtype) -> None:
 
 @each("name", DROPPING)
 def test_identical_frames_keep_one_frame(name: str) -> None:
-    """Of a still video nothing but its first frame stays, or the same places of each frame."""
+    """A static video keeps only its first frame, or the same patches of each frame."""
     video = moving(1)[0].repeat(4, 1, 1)
     (kept,) = kept_of(name, tokens_of(name, [video], [PLACES]))
     frames: dict[int, list[int]] = {}
@@ -172,7 +172,7 @@ def test_identical_frames_keep_one_frame(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["evs", "dycoke", "vidcom2", "vcast"])
 def test_moving_tokens_are_kept_above_chance(name: str) -> None:
-    """The share of what is kept that shows it, against `uniform`."""
+    """Compare the share of moving tokens among the kept tokens with `uniform`."""
     seen = {name: 0, "uniform": 0}
     for seed, keep in product(range(5), (16, 24, 40)):
         video, shown = moving(8, 12, seed=seed, size=2)
@@ -226,7 +226,7 @@ def test_evs_static_video_keeps_index_order() -> None:
 
 
 def test_dycoke_counts_match_paper() -> None:
-    """P + 3 (1 - k) P of each whole window; and the lowest places where nothing moves."""
+    """P + 3 (1 - k) P tokens per complete window, and the lowest indices in a static video."""
     still = torch.randn(1, 10, WIDTH).repeat(8, 1, 1)
     (kept,) = kept_of("dycoke", tokens_of("dycoke", [still], [2 * (10 + 3 * 3)]))  # k = 0.7
     assert places(kept, 10) == [(t, p) for t in range(8) for p in range(10 if t % 4 == 0 else 3)]
@@ -234,7 +234,7 @@ def test_dycoke_counts_match_paper() -> None:
 
 @pytest.mark.parametrize(("name", "keep"), [("evs", 5), ("dycoke", 11)])
 def test_uniform_fallback_is_noted(name: str, keep: int) -> None:
-    """Of one frame there is nothing to compare; nor where less than the frames that come first is to be kept."""
+    """Single frames, and budgets below the first frames, fall back to `uniform`."""
     one, more = moving(1)[0], moving(8)[0]
     for video, number, noted in ((one, 4, True), (more, keep, True), (more, 2 * PLACES, False)):
         tokens = tokens_of(name, [video], [number])

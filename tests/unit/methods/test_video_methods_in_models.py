@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods on videos inside real models keep what a loop over the unpatched model's own embeddings would keep."""
+"""Methods on videos in models select the same tokens as a loop over the unpatched model's embeddings."""
 
 from __future__ import annotations
 

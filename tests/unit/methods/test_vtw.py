@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vtw: from one layer on there is text alone."""
+"""vtw: later layers see only text."""
 
 from __future__ import annotations
 
