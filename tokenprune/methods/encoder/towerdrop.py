@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.drawn import uniform
 from tokenprune.kernels.farthest import farthest
+from tokenprune.kernels.host_random import uniform
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register

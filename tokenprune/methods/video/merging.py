@@ -237,7 +237,7 @@ def split_in_segments(
     frames = first.shape[1]
     is_member = first.unsqueeze(1) == torch.arange(frames, device=first.device)[:, None]  # [V, segment, frame]
     weight, capacity = ((is_member * tensor.unsqueeze(1)).flatten(0, 1) for tensor in (weight, capacity))
-    return split_budget(weight, total.flatten(), capacity, least=1).view_as(is_member).sum(1)
+    return split_budget(weight, total.flatten(), capacity, min_tokens=1).view_as(is_member).sum(1)
 
 
 def cluster_frames(
