@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Video methods as plain loops in float64, written from their descriptions.
 
-A video is a tensor (F, P, D). Each function keeps exactly `keep` tokens and returns them as sorted (frame, patch) pairs.
+A video is a tensor (F, P, D). Each function keeps exactly `keep` tokens and returns sorted (frame, patch) pairs.
 """
 
 from __future__ import annotations
