@@ -155,7 +155,7 @@ def test_a_method_page_has_head_and_docstring_of_its_method(hooks: Any) -> None:
         assert hooks.module_of(name) == tokenprune.method_info(name).cls.__module__
     made = page_of(hooks, "methods/dart.md", "# DART, a method\n\nWhat it does.\n\nText of ours.\n")
     parts = ("# DART, a method\n", "What it does.", "![What dart keeps", "| `dart` | 95.2 |", "Text of ours.")
-    parts += ("## At a glance", "| source | arXiv", "| `pivot_image` | `4` | an int >= 1 | how many pivots")
+    parts += ("## At a glance", "| source | arXiv", "| `pivot_image` | `4` | an int >= 1 | Number of visual pivots.")
     parts += ("## Reference", "::: tokenprune.methods.in_llm.dart")
     places = [made.index(part) for part in parts]
     assert places == sorted(places) and made.count("| `exact` |") == 1
