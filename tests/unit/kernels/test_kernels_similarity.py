@@ -122,7 +122,7 @@ def test_best_match_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each("width", [64, 72, 1024])
 @each(("a", "b"), [(1, 7), (1, 50), (1, 577), (24, 50)])
-def test_equal_vectors_tie_wherever_they_stand(a: int, b: int, width: int) -> None:
+def test_equal_vectors_tie_at_any_index(a: int, b: int, width: int) -> None:
     """A matrix product gives equal columns, and equal rows, values that differ in the last digits."""
     x, y = normal(4, a, width), normal(4, 1, width, seed=1).expand(-1, b, -1).clone()
     x[1:] = x[:1]
@@ -228,7 +228,7 @@ def test_take_in_turn(kernel_device: torch.device, dtype: torch.dtype, s: int, p
         assert torch.equal(got.cpu(), want)
 
 
-def test_of_equal_scores_in_several_tiles_the_first_are_taken(kernel_device: torch.device) -> None:
+def test_ties_over_several_tiles_go_to_the_first(kernel_device: torch.device) -> None:
     score, mask = torch.zeros(1, 2, 40), torch.arange(40)[None] % 5 != 0
     args = score, mask, torch.tensor([[20, 9]])
     want = mask & (mask.cumsum(1) <= 29)
@@ -243,7 +243,7 @@ def test_zeros_of_either_sign_tie(kernel_device: torch.device) -> None:
         assert got.tolist() == [[False, True, True, False, False]]
 
 
-def test_top_mask_takes_what_there_is() -> None:
+def test_top_mask_is_limited_by_the_mask() -> None:
     score, mask = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[True, False, True]])
     assert top_mask(score, mask, torch.tensor([3]), 3).tolist() == mask.tolist()
     assert top_mask(score, mask, torch.tensor([1]), 3).tolist() == [[False, False, True]]
