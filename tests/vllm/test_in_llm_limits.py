@@ -174,7 +174,7 @@ def test_the_other_runner_is_refused(good: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_families_are_refused(folder: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match="does not serve Gemma3ForConditionalGeneration, it serves llava"):
+    with pytest.raises(UnsupportedModelError, match="does not support Gemma3ForConditionalGeneration, only llava"):
         engine_config(folder("gemma3"), DART)
     with pytest.raises(UnsupportedSetupError, match="choose a layer from 3 to 4 of this model"):
         engine_config(folder("qwen3_vl_deep"), DART, max_num_batched_tokens=1200)

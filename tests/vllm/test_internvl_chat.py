@@ -68,7 +68,7 @@ def test_what_its_first_checkpoints_cannot(folder: Any, tmp_path: Path) -> None:
     """Their tokens stand column by column."""
     first = write(folder("internvl"), tmp_path, ps_version="v1")
     for setting, says in (
-        (VSCAN, "become visual tokens is not known.*divprune"),
+        (VSCAN, "cannot be traced to visual tokens.*divprune"),
         ({"method": "tome"}, "after the tower"),
     ):
         with pytest.raises(UnsupportedSetupError, match=says):

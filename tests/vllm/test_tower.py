@@ -341,7 +341,7 @@ def test_towerdrop_leaves_as_much_of_each_tile(
     prompt, images, read = *asked[-1][:2], find_last_read_block(config, towers.depth_of(config.vision_config)) + 1
     for more, says in (
         ({"layer": read}, f"has {read} blocks, and no block {read}"),
-        ({"score": "detail"}, r"grids stay whole\. Use a method that acts after the tower"),
+        ({"score": "detail"}, r"which needs complete grids .*Use a method that acts after the tower"),
     ):
         with pytest.raises(OptionError, match=says):
             engine.generate([engine.request(prompt, images, drop | more)])
@@ -390,9 +390,9 @@ def test_unknown_towers_stop_the_server(folder: Any, monkeypatch: pytest.MonkeyP
 def test_units_that_cannot_leave_stop_the_server(folder: Any) -> None:
     drop = {"method": "towerdrop", "keep": 0.4, "layer": 1}
     for name, more, says in (
-        ("llava_next", {}, "tiles share a budget and are cropped after it.*after the tower.*one of llava, "),
-        ("mistral3", {}, "grids stay whole"),
-        ("llava", {"score": "detail"}, "grids stay whole"),
+        ("llava_next", {}, "which crops tiles after the tower.*after the tower"),
+        ("mistral3", {}, "which needs complete grids"),
+        ("llava", {"score": "detail"}, "which needs complete grids"),
     ):
         with pytest.raises(UnsupportedSetupError, match=says):
             config(folder(name), drop | more)

@@ -190,6 +190,6 @@ def test_a_method_inside_the_tower_conforms_and_what_cannot_be_is_refused(build)
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), Loudest(9), keep=0.5)
     assert find_unserved_reason(Loudest(0)) is None and find_unserved_reason(tokenprune.method("pixelprune")) is None
     check_method(Some())
-    assert "the content decides how many tokens stay" in find_unserved_reason(Some())
+    assert "the number of kept tokens depends on the content" in find_unserved_reason(Some())
     with pytest.raises(ConformanceError, match=r"keeps 1 of \d+, not (\d+) to \1"):
         check_method(Fewer())
