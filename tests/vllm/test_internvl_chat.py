@@ -60,7 +60,7 @@ def test_its_tower(start: Callable[..., Engine], folder: Any, reference: Any, wr
             same(output, *theirs.greedy(text, images, 6, None if "off" in setting else setting))
         except AssertionError as error:
             raise AssertionError(f"{setting}: {error}") from error
-    with pytest.raises(OptionError, match="there is no block 17"):
+    with pytest.raises(OptionError, match="block 17 does not exist"):
         engine.generate([engine.request(prompt(1), asked[0][1], VSCAN | {"local_layer": 17})])
 
 

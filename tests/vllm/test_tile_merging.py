@@ -113,7 +113,7 @@ def test_what_cannot_merge_is_refused_before_the_tower_runs(engine: Engine, chec
     share = 0.25 if checkpoint.name == "llava_next" else 0.16  # which halving reaches in a tile that has it for itself
     for keep, error, says in (
         (4, OptionError, "of which 4 are newlines; tome needs one more"),
-        (6, BudgetError, "keep=6 of an image of 44 tokens leaves 2 beside its 4 newlines, and each of its 3 tiles"),
+        (6, BudgetError, "keep=6 keeps 2 tokens besides the 4 newlines of an image of 44 tokens"),
         (share, BudgetError, "at most half"),
         (0.01, BudgetError, "at most half"),
     ):

@@ -165,7 +165,7 @@ def test_mixed_settings_in_one_call_of_the_tower(
         for override, output in zip(settings, outputs, strict=True):
             check(theirs, output, prompt, images, override)
     assert max(encoded) > 1
-    assert engine.model.tokenprune_tower._seen == {}
+    assert engine.model.tokenprune_tower._scores == {}
 
 
 def ahead(name: str) -> list[dict[str, Any]]:
@@ -366,7 +366,7 @@ def test_what_cannot_merge_leaves_the_server_alone(engine: Engine, checkpoint: C
 def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"local_layer": 17}, "there is no block 17"),
+        ({"local_layer": 17}, "block 17 does not exist"),
         ({"stage2": True}, "stage2=false"),
         ({"method": "seer", "early": 1.5}, "no share of the vision tower's depth"),
     ]

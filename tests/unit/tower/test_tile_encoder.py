@@ -124,7 +124,7 @@ def test_a_budget_below_one_patch_a_tile_is_refused(build) -> None:
     with (
         torch.no_grad(),
         tokenprune.patched(model, "tome", keep=6),
-        pytest.raises(BudgetError, match=r"6 of an image of 52 tokens leaves 2 beside its 4 newlines.*3 tiles"),
+        pytest.raises(BudgetError, match=r"6 keeps 2 tokens besides the 4 newlines of an image of 52 tokens.*3 tiles"),
     ):
         model(**inputs)
 

@@ -193,7 +193,7 @@ def test_vllm_refuses_by_name_what_it_cannot_see() -> None:
 def test_what_cannot_be_read_is_refused_before_anything_changes(build) -> None:
     model = build(FAMILIES["llava"])
     reader(("encoder_keys",), lambda tokens: tokens.encoder_keys(9), (9,))
-    with pytest.raises(OptionError, match="there is no block 9"):
+    with pytest.raises(OptionError, match="block 9 does not exist"):
         tokenprune.patch(model, "reader", keep=0.5)
     assert not tokenprune.is_patched(model)
     for name in ("blip-2", "fuyu", "deepseek_vl_hybrid"):

@@ -301,7 +301,7 @@ def test_pixels_of_another_size(build) -> None:
     with tokenprune.patched(model, "tome", keep=0.5):
         got = encode(model, torch.nn.functional.interpolate(tiles(), 48))
         assert [len(groups.unique()) for groups in record_of(got).groups] == [18, 18]
-        with pytest.raises(UnsupportedSetupError, match=r"25 patches.*no square grid of units of 2 x 2"):
+        with pytest.raises(UnsupportedSetupError, match=r"25 patches.*not a square grid of 2 x 2 units"):
             encode(model, torch.nn.functional.interpolate(tiles(), 20))
 
 
@@ -311,7 +311,7 @@ def test_units_of_a_grid() -> None:
     order = units.build_order(2 + 36, torch.device("cpu")).view(4, 9)
     assert order[1].tolist() == [3, 4, 5, 9, 10, 11, 15, 16, 17]
     for tokens in (2 + 35, 2 + 25, 2, 0):
-        with pytest.raises(UnsupportedSetupError, match="no square grid"):
+        with pytest.raises(UnsupportedSetupError, match="not a square grid"):
             units.count_units(tokens)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of the parts of a patch. A part installs hooks on a model and removes all of them on `detach`."""
+"""Base class of the parts of a patch. A part installs hooks on a model and removes all hooks on `detach`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Attachable:
             raise
 
     def detach(self) -> None:
-        """Undo everything that `attach` installed, in reverse order. Has no effect if the part is not attached."""
+        """Undo everything that `attach` installed, in reverse order. Do nothing if the part is not attached."""
         self.hooked.clear()
         while self._undo:
             self._undo.pop()()

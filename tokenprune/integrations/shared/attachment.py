@@ -18,14 +18,13 @@ _ATTRIBUTE = "_tokenprune_patch"
 class Attachment(Attachable):
     """The parts that `patch` attached to a model. The last part is the engine, which has the statistics.
 
-    The attachment is stored on the module that the engine acts on. Wrappers of this module may be added and removed,
-    and all of them find the attachment there.
+    The attachment is stored on the module that the engine acts on. It can be found through any wrapper of this module.
 
     Args:
-        methods: The methods, in the order in which data meets them.
+        methods: The methods, in the order in which they act.
         budgets: The budget of each method.
         parts: The parts, in the order in which they are attached.
-        feature_cache: Size of the feature cache, or None if there is no cache.
+        feature_cache: Size of the feature cache, or None without a cache.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ def _append_lines(extra_repr: Callable[[], str], lines: list[str]) -> str:
 
 
 def find_attachment(model: Any) -> Attachment | None:
-    """Return the patch of a model, or of a model that it wraps. Return None if there is no patch."""
+    """Return the patch of a model, or of a model that it wraps, or None."""
     modules = model.modules() if hasattr(model, "modules") else ()
     return next((vars(module)[_ATTRIBUTE] for module in modules if _ATTRIBUTE in vars(module)), None)
 

@@ -23,7 +23,7 @@ Grid = Callable[[Reader, int, int], tuple[int, int, int, int, int]]
 class Resizer:
     """Shrinks the images of a processor's calls.
 
-    `Rule.resizing` (or `Adapter.resizing`, if the tokens of a processor cannot be counted) tells how:
+    How it does so depends on `Rule.resizing` (or `Adapter.resizing`, if the tokens of a processor cannot be counted):
 
     - "input": The processor keeps the size of an image, so the image is shrunk before the call.
     - "target": The processor resizes every image to one size, so this size is reduced. The tower interpolates its
@@ -37,7 +37,7 @@ class Resizer:
         adapter: Adapter of the model that takes the pixels, or None if only the processor is known.
 
     Raises:
-        OptionError: If there is no processor that makes pixels.
+        OptionError: If the processor does not make pixels.
         BudgetError: If the budget is not a share, or not a number of tokens for a method that takes one.
         UnsupportedSetupError: If resizing is not possible.
     """

@@ -103,7 +103,7 @@ def check_cache(site: Site, family: Family | str, cache: Cache, name: str = "A m
 
 
 def check_together(methods: Sequence[Method]) -> None:
-    """Raise OptionError if `methods`, in the order in which data meets them, cannot be combined in one model.
+    """Raise OptionError if `methods`, in the order in which they act, cannot be combined in one model.
 
     Example:
         >>> check_together([tokenprune.method("tome"), tokenprune.method("divprune")])

@@ -33,7 +33,7 @@ class Cache:
         name: Name for messages.
         sites: Sites at which methods may act with this cache.
         every_family: Whether every decoder supports it. If not, only families with `static_cache` in their row do.
-        fix: Sentence that tells the user what to use instead.
+        fix: Sentence of error messages with the remedy.
     """
 
     name: str
@@ -154,7 +154,7 @@ def find_cache_error(site: Site, family: Family | str | None, cache: Cache, name
 
 
 def find_combination_error(methods: Sequence[Method]) -> TokenPruneError | None:
-    """Return an error if `methods`, in the order in which data meets them, cannot be combined in one model."""
+    """Return an error if `methods`, in the order in which they act, cannot be combined in one model."""
     for method in methods:
         later = [other.name for other in methods if other.site.order > Site.IN_ENCODER.order]
         if isinstance(method, EncoderMethod) and method.vtu != "off" and later:

@@ -53,7 +53,7 @@ def find_error(method: Method, family: Family | str | None, in_llm: bool, config
 
 
 def describe_unserved_family(architecture: str) -> str:
-    """Return a phrase that says that an architecture is not served, with the reason if it is known."""
+    """Return a message that vLLM does not serve an architecture, with the reason if it is known."""
     reason = REFUSED_IN_VLLM.get(architecture)
     return f"does not serve {architecture}" + (f", because {reason}" if reason else "")
 
@@ -106,7 +106,7 @@ def _uses_all_patches(config: Any) -> bool:
     tower, chosen = tower_of(config), getattr(config, "vision_feature_select_strategy", None)
     if tower is None or tower.merging is None:
         return False
-    return chosen is None or (chosen == "full") == (not tower.class_tokens)  # None: the model has no such option
+    return chosen is None or (chosen == "full") == (not tower.class_tokens)  # None: the model lacks the option
 
 
 # -- declarations of a method that exclude every served model
@@ -133,7 +133,7 @@ def _find_count_obstacle(method: Method) -> str | None:
     if isinstance(method, UnitDropper) and method.sees == "pixels":
         return None  # the front end counts from the pixels
     if method.by_content_count or not method.least:
-        return "the number of kept tokens depends on the content, and vLLM must know it before the tower runs. Use transformers."
+        return "the number of kept tokens depends on the content, and vLLM must know it before. Use transformers."
     return None
 
 

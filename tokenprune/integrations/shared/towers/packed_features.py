@@ -44,8 +44,8 @@ def pop_packed_features() -> PackedFeatures | None:
 class PackRecorder:
     """Replacement for a model's `pack_image_features` that also packs an id for each feature.
 
-    The packed ids show where each feature is placed, whatever the family does with tiles, padding and newlines. The ids
-    are packed on the host, so reading them does not synchronize with the device.
+    The packed ids show the final position of each feature, for any handling of tiles, padding and newlines. The ids are
+    packed on the host, so reading them does not synchronize with the device.
     """
 
     def __init__(self, original: Any) -> None:

@@ -2,9 +2,9 @@
 """Goals of tiles, for models that crop tiles after the tower and add newlines (LLaVA-NeXT, LLaVA-OneVision).
 
 A budget counts the tokens of an image in the decoder: its newlines, which are always kept, and the patches of its tiles
-that are not cropped. The image size alone determines these patches, so they are known before the tower runs: the
-model's packing is run on ids. The tokens without newlines are distributed over the tiles in proportion to their shown
-patches. Cropped patches merge only with each other, so they do not change the count.
+that are not cropped. These patches follow from the image size, so they are known before the tower runs: the model's
+packing is run on ids. The tokens without newlines are distributed over the tiles in proportion to their shown patches.
+Cropped patches merge only with each other, so they do not change the count.
 """
 
 from __future__ import annotations

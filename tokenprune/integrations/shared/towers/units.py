@@ -142,12 +142,12 @@ class Units:
         """Expand values of the kept units to all units.
 
         Args:
-            x: Values, shape (B, n, channels), or (n * patches, channels) or (n, channels) for packed towers. Values that
-                already have a row per patch of a packed tower are returned unchanged.
+            x: Values, shape (B, n, channels), or (n * patches, channels) or (n, channels) for packed towers. Values
+                packed tower with a row for each patch are returned unchanged.
 
         Returns:
-            Values of all units, shape (B, N, channels). A merged unit has the value of its group. A dropped unit is zero,
-            or restored by `restoration`.
+            Values of all units, shape (B, N, channels). A merged unit has the value of its group. A dropped unit is
+            zero, or restored by `restoration`.
         """
         entered = self.owner.shape[1]
         if self.is_complete or (self.patches and len(x) == entered * self.patches):
