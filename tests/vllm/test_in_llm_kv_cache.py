@@ -139,5 +139,5 @@ def test_layers_say_where_they_are() -> None:
 def test_other_groups_are_refused() -> None:
     for managers in ([manager()], [manager(behind=False)], [manager(), SimpleNamespace(kv_cache_spec=None)]):
         coordinator = SimpleNamespace(single_type_managers=managers)
-        with pytest.raises(UnsupportedSetupError, match="in KV cache groups of their own"):
+        with pytest.raises(UnsupportedSetupError, match="separate KV cache groups"):
             CutBlockTracker(SimpleNamespace(coordinator=coordinator), BLOCK)

@@ -144,7 +144,7 @@ def test_how_many_stay() -> None:
 def test_a_image_in_parts_is_an_error() -> None:
     piece = VisualPiece(tuple(range(4, 24)), 8, 0, 0, "image")
     for computed, end in ((0, 10), (5, 30), (10, 12)):
-        with pytest.raises(TokenPruneError, match="came in parts"):
+        with pytest.raises(TokenPruneError, match="were split over steps"):
             _ = RequestStep(computed, end, [piece]).cut_pieces
 
 

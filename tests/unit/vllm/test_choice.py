@@ -36,7 +36,7 @@ def test_it_keeps_what_it_keeps_of_copies(name: str, counts: list[int]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if not in_order:
                 patch.setattr(before_llm, "_all_in_order", lambda segments: False)
-            encoded = before_llm._made_up(method, counts)
+            encoded = before_llm._draw_values(method, counts)
             keep = [min(count, method.budget(count, 12)) for count in counts]
             kept, merged = before_llm.choose(method, given, 8, segments, keep, encoded=encoded)
         assert torch.equal(given, rows)  # they go on to the language model

@@ -238,7 +238,7 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
     try:
         with pytest.raises(OptionError, match="acts at several stages"):
             ServedSetting.from_json({"method": "twofold", "keep": 0.5})
-        with pytest.raises(OptionError, match="has to follow from the shape alone"):
+        with pytest.raises(OptionError, match="must depend only on the shape"):
             ServedSetting.from_json({"method": "moody", "keep": 0.5})
         with pytest.raises(OptionError, match="it reads the text"):
             ServedSetting.from_json({"method": "reader", "keep": 0.5})
