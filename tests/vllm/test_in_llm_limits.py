@@ -195,5 +195,5 @@ def test_layers_with_a_window_are_refused() -> None:
             limits.check_layers(decoder(**change))
     with pytest.raises(UnsupportedSetupError, match="FLASHINFER: start with --attention-backend FLASH_ATTN or"):
         limits.check_layers(decoder(backend="FLASHINFER"))
-    with pytest.raises(UnsupportedModelError, match=r"no self_attn\.attn"):
+    with pytest.raises(UnsupportedModelError, match=r"lacks self_attn\.attn"):
         limits.check_layers(SimpleNamespace(layers=[SimpleNamespace()]))

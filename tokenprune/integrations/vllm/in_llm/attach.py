@@ -37,7 +37,7 @@ def _read_setting(vllm_config: Any) -> tuple[ServedSetting, bool]:
 
 
 def check_request(params: Any) -> None:
-    """Raise RefusedRequestError if a request asks for log-probabilities of the prompt.
+    """Raise RefusedRequestError if a request wants log-probabilities of the prompt.
 
     Args:
         params: A request, or its sampling parameters.
@@ -45,8 +45,8 @@ def check_request(params: Any) -> None:
     if getattr(params, "prompt_logprobs", None) is not None:
         refused: Any = RefusedRequestError  # vLLM's error takes the parameter
         raise refused(
-            f"{IN_LLM} drops prompt tokens before the last layer, so they have no log-probabilities. Leave out "
-            "prompt_logprobs (or echo with logprobs).",
+            f"{IN_LLM} drops prompt tokens before the last layer, so prompt log-probabilities are not available. "
+            "Leave out prompt_logprobs (or echo with logprobs).",
             parameter="prompt_logprobs",
         )
 

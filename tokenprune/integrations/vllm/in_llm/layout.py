@@ -54,7 +54,7 @@ def count_kept(setting: ServedSetting, count: int, block: int | None) -> int:
         setting: The server's setting.
         count: Number of visual tokens.
         block: Block size if an item loses complete blocks, or None to keep exactly the budget. At least one block is
-            kept, so the dropped blocks lie within the item, wherever it begins.
+            kept, so the dropped blocks are within the item, wherever it begins.
     """
     if setting.method is None:
         return count
@@ -128,7 +128,7 @@ class CutBlocks:
         return -(-(tokens - sum(count for end, count in self.drops if end <= tokens)) // block)
 
     def count_blocks(self, columns: Collection[int]) -> int:
-        """Return the number of these columns that hold a block."""
+        """Count the columns that hold a block."""
         return sum(column not in self.gaps for column in columns)
 
 
@@ -201,7 +201,7 @@ def lay_out(steps: Sequence[RequestStep], width: int, block_size: int, aligned: 
     """Lay out a step after the cut.
 
     Args:
-        shares: The tokens of each request in the step.
+        steps: The tokens of each request in the step.
         width: Number of columns of the unpruned block table.
         block_size: Block size of the KV cache.
         aligned: Whether items lose complete blocks, which are removed from the table. If not, tokens are packed.
@@ -237,6 +237,6 @@ def _find_dropped_blocks(pieces: itertools.chain[VisualPiece], block_size: int) 
 
 
 def _find_dropped_columns(piece: VisualPiece, block_size: int) -> range:
-    """Return the columns of the unpruned block table whose blocks a piece loses. They lie within the piece."""
+    """Return the columns of the unpruned block table whose blocks a piece loses. They are within the piece."""
     first = piece.start // block_size + 1
     return range(first, first + piece.drop // block_size)

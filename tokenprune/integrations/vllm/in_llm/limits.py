@@ -116,7 +116,7 @@ def check_layers(decoder: Any) -> None:
     """Raise an error if tokens cannot be dropped between the layers of a decoder.
 
     Raises:
-        UnsupportedModelError: If a layer has no full attention.
+        UnsupportedModelError: If a layer does not have full attention.
         UnsupportedSetupError: If the attention backend is not supported.
     """
     for index, layer in enumerate(decoder.layers):
@@ -124,7 +124,7 @@ def check_layers(decoder: Any) -> None:
         name = f"layer {index} of {type(decoder).__name__}"
         if attention is None or not hasattr(attention, "layer_name"):
             raise UnsupportedModelError(
-                f"{IN_LLM}: {name} has no self_attn.attn. Use a method that acts before the language model."
+                f"{IN_LLM}: {name} lacks self_attn.attn. Use a method that acts before the language model."
             )
         if attention.sliding_window is not None or attention.kv_sharing_target_layer_name is not None:
             raise UnsupportedModelError(

@@ -141,8 +141,8 @@ class Reducer:
     def _restore(self, module: nn.Module, args: tuple, output: tuple) -> tuple | None:
         """Return the number of rows that the runner expects.
 
-        A dropped row gets the last kept row before it. The runner reads the last row of each request, which is a dropped
-        row if an image ends the prompt.
+        A dropped row gets the last kept row before it. The runner reads the last row of each request, which is dropped
+        if an image ends the prompt.
         """
         if self.step is None:
             return None

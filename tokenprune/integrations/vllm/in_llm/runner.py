@@ -63,7 +63,7 @@ class InLLM:
     def prepare(self, runner: Any) -> DecoderPass | None:
         """Set the metadata and slots of the layers after the cut, and return the pass if tokens are dropped in it.
 
-        The first steps of a server have no metadata (vLLM measures memory) and do not call this method.
+        The first steps of a server do not have metadata (vLLM measures memory) and do not call this method.
         """
         steps = self._build_steps(runner)
         if not any(step.cut_pieces or step.past_pieces for step in steps):
@@ -124,8 +124,8 @@ class InLLM:
         if self.reducer.reads_whole_prompt:
             if step.computed > 0 or step.end < request.num_prompt_tokens:
                 raise TokenPruneError(
-                    f"A step has tokens {step.computed} to {step.end} of {request.num_prompt_tokens} prompt tokens, "
-                    f"but {self.reducer.method.name} needs the whole prompt. Report this with the server's configuration."
+                    f"A step has prompt tokens {step.computed} to {step.end} of {request.num_prompt_tokens}, but "
+                    f"{self.reducer.method.name} needs the whole prompt. Report this with the server's configuration."
                 )
             end = request.num_prompt_tokens
         grids = find_grids(self.model, step.cut_pieces, [feature.data for feature in request.mm_features])
