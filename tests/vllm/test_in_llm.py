@@ -171,7 +171,7 @@ class TestDart(Loads):
         refused, next_one = (
             engine.request(engine.checkpoint.prompt(1), engine.checkpoint.images(1, seed=seed)) for seed in (7, 8)
         )
-        with pytest.raises(OptionError, match="no log-probabilities") as caught:
+        with pytest.raises(OptionError, match="log-probabilities are not available") as caught:
             engine.llm.generate([refused], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
         assert isinstance(caught.value, VLLMValidationError)  # of which its server makes HTTP 400
         assert caught.value.parameter == "prompt_logprobs"

@@ -82,7 +82,7 @@ def naive_tower(
 @pytest.mark.parametrize("proportional", [True, False])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
-def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
+def test_tower_matches_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
     model = build(family, attn)
     pixels, plan = tiles(model), [4, 0, 3] if family.name == "llava_onevision" else [5, 4, 0]
     with tokenprune.patched(model, "tome", r=plan, proportional=proportional):
@@ -99,7 +99,7 @@ def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportio
 
 
 @torch.no_grad()
-def test_tokens_really_leave_between_attention_and_mlp(family: Family, model) -> None:
+def test_mlps_run_on_fewer_tokens(family: Family, model) -> None:
     inputs = family.make_inputs()
     count = tower_of(model).embeddings(tiles(model)).shape[1]
     last = 0 if family.name == "llava_onevision" else 1  # of LLaVA's tower the last block is not read
@@ -114,7 +114,7 @@ def test_tokens_really_leave_between_attention_and_mlp(family: Family, model) ->
 
 
 @torch.no_grad()
-def test_a_batch_equals_its_single_images(family: Family, model) -> None:
+def test_batch_matches_single_images(family: Family, model) -> None:
     pixels = tiles(model, 3)
     with tokenprune.patched(model, "tome", keep=0.5):
         batch = tower_of(model)(pixels, output_hidden_states=True)
@@ -126,7 +126,7 @@ def test_a_batch_equals_its_single_images(family: Family, model) -> None:
 
 @pytest.mark.parametrize("proportional", [True, False])
 @torch.no_grad()
-def test_merging_duplicates_changes_nothing(proportional: bool) -> None:
+def test_merging_duplicates_changes_no_output(proportional: bool) -> None:
     """k equal tokens of size 1 are one token of size k, with proportional attention and only with it."""
     family = FAMILIES["llava"]
     model = family.build()
@@ -187,7 +187,7 @@ def expected_sources(family: Family, model: Any, inputs: Any, features: list[Ten
 
 @pytest.mark.parametrize("batch", BATCHES)
 @torch.no_grad()
-def test_the_decoder_sees_one_token_of_each_group(family: Family, model, batch: str) -> None:
+def test_decoder_gets_one_token_per_group(family: Family, model, batch: str) -> None:
     inputs = family.make_inputs(**BATCHES[batch])
     with tokenprune.patched(model, "tome", keep=0.4, record=True):
         got = model(**inputs).logits
@@ -229,7 +229,7 @@ def test_keep_is_the_share_of_patches() -> None:
 @pytest.mark.parametrize("method", ["tome", ["tome", "fastv"], ["tome", "divprune"], ["tome", "pool", "dart"]])
 @pytest.mark.parametrize("batch", ["ragged", "one row"])
 @torch.no_grad()
-def test_generate_and_composition(family: Family, model, batch: str, method: Any) -> None:
+def test_generate_and_combined_methods(family: Family, model, batch: str, method: Any) -> None:
     """Against a run of the unpatched model on the same features, with the columns of the others masked."""
     inputs = family.make_inputs(**BATCHES[batch])
     with tokenprune.patched(model, method, keep=0.5, record=True):

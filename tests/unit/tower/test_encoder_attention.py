@@ -177,7 +177,7 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "batch"), CASES)
 @torch.no_grad()
-def test_scores_and_places(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_and_cells_match_naive(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a method sees is what the maps of the eager tower say, on either back end, in a forward and in generate."""
     inputs = family.make_inputs(**BATCHES[batch])
     model = build(family, "eager")
@@ -234,7 +234,7 @@ def test_flash_attention_in_the_tower(name: str, build) -> None:
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize(("name", "side"), [("llava", 1), ("mistral3", 2)])
 @torch.no_grad()
-def test_images_of_any_size_on_one_axis(name: str, side: int, attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_images_of_any_size(name: str, side: int, attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pixtral's tower, in LLaVA and Mistral 3: scores are of one image's patches, not of all that a call encodes."""
     vision = dict(model_type="pixtral", hidden_size=32, num_hidden_layers=3, num_attention_heads=2, image_size=64,
                   patch_size=4, intermediate_size=32, head_dim=16)  # fmt: skip
@@ -303,7 +303,7 @@ def in_one_thread(model: Any, job: Any) -> Tensor:
     return model(**job).logits
 
 
-def test_threads(family: Family, model) -> None:
+def test_threads_do_not_mix(family: Family, model) -> None:
     """Two threads in the tower at once see their own images."""
     jobs = [family.make_inputs(seed=seed, images=images) for seed, images in enumerate([(2, 1), (1, 0)])]
     with tokenprune.patched(model, "vscan", keep=0.3):

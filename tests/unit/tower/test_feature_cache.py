@@ -37,7 +37,7 @@ def told(model: Any) -> dict[str, Any]:
 @pytest.mark.few_families
 @pytest.mark.parametrize("method", KINDS)
 @torch.no_grad()
-def test_answers_are_those_of_a_model_that_encodes_anew(family: Family, model, method: str) -> None:
+def test_answers_match_encoding_again(family: Family, model, method: str) -> None:
     check_takes(family, method)
     inputs = family.make_inputs(images=(2, 1))
     questions = [inputs, inputs, another_question(inputs, 1)]
@@ -99,7 +99,7 @@ def one_by_one(family: Family) -> tuple[dict, dict, dict]:
 @pytest.mark.parametrize("method", ["divprune", "vscan"])
 @pytest.mark.parametrize("name", sorted(ONE_BY_ONE))
 @torch.no_grad()
-def test_only_what_is_new_in_a_prompt_is_encoded(name: str, method: str, build: Callable) -> None:
+def test_only_new_images_are_encoded(name: str, method: str, build: Callable) -> None:
     family = FAMILIES[name]
     model, (first, both, swapped) = build(family), one_by_one(family)
     with tokenprune.patched(model, method, keep=0.4):
@@ -124,7 +124,7 @@ def seen(record: Any) -> list[float] | None:
 
 @pytest.mark.parametrize("name", ["llava_next", "internvl", "qwen2_5_vl"])
 @torch.no_grad()
-def test_what_was_read_in_the_tower_is_joined_as_it_was(name: str, build: Callable) -> None:
+def test_tower_values_are_joined(name: str, build: Callable) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     given = {one: inputs[one] for one in ("pixel_values", "image_sizes", "image_grid_thw") if one in inputs}
@@ -141,7 +141,7 @@ def test_what_was_read_in_the_tower_is_joined_as_it_was(name: str, build: Callab
 
 
 @torch.no_grad()
-def test_an_image_that_stands_twice_in_a_batch_is_encoded_once(build: Callable) -> None:
+def test_repeated_image_is_encoded_once(build: Callable) -> None:
     family = FAMILIES["gemma3"]
     model, one = build(family), family.make_inputs(only=0)
     twice = {name: torch.cat([value, value]) for name, value in one.items()}
@@ -152,7 +152,7 @@ def test_an_image_that_stands_twice_in_a_batch_is_encoded_once(build: Callable) 
 
 
 @torch.no_grad()
-def test_padding_tiles_do_not_make_another_image(build: Callable) -> None:
+def test_padding_tiles_hit_the_cache(build: Callable) -> None:
     """LLaVA-NeXT pads the tiles of a prompt's images to as many as the largest has."""
     family = FAMILIES["llava_next"]
     model, inputs = build(family), family.make_inputs(only=0)
@@ -164,7 +164,7 @@ def test_padding_tiles_do_not_make_another_image(build: Callable) -> None:
 
 @pytest.mark.parametrize("images", [(2, 1), (2, 0)])
 @torch.no_grad()
-def test_several_images_in_a_row_of_onevision_are_another_matter(images: tuple[int, int], build: Callable) -> None:
+def test_several_images_in_a_row_of_onevision(images: tuple[int, int], build: Callable) -> None:
     """They are not cut into tiles, so that the same image becomes other features."""
     family = FAMILIES["llava_onevision"]
     model, inputs = build(family), family.make_inputs(images=images)
@@ -206,7 +206,7 @@ def test_two_threads(limit: int, build: Callable) -> None:
 
 
 @torch.no_grad()
-def test_beams_and_then_one_answer(build: Callable) -> None:
+def test_beams_then_single_answer(build: Callable) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     ways = [{"num_beams": 2}, {}, {"num_beams": 2}]
@@ -219,7 +219,7 @@ def test_beams_and_then_one_answer(build: Callable) -> None:
 
 
 @torch.no_grad()
-def test_unpatch_gives_the_memory_back(build: Callable) -> None:
+def test_unpatch_frees_the_memory(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
@@ -240,7 +240,7 @@ def test_unpatch_gives_the_memory_back(build: Callable) -> None:
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @torch.no_grad()
-def test_a_copy_has_a_cache_of_its_own(way: Callable) -> None:
+def test_copy_has_a_separate_cache(way: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
@@ -256,14 +256,14 @@ def test_a_copy_has_a_cache_of_its_own(way: Callable) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1e9, "64 MB"])
-def test_a_limit_is_a_number_of_bytes(value: Any, build: Callable) -> None:
+def test_limit_is_in_bytes(value: Any, build: Callable) -> None:
     model = build(FAMILIES["llava"])
     with pytest.raises(tokenprune.OptionError, match=r"feature_cache=.*an int >= 1"):
         tokenprune.patch(model, "divprune", feature_cache=value)
     assert not tokenprune.is_patched(model)
 
 
-def test_models_that_encode_in_another_way(build: Callable) -> None:
+def test_models_without_get_image_features_raise(build: Callable) -> None:
     from families import FAMILIES as ALL
 
     model = build(ALL["instructblip"])
@@ -272,7 +272,7 @@ def test_models_that_encode_in_another_way(build: Callable) -> None:
     assert not tokenprune.is_patched(model)
 
 
-def test_a_setting_does_not_name_it(build: Callable) -> None:
+def test_settings_reject_the_cache(build: Callable) -> None:
     from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
     setting = {"method": "divprune", "keep": 0.5}

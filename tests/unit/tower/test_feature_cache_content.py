@@ -37,7 +37,7 @@ def a_grid(inputs: dict) -> dict:
 
 @pytest.mark.parametrize("change", [a_pixel, a_dtype, a_grid])
 @torch.no_grad()
-def test_other_content_is_another_image(change: Callable, build: Callable) -> None:
+def test_other_content_is_encoded_again(change: Callable, build: Callable) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(only=0, sizes=[(8, 12)])
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
@@ -46,7 +46,7 @@ def test_other_content_is_another_image(change: Callable, build: Callable) -> No
 
 
 @torch.no_grad()
-def test_another_option_of_the_encoder_is_another_image(build: Callable) -> None:
+def test_other_encoder_options_are_encoded_again(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
@@ -74,7 +74,7 @@ def a_hook(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [the_layer_read, the_attention, an_adapter, a_hook])
 @torch.no_grad()
-def test_an_encoder_that_is_set_otherwise_encodes_anew(change: Callable) -> None:
+def test_changed_encoder_encodes_again(change: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
@@ -110,7 +110,7 @@ def stepped(tower: Any) -> None:
 @each("change", [loaded, assigned, rounded, exchanged, stepped])
 @each("part", ["vision_tower", "multi_modal_projector"])
 @torch.no_grad()
-def test_other_weights_give_no_stale_answer(change: Callable, part: str) -> None:
+def test_changed_weights_invalidate_the_cache(change: Callable, part: str) -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
@@ -124,7 +124,7 @@ def test_other_weights_give_no_stale_answer(change: Callable, part: str) -> None
 
 
 @torch.no_grad()
-def test_weights_written_past_autograd_need_a_clear() -> None:
+def test_weights_written_outside_autograd_need_a_clear() -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
@@ -136,7 +136,7 @@ def test_weights_written_past_autograd_need_a_clear() -> None:
 
 
 @torch.no_grad()
-def test_offloaded_weights_are_the_same_in_the_next_call() -> None:
+def test_offloaded_weights_hit_the_cache() -> None:
     """accelerate puts empty ones in their place after each."""
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
@@ -147,7 +147,7 @@ def test_offloaded_weights_are_the_same_in_the_next_call() -> None:
 
 
 @torch.no_grad()
-def test_a_caller_who_writes_to_features_does_not_change_answers(build: Callable) -> None:
+def test_writing_to_features_does_not_change_answers(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
@@ -160,7 +160,7 @@ def test_a_caller_who_writes_to_features_does_not_change_answers(build: Callable
 # -- what is not kept --------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_kept_while_training_or_with_gradients(build: Callable) -> None:
+def test_training_and_gradients_bypass_the_cache(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = copy.deepcopy(build(family)), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
@@ -176,7 +176,7 @@ def test_nothing_is_kept_while_training_or_with_gradients(build: Callable) -> No
     assert counts(model) == (1, 1)
 
 
-def test_what_was_made_without_gradients_for_good_stays_among_its_like(build: Callable) -> None:
+def test_inference_mode_entries_are_separate(build: Callable) -> None:
     """A tensor of inference mode cannot be used where gradients are asked for."""
     family = FAMILIES["llava"]
     model, inputs = copy.deepcopy(build(family)), family.make_inputs(only=0)
@@ -191,7 +191,7 @@ def test_what_was_made_without_gradients_for_good_stays_among_its_like(build: Ca
 
 
 @torch.no_grad()
-def test_states_of_the_tower_that_are_asked_for(build: Callable) -> None:
+def test_requested_hidden_states(build: Callable) -> None:
     family = FAMILIES["gemma3"]
     model, pixels = copy.deepcopy(build(family)), family.make_inputs(only=0)["pixel_values"]
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
@@ -201,7 +201,7 @@ def test_states_of_the_tower_that_are_asked_for(build: Callable) -> None:
 
 
 @torch.no_grad()
-def test_what_is_larger_than_the_limit_is_not_kept_and_what_is_oldest_goes(build: Callable) -> None:
+def test_limit_rejects_large_entries_and_evicts_oldest(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, images = build(family), [family.make_inputs(only=0, seed=seed) for seed in range(3)]
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
@@ -228,7 +228,7 @@ def test_what_is_larger_than_the_limit_is_not_kept_and_what_is_oldest_goes(build
 
 
 @torch.no_grad()
-def test_what_methods_read_in_the_tower_is_counted(build: Callable) -> None:
+def test_tower_values_count_towards_the_limit(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     sizes = {}
@@ -245,7 +245,7 @@ class Made:
     intact: bool = True
 
 
-def test_what_other_weights_made_meanwhile_is_not_kept() -> None:
+def test_entries_of_replaced_weights_are_not_stored() -> None:
     cache = FeatureCache(10)
     cache.renew("old weights")
     assert cache.find([b"image", b"image"]) == {}

@@ -114,7 +114,7 @@ def places(inputs: Any, row: int) -> list[int]:
 
 @pytest.mark.parametrize("keep", [0.2, 0.5, 0.8])
 @torch.no_grad()
-def test_equals_a_tower_run_in_a_loop(family: Family, keep: float, build) -> None:
+def test_tower_matches_naive_loop(family: Family, keep: float, build) -> None:
     """Two videos of a batch, each alone: the frames, the tokens, their features and what is counted."""
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=keep, record=True, **SET), entering(model) as seen:
@@ -164,7 +164,7 @@ def test_keep_of_one_is_bit_equal(family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_a_batch_gives_what_its_rows_give_alone(family: Family, build) -> None:
+def test_batch_matches_single_rows(family: Family, build) -> None:
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=0.4, record=True, **SET):
         model(**inputs)
@@ -176,7 +176,7 @@ def test_a_batch_gives_what_its_rows_give_alone(family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_no_merge_keeps_what_attention_says_and_all_features(family: Family, build) -> None:
+def test_features_without_merges_are_unchanged(family: Family, build) -> None:
     """1: of frames that are segments of their own the tower computes what it does unpatched."""
     model, inputs = build(family), clips(family, [True, True])
     given = {"pixel_values_videos": inputs["pixel_values_videos"]}
@@ -191,7 +191,7 @@ def test_no_merge_keeps_what_attention_says_and_all_features(family: Family, bui
 
 
 @torch.no_grad()
-def test_images_are_left_alone(build) -> None:
+def test_images_are_unchanged(build) -> None:
     """Beside a video, and by themselves: bit-equal, and the statistics say so."""
     family = FAMILIES["llava_onevision"]
     model = build(family)
@@ -208,7 +208,7 @@ def test_images_are_left_alone(build) -> None:
 
 
 @torch.no_grad()
-def test_generate_beams_and_another_question(family: Family, build) -> None:
+def test_generate_beams_and_second_question(family: Family, build) -> None:
     """9: questions change nothing of what is kept; beams are copies."""
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=0.4, record=True, **SET):
@@ -223,7 +223,7 @@ def test_generate_beams_and_another_question(family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_fewer_tokens_than_asked_for_where_little_is_left(family: Family, build) -> None:
+def test_fewer_tokens_than_budget_if_few_remain(family: Family, build) -> None:
     model, inputs = build(family), clips(family, [True, False])
     loop = Loop(model, inputs["pixel_values_videos"][0], SET["layers"], SET["threshold"], SET["longest"])
     with tokenprune.patched(model, "earlytom", keep=0.99, **SET):
@@ -233,7 +233,7 @@ def test_fewer_tokens_than_asked_for_where_little_is_left(family: Family, build)
 
 
 @torch.no_grad()
-def test_a_cut_inside_the_decoder_goes_on_from_there(family: Family, build) -> None:
+def test_combined_with_a_cut_inside_the_decoder(family: Family, build) -> None:
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, [tokenprune.method("earlytom", **SET), "fastv"], keep=[0.5, 0.5], record=True):
         model(**inputs)

@@ -64,7 +64,7 @@ def check_tower(model: Any, inputs: Any, score: str, layer: int) -> None:
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @torch.no_grad()
-def test_tower_equals_the_one_masked_from_every_block(batch: dict, score: str, build) -> None:
+def test_tower_matches_tower_masked_from_each_block(batch: dict, score: str, build) -> None:
     model, inputs = build(LFM2), LFM2.make_inputs(**batch)
     for layer in range(score == "change", len(layers_of(tower_of(model)))):
         check_tower(model, inputs, score, layer)
@@ -73,7 +73,7 @@ def test_tower_equals_the_one_masked_from_every_block(batch: dict, score: str, b
 @pytest.mark.parametrize("keep", [0.4, 5])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
-def test_blocks_run_on_what_is_left_alone(attn: str, keep: float, build) -> None:
+def test_blocks_run_only_on_kept_units(attn: str, keep: float, build) -> None:
     """In rows as long as the longest, and with no mask where all are."""
     model, inputs, ran = build(LFM2, attn), LFM2.make_inputs(images=(2, 1)), []
     block = layers_of(tower_of(model))[-1]
@@ -99,7 +99,7 @@ def test_blocks_run_on_what_is_left_alone(attn: str, keep: float, build) -> None
 
 
 @torch.no_grad()
-def test_decoder_equals_the_one_that_got_no_others(build) -> None:
+def test_decoder_matches_decoder_on_kept_tokens(build) -> None:
     model, inputs = build(LFM2), LFM2.make_inputs(images=(2, 1))
     with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, record=True, guard="off"):
         got, stats = model(**inputs).logits, tokenprune.stats(model)
@@ -127,7 +127,7 @@ def test_hidden_states_have_all_patches(build) -> None:
 
 
 @torch.no_grad()
-def test_keeping_all_changes_no_bit(build) -> None:
+def test_keeping_all_is_bit_equal(build) -> None:
     model, inputs = build(LFM2), LFM2.make_inputs(images=(2, 1))
     want = model(**inputs).logits
     for keep in (1.0, 10**4):
@@ -135,7 +135,7 @@ def test_keeping_all_changes_no_bit(build) -> None:
             assert torch.equal(model(**inputs).logits, want)
 
 
-def test_refused(build) -> None:
+def test_unsupported_setups_raise(build) -> None:
     model = build(LFM2)
     with pytest.raises(OptionError, match="has 2 blocks, and no block 2"):
         tokenprune.patch(model, "towerdrop", layer=2)

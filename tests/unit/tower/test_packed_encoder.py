@@ -143,12 +143,12 @@ def _spread(merged: Tensor, groups: list[list[int]], order: list[int]) -> Tensor
 @pytest.mark.parametrize("proportional", [True, False])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
-def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
+def test_tower_matches_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
     check_tower(family, build(family, attn), proportional)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
-def test_towers_of_the_same_kind_equal_the_naive_loop(name: str) -> None:
+def test_similar_towers_match_naive_loop(name: str) -> None:
     check_tower(ALL[name], ALL[name].build(), proportional=True)
 
 
@@ -206,7 +206,7 @@ def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, buil
 
 
 @torch.no_grad()
-def test_thresholds_of_one_size_leave_the_asked_number(build) -> None:
+def test_thresholds_of_one_size_keep_the_budget(build) -> None:
     model, processor = build(FAMILIES["qwen2_vl"]), small_processor()
     images = photos([(48, 64)] * 5)
     thresholds = calibrate(model, images, processor=processor, keep=0.5, batch_size=5)
@@ -218,7 +218,7 @@ def test_thresholds_of_one_size_leave_the_asked_number(build) -> None:
 
 
 @torch.no_grad()
-def test_exact_dymu_leaves_the_asked_number_of_every_image(family: Family, build) -> None:
+def test_exact_dymu_keeps_the_budget_of_each_image(family: Family, build) -> None:
     model, processor = build(family), small_processor()
     images = photos([(48, 64), (32, 56), (64, 40), (24, 24)])
     thresholds = calibrate(model, images[:1], processor=processor, keep=0.4)
@@ -230,7 +230,7 @@ def test_exact_dymu_leaves_the_asked_number_of_every_image(family: Family, build
 
 
 @torch.no_grad()
-def test_units_really_leave_between_attention_and_mlp(family: Family, model) -> None:
+def test_mlps_run_on_fewer_units(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     with tokenprune.patched(model, "tome", r=3), rows_in_mlps(model) as seen:
         model(**inputs)
@@ -242,7 +242,7 @@ def test_units_really_leave_between_attention_and_mlp(family: Family, model) -> 
 
 
 @torch.no_grad()
-def test_a_batch_equals_its_single_images(family: Family, model) -> None:
+def test_batch_matches_single_images(family: Family, model) -> None:
     inputs, start = family.make_inputs(images=(2, 2)), 0
     with tokenprune.patched(model, "tome", keep=0.4):
         batch = encode(model, inputs)["image"]
@@ -256,7 +256,7 @@ def test_a_batch_equals_its_single_images(family: Family, model) -> None:
 
 
 @torch.no_grad()
-def test_frames_of_a_video_merge_each_for_itself(family: Family, model) -> None:
+def test_frames_merge_separately(family: Family, model) -> None:
     inputs = family.make_inputs(video=True)
     grids = inputs["video_grid_thw"]
     frames, units = int(grids[0, 0]), int(grids[0, 1:].prod()) // UNIT
@@ -273,7 +273,7 @@ def test_frames_of_a_video_merge_each_for_itself(family: Family, model) -> None:
 @pytest.mark.parametrize("method", ["tome", ["tome", "fastv"], ["tome", "divprune"], ["tome", "pool", "dart"]])
 @pytest.mark.parametrize("batch", BATCHES)
 @torch.no_grad()
-def test_generate_and_composition(family: Family, model, batch: str, method: Any) -> None:
+def test_generate_and_combined_methods(family: Family, model, batch: str, method: Any) -> None:
     """Against a run of the unpatched model on the same features, with the columns of the others masked."""
     inputs = family.make_inputs(**BATCHES[batch])
     with tokenprune.patched(model, method, keep=0.5, record=True):
@@ -317,7 +317,7 @@ def with_features_of(model: Any, outputs: dict[str, Any]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def test_unpatch_gives_the_same_model_back(family: Family, model) -> None:
+def test_unpatch_restores_the_model(family: Family, model) -> None:
     inputs = family.make_inputs()
     before, was = model(**inputs).logits, snapshot(model)
     tokenprune.patch(model, "tome", keep=0.5)
@@ -332,7 +332,7 @@ def test_unpatch_gives_the_same_model_back(family: Family, model) -> None:
 
 
 @torch.no_grad()
-def test_refused(build) -> None:
+def test_unsupported_setups_raise(build) -> None:
     family = FAMILIES["qwen2_vl"]
     model = copy.deepcopy(build(family))
     inputs = family.make_inputs()

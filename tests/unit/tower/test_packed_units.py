@@ -50,7 +50,7 @@ def test_units_are_dropped_and_merged_in_any_order() -> None:
     assert torch.equal(units.expand(torch.ones(10, 1)), torch.ones(10, 1))  # what has a row for each patch
 
 
-def test_borders_are_those_of_the_units_that_are_left() -> None:
+def test_cu_seqlens_of_kept_units() -> None:
     units = Units.from_packed(6, 2, torch.device("cpu"))
     ends = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
     left, hidden = units.apply(dropping(True, False, False, True, True, False), rows(*range(6)))
@@ -77,7 +77,7 @@ def test_rows_of_any_tower_are_dropped_and_merged() -> None:
     assert torch.equal(units.expand(hidden).flatten(), torch.tensor([0.0, 1, 0, 3, 5.5, 0, 0, 5.5]))
 
 
-def test_units_may_leave_at_several_blocks() -> None:
+def test_units_are_dropped_at_several_blocks() -> None:
     """And what each block returned gets a row for each patch back, zeros for the units that it did not have."""
     drops = {1: lambda hidden: dropping(True, False, True, True), 2: lambda hidden: dropping(True, True, False)}
     run = TowerRun(Units.from_packed(4, 2, torch.device("cpu")), [None] * 3, drops, [4])
@@ -133,7 +133,7 @@ class Some(Fewer):
     ("name", "at"), [(name, at) for name in DIFFERENT for at in (0, 1, 2, -1) if (name, at) != ("glm4v", 2)]
 )  # which has two blocks
 @torch.no_grad()
-def test_units_that_leave_at_a_block_equal_the_tower_masked_from_there(name: str, at: int, build) -> None:
+def test_dropped_units_match_tower_masked_from_the_block(name: str, at: int, build) -> None:
     """A method that chooses by hidden states sees those of its block, in the order of rows."""
     family, method = FAMILIES[name], Loudest(at)
     model, inputs, seen = build(family), drawn(family.make_inputs(images=(2, 1))), []
@@ -163,7 +163,7 @@ def test_units_that_leave_at_a_block_equal_the_tower_masked_from_there(name: str
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_what_keeps_all_units_at_a_block_changes_nothing(name: str, build) -> None:
+def test_keeping_all_units_changes_no_output(name: str, build) -> None:
     """keep=1.0 leaves the tower alone; a budget that no image reaches asks the method, and is equal to the bit, too."""
     family = FAMILIES[name]
     model, inputs = build(family), drawn(family.make_inputs(images=(2, 1)))
@@ -184,7 +184,7 @@ def in_rows(tower: Any, grids: Tensor) -> Tensor:
     return torch.tensor(order).argsort()
 
 
-def test_a_method_inside_the_tower_conforms_and_what_cannot_be_is_refused(build) -> None:
+def test_method_inside_the_tower_conforms(build) -> None:
     check_method(Loudest(1))
     with pytest.raises(OptionError, match="has 4 blocks, and no block 9"):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), Loudest(9), keep=0.5)

@@ -85,7 +85,7 @@ def sharp(model: Any) -> Any:
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("keep", [0.3, 9])
 @torch.no_grad()
-def test_tower_equals_the_masked_loop(attn: str, keep: Any, build) -> None:
+def test_tower_matches_masked_loop(attn: str, keep: Any, build) -> None:
     model = sharp(build(FAMILIES["llava"], attn))
     tower, pixels = tower_of(model), tiles(model, 3)
     count = tower.embeddings(pixels).shape[1]
@@ -111,7 +111,7 @@ def test_tower_equals_the_masked_loop(attn: str, keep: Any, build) -> None:
 
 
 @torch.no_grad()
-def test_blocks_show_of_an_image_what_they_show_of_it_alone(build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observables_do_not_depend_on_the_batch(build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images that dropped more are padded by then."""
     model = build(FAMILIES["llava"])
     pixels, shown = tiles(model, 3), []
@@ -142,7 +142,7 @@ def test_blocks_show_of_an_image_what_they_show_of_it_alone(build, monkeypatch: 
 @pytest.mark.parametrize("batch", [{}, {"images": (2, 1)}, {"images": (0, 2)}], ids=["left", "ragged", "text beside"])
 @pytest.mark.parametrize("name", ["llava", "llava_siglip"])
 @torch.no_grad()
-def test_decoder_equals_the_masked_one(name: str, batch: dict, build) -> None:
+def test_decoder_matches_masked_decoder(name: str, batch: dict, build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(**batch)
     if name == "llava_siglip":
@@ -183,7 +183,7 @@ def test_keep_one_is_bit_equal(build) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "llava_next"])
 @torch.no_grad()
-def test_inside_where_the_tower_allows_it(name: str, build) -> None:
+def test_acts_inside_the_tower_if_supported(name: str, build) -> None:
     """8, 9: without the option as the authors do, which other logits tell, and after the tower elsewhere."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs()
@@ -207,7 +207,7 @@ def test_inside_where_the_tower_allows_it(name: str, build) -> None:
 
 
 @torch.no_grad()
-def test_what_neither_form_can_is_refused_by_name(build) -> None:
+def test_unsupported_forms_raise_by_name(build) -> None:
     """And nothing is left on the model; together with another method, in the tower too."""
     model, family = build(FAMILIES["llava"]), FAMILIES["llava"]
     with pytest.raises(OptionError, match="flowcut"):
@@ -217,7 +217,7 @@ def test_what_neither_form_can_is_refused_by_name(build) -> None:
         assert [cut.site for cut in tokenprune.stats(model).cuts] == [Site.IN_ENCODER, Site.IN_LLM]
 
 
-def test_what_is_refused(build) -> None:
+def test_unsupported_setups_raise(build) -> None:
     for name in ("llava_next", "qwen2_vl", "internvl", "gemma3"):
         with pytest.raises(UnsupportedSetupError, match="flowcut"):
             tokenprune.patch(build(FAMILIES[name]), "flowcut", inside=True, keep=0.5)
@@ -230,7 +230,7 @@ def test_what_is_refused(build) -> None:
         tokenprune.method("flowcut", inside="yes")
 
 
-def test_it_conforms() -> None:
+def test_method_conforms() -> None:
     ((stage, _),) = tokenprune.method("flowcut", inside=True).stages(tokenprune.Budget.from_keep(0.5), 4)
     check_method(stage)
     most = Tower(tokens=578, protected=2, blocks=24, read=23)
@@ -246,7 +246,7 @@ def test_it_conforms() -> None:
             check_method(dataclass(frozen=True)(broken)())
 
 
-def test_a_merge_that_drops() -> None:
+def test_merge_with_drops() -> None:
     stays = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 0]], dtype=torch.bool)
     merge = Merge.dropping(stays, [3, 1])
     assert merge.assign.tolist() == [[0, -1, 1, 2, -1], [-1, 0, -1, -1, -1]]
@@ -256,7 +256,7 @@ def test_a_merge_that_drops() -> None:
 
 
 @pytest.mark.parametrize("protected", [0, 1])
-def test_what_flows_does_not_depend_on_padding(protected: int) -> None:
+def test_encoder_flow_does_not_depend_on_padding(protected: int) -> None:
     g = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 7, 4, generator=g)
     mask = torch.zeros(1, 1, 1, 7).masked_fill(torch.arange(7) > 4, -torch.inf).expand(-1, -1, 7, -1)

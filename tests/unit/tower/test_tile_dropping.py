@@ -73,7 +73,7 @@ def masked(model: Any, seen: Tensor, first: int, real: Tensor | None = None) -> 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_tower_equals_the_one_masked_from_every_block(name: str, score: str, build) -> None:
+def test_tower_matches_tower_masked_from_each_block(name: str, score: str, build) -> None:
     family = family_of(name)
     model = build(family)
     inputs, entered = family.make_inputs(images=(2, 1)), []
@@ -105,7 +105,7 @@ def test_tower_equals_the_one_masked_from_every_block(name: str, score: str, bui
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_decoder_equals_the_masked_one(name: str, build) -> None:
+def test_decoder_matches_masked_decoder(name: str, build) -> None:
     family = family_of(name)
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, record=True, guard="off"):
@@ -121,7 +121,7 @@ def test_decoder_equals_the_masked_one(name: str, build) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_keeping_all_changes_no_bit(name: str, build) -> None:
+def test_keeping_all_is_bit_equal(name: str, build) -> None:
     family = family_of(name)
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     want = model(**inputs).logits
@@ -130,7 +130,7 @@ def test_keeping_all_changes_no_bit(name: str, build) -> None:
             assert torch.equal(model(**inputs).logits, want)
 
 
-def test_refused(build) -> None:
+def test_unsupported_setups_raise(build) -> None:
     for name in ("llava_next", "llava_onevision"):
         with pytest.raises(UnsupportedSetupError, match=r"not adjacent in one sequence.*after the tower"):
             tokenprune.patch(build(FAMILIES[name]), "towerdrop", layer=1)
@@ -159,7 +159,7 @@ def restored(y: Tensor, h: Tensor, stays: Tensor, neighbours: int) -> Tensor:
 @pytest.mark.parametrize("stabilise", [0, 1, 7])
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_units_that_come_back_equal_the_loop_over_tiles(name: str, stabilise: int, build) -> None:
+def test_restored_units_match_loop_over_tiles(name: str, stabilise: int, build) -> None:
     """Tile by tile, by the unpatched blocks; where all attend, what the MLP makes of those that left is not used."""
     family = family_of(name)
     model = copy.deepcopy(build(family))

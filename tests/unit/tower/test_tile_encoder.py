@@ -32,7 +32,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.mark.parametrize("batch", BATCHES)
 @torch.no_grad()
-def test_every_image_keeps_what_the_budget_says(family: Family, model, batch: str) -> None:
+def test_each_image_keeps_its_budget(family: Family, model, batch: str) -> None:
     inputs = family.make_inputs(**BATCHES[batch])
     for keep in (0.5, 0.61, 0.8, 30, 16, 1000):
         with tokenprune.patched(model, "tome", keep=keep, record=True):
@@ -46,7 +46,7 @@ def test_every_image_keeps_what_the_budget_says(family: Family, model, batch: st
 
 
 @torch.no_grad()
-def test_exact_dymu_keeps_what_the_budget_says(family: Family, build) -> None:
+def test_exact_dymu_keeps_the_budget(family: Family, build) -> None:
     model = build(family)
     g = torch.Generator().manual_seed(5)
     found = calibrate(
@@ -59,7 +59,7 @@ def test_exact_dymu_keeps_what_the_budget_says(family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_tiles_equal_the_naive_loop(family: Family, build) -> None:
+def test_tiles_match_naive_loop(family: Family, build) -> None:
     """An image of 8 x 32 pixels: of its two tiles (4 x 4 patches each) the first and the last row are cropped. Half of
     its 34 tokens is 17: two newlines, and 15 patches, shared out over 16, 8 and 8 that are shown."""
     model = build(family)
@@ -118,7 +118,7 @@ def naive_tower(
     return grid, groups[classes:]
 
 
-def test_a_budget_below_one_patch_a_tile_is_refused(build) -> None:
+def test_budget_below_one_patch_per_tile_raises(build) -> None:
     family = FAMILIES["llava_next"]
     model, inputs = build(family), family.make_inputs(rows=1, sizes=[(16, 32)])
     with (
@@ -130,7 +130,7 @@ def test_a_budget_below_one_patch_a_tile_is_refused(build) -> None:
 
 
 @torch.no_grad()
-def test_r_says_what_merges_whatever_is_cropped(build) -> None:
+def test_r_sets_merges_regardless_of_cropping(build) -> None:
     """With r= it is no budget that is to be met: tiles merge as they are."""
     family = FAMILIES["llava_next"]
     model, inputs = build(family), family.make_inputs(rows=1, sizes=[(8, 32)])
@@ -139,7 +139,7 @@ def test_r_says_what_merges_whatever_is_cropped(build) -> None:
         assert tokenprune.stats(model).encoder_tokens_per_layer == [3 * n for n in (17, 14, 11)]
 
 
-def test_shares_add_up_and_follow_the_counts() -> None:
+def test_distribute_adds_up_and_follows_counts() -> None:
     rng = random.Random(0)
     for _ in range(300):
         counts = [rng.choice([0, 1, 5, 16, 576, rng.randint(1, 576)]) for _ in range(rng.randint(1, 10))]
@@ -155,7 +155,7 @@ def test_shares_add_up_and_follow_the_counts() -> None:
     assert distribute(15, [16, 8, 8]) == [7, 4, 4]
 
 
-def test_parts_merge_apart() -> None:
+def test_parts_merge_separately() -> None:
     """Random rows in two parts: what each part loses, and to whom, is what it loses alone."""
     g = torch.Generator().manual_seed(0)
     part = torch.randint(0, 2, (3, 12), generator=g)

@@ -72,7 +72,7 @@ def naive_features(model: Any, image: Tensor, plan: list[int], proportional: boo
 @each("fused", [True, False])
 @each("kind", KINDS)
 @torch.no_grad()
-def test_logits_equal_the_naive_loop(kind: str, fused: bool) -> None:
+def test_logits_match_naive_loop(kind: str, fused: bool) -> None:
     model, x = build(kind), images()
     for block in model.blocks:
         block.attn.fused_attn = fused
@@ -109,7 +109,7 @@ def test_patch_and_unpatch(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_mlps_see_fewer_tokens() -> None:
+def test_mlps_run_on_fewer_tokens() -> None:
     model, seen = build("class token"), []
     handles = [b.mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1])) for b in model.blocks]
     with tokenprune.patched(model, "tome", r=(4, -1)):
@@ -131,7 +131,7 @@ def test_deep_copy_and_training() -> None:
     assert not torch.equal(twin.eval()(x), model(x))
 
 
-def test_refused() -> None:
+def test_unsupported_setups_raise() -> None:
     model = build("class token")
     was = snapshot(model)
     with pytest.raises(UnsupportedModelError, match="no language model, nor grids of any size, which fastv"):
@@ -151,7 +151,7 @@ def test_refused() -> None:
 
 
 @torch.no_grad()
-def test_dropping_is_for_models_that_read_their_class_token() -> None:
+def test_dropping_in_models_with_a_class_token() -> None:
     """As on the patches that are left alone: with a threshold, of each image as many as it has alone."""
     model, x = build("class token"), images()
     for options in ({"layer": 1}, {"layer": 1, "threshold": 0.5, "partners": 1}):

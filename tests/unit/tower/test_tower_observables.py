@@ -127,7 +127,7 @@ def check(seen: list[Any], family: Family, model: Any, inputs: Any, want: dict[s
 
 @pytest.mark.parametrize(("family", "batch"), CASES)
 @torch.no_grad()
-def test_what_the_tower_showed(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tower_values_match_naive(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
     """On either back end, in a forward and in generate; the last block that the model reads, and an early one."""
     inputs = family.make_inputs(**BATCHES[batch])
     for layer in (-1, 0.25):
@@ -146,7 +146,7 @@ def test_what_the_tower_showed(family: Family, batch: str, build, monkeypatch: p
 
 
 @torch.no_grad()
-def test_the_last_block_is_read_where_the_model_does_not(build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_block_is_read_if_the_model_skips_it(build, monkeypatch: pytest.MonkeyPatch) -> None:
     """CLIP's last block, whose output LLaVA does not use: its queries and keys are there."""
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 2))
@@ -164,7 +164,7 @@ def test_the_last_block_is_read_where_the_model_does_not(build, monkeypatch: pyt
 
 
 @torch.no_grad()
-def test_one_need_alone_is_enough(family: Family, build) -> None:
+def test_single_observable_is_enough(family: Family, build) -> None:
     """Whatever of the tower is needed, where the patches are comes with it."""
     model, inputs = build(family), family.make_inputs(images=(1, 2))
     for need in (*NEEDS, "encoder_attention", "patches"):
@@ -180,7 +180,7 @@ def test_one_need_alone_is_enough(family: Family, build) -> None:
         assert value is not None and tile.shape == seen[0][0].mask.shape
 
 
-def test_vllm_refuses_by_name_what_it_cannot_see() -> None:
+def test_vllm_names_unsupported_observables() -> None:
     reader(("encoder_features",), lambda tokens: tokens.encoder_features)
     with pytest.raises(OptionError, match="it needs encoder_features, which"):
         check_served(tokenprune.method("reader"))
@@ -190,7 +190,7 @@ def test_vllm_refuses_by_name_what_it_cannot_see() -> None:
 
 
 @torch.no_grad()
-def test_what_cannot_be_read_is_refused_before_anything_changes(build) -> None:
+def test_unreadable_observables_raise_before_changes(build) -> None:
     model = build(FAMILIES["llava"])
     reader(("encoder_keys",), lambda tokens: tokens.encoder_keys(9), (9,))
     with pytest.raises(OptionError, match="block 9 does not exist"):
@@ -207,7 +207,7 @@ def test_what_cannot_be_read_is_refused_before_anything_changes(build) -> None:
         assert snapshot(model) == before and model(**inputs) is not None
 
 
-def test_options_that_read_less_are_named(build) -> None:
+def test_errors_name_options_that_read_less(build) -> None:
     """Where a tower cannot be read, an error names the option under which the method needs nothing of it, if one is."""
     model = EVERY_FAMILY["blip-2"].build()
     for name, given, told in (

@@ -120,7 +120,7 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize(("name", "keep"), [*((name, None) for name in NAMES), *((name, 0.4) for name in DIFFERENT)])
 @torch.no_grad()
-def test_tower_on_kept_units_equals_the_masked_tower(name: str, keep: float | None, build) -> None:
+def test_tower_on_kept_units_matches_masked_tower(name: str, keep: float | None, build) -> None:
     family = FAMILIES[name]
     model, method = build(family), tokenprune.method("pixelprune")
     batches = [family.make_inputs(images=(2, 1))]
@@ -145,7 +145,7 @@ def test_tower_on_kept_units_equals_the_masked_tower(name: str, keep: float | No
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_blocks_and_merger_run_on_kept_units_alone(name: str, attn: str, build) -> None:
+def test_blocks_and_merger_run_only_on_kept_units(name: str, attn: str, build) -> None:
     family = FAMILIES[name]
     model, inputs = build(family, attn), drawn(family.make_inputs(images=(2, 1)))
     tower, rows, pieces = tower_of(model), [], []
@@ -175,7 +175,7 @@ def test_blocks_and_merger_run_on_kept_units_alone(name: str, attn: str, build) 
 
 
 @torch.no_grad()
-def test_a_window_that_is_empty_leaves(build) -> None:
+def test_empty_window_is_removed(build) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs, found = build(family), drawn(family.make_inputs(only=0)), []
     inputs["pixel_values"] = torch.full_like(inputs["pixel_values"], 0.5)
@@ -197,7 +197,7 @@ def test_a_window_that_is_empty_leaves(build) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_decoder_equals_the_masked_one(name: str, batch: str, method: Any, build) -> None:
+def test_decoder_matches_masked_decoder(name: str, batch: str, method: Any, build) -> None:
     """Against a run of the unpatched model on the same features, with the columns of the others masked."""
     family = FAMILIES[name]
     if batch == "video" and not family.mixes:
@@ -239,7 +239,7 @@ def as_encoded(model: Any, outputs: dict[str, Any]) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_kept_tokens_have_the_places_of_the_full_prompt(name: str, build) -> None:
+def test_kept_tokens_keep_their_positions(name: str, build) -> None:
     family = FAMILIES[name]
     model, inputs, places = build(family), drawn(family.make_inputs(images=(2, 1))), []
 
@@ -262,7 +262,7 @@ def test_kept_tokens_have_the_places_of_the_full_prompt(name: str, build) -> Non
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_an_image_is_chosen_from_by_itself(name: str, build) -> None:
+def test_selection_does_not_depend_on_other_images(name: str, build) -> None:
     family, start = FAMILIES[name], 0
     model, inputs = build(family), drawn(family.make_inputs(images=(2, 2), sizes=((8, 12), (8, 12), (6, 10))))
     first = inputs["image_grid_thw"][0].prod()
@@ -281,7 +281,7 @@ def test_an_image_is_chosen_from_by_itself(name: str, build) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_what_repeats_nowhere_is_left_alone(name: str, build) -> None:
+def test_images_without_repetition_are_unchanged(name: str, build) -> None:
     """Noise keeps all units: the output is that of the unpatched model, to the bit, and so it is with keep=1.0."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
@@ -299,7 +299,7 @@ def test_what_repeats_nowhere_is_left_alone(name: str, build) -> None:
 
 
 @torch.no_grad()
-def test_colours_are_those_of_the_processor(build) -> None:
+def test_colours_match_the_processor(build) -> None:
     """A threshold is one of colours in 0..1, whatever a processor makes of them."""
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(only=0)

@@ -140,7 +140,7 @@ def check_tile(features: Tensor, groups: Tensor, want: tuple[Tensor, list[list[i
 @pytest.mark.parametrize("proportional", [True, False])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
-def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
+def test_tower_matches_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
     model, pixels, plan = build(family, attn), tiles(), [5, 0, 3]
     with tokenprune.patched(model, "tome", r=plan, proportional=proportional):
         got = encode(model, pixels)
@@ -153,7 +153,7 @@ def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportio
 @pytest.mark.parametrize("proportional", [True, False])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
-def test_padded_patches_weigh_nothing(build, attn: str, proportional: bool) -> None:
+def test_padded_patches_have_zero_weight(build, attn: str, proportional: bool) -> None:
     """Idefics3 and SmolVLM mask patches of a tile that hold padding alone."""
     family = FAMILIES["smolvlm"]
     model, pixels, plan = build(family, attn), tiles(), [5, 0, 3]
@@ -172,7 +172,7 @@ def test_padded_patches_weigh_nothing(build, attn: str, proportional: bool) -> N
 
 
 @torch.no_grad()
-def test_units_really_leave_and_counts_are_exact(family: Family, model) -> None:
+def test_mlps_run_on_fewer_units_and_counts_are_exact(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     count, classes = sum(map(sum, inputs.counts)), int(family.name == "internvl")
     for keep, left in ((0.5, 8), (0.3, 5), (7, 7), (1.0, 16), (16, 16), (1000, 16)):
@@ -193,7 +193,7 @@ def test_units_really_leave_and_counts_are_exact(family: Family, model) -> None:
 
 
 @torch.no_grad()
-def test_keep_1_is_the_model_itself(family: Family, model) -> None:
+def test_keep_one_matches_unpatched(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     want = model(**inputs).logits
     for keep in (1.0, 16):
@@ -202,7 +202,7 @@ def test_keep_1_is_the_model_itself(family: Family, model) -> None:
 
 
 @torch.no_grad()
-def test_a_batch_equals_its_single_tiles(family: Family, model) -> None:
+def test_batch_matches_single_tiles(family: Family, model) -> None:
     pixels = tiles(3)
     with tokenprune.patched(model, "tome", keep=0.4):
         batch = encode(model, pixels)
@@ -215,7 +215,7 @@ def test_a_batch_equals_its_single_tiles(family: Family, model) -> None:
 @pytest.mark.parametrize("method", ["tome", ["tome", "fastv"]])
 @pytest.mark.parametrize("batch", BATCHES)
 @torch.no_grad()
-def test_generate_and_composition(family: Family, model, batch: str, method: Any) -> None:
+def test_generate_and_combined_methods(family: Family, model, batch: str, method: Any) -> None:
     """Against a run of the unpatched model on the same features, with the columns of the others masked."""
     inputs = family.make_inputs(**BATCHES[batch])
     with tokenprune.patched(model, method, keep=0.5, record=True):
@@ -242,7 +242,7 @@ def test_generate_and_composition(family: Family, model, batch: str, method: Any
 
 @each("name", "paligemma aya_vision cohere2_vision qianfan_ocr qwen3_vl_moe qwen3_5".split())
 @torch.no_grad()
-def test_towers_of_the_same_kind_in_other_families(name: str) -> None:
+def test_same_tower_in_other_families(name: str) -> None:
     """What merged is equal to the bit behind projector and shuffle, so that units are what the family makes of them."""
     family = ALL[name]
     model, inputs = family.build(), family.make_inputs(images=(2, 1))
@@ -295,7 +295,7 @@ def test_virtual_unmerging_of_units(build) -> None:
 
 
 @torch.no_grad()
-def test_pixels_of_another_size(build) -> None:
+def test_other_image_sizes(build) -> None:
     """InternVL takes tiles of other sizes, with interpolated places; their units are found all the same."""
     model = build(FAMILIES["internvl"])
     with tokenprune.patched(model, "tome", keep=0.5):
@@ -305,7 +305,7 @@ def test_pixels_of_another_size(build) -> None:
             encode(model, torch.nn.functional.interpolate(tiles(), 20))
 
 
-def test_units_of_a_grid() -> None:
+def test_squares_of_a_grid() -> None:
     units = Squares(3, 2)
     assert (units.size, units.count_units(2 + 36), units.to_unit_counts([2 + 18, 2 + 9])) == (9, 4, [2, 1])
     order = units.build_order(2 + 36, torch.device("cpu")).view(4, 9)
@@ -325,7 +325,7 @@ def test_gradients_flow_through_merged_units(family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_refused(build) -> None:
+def test_unsupported_setups_raise(build) -> None:
     family = FAMILIES["smolvlm"]
     model = copy.deepcopy(build(family))
     with pytest.raises(BudgetError, match="cannot leave 1 of 16 patches"):
