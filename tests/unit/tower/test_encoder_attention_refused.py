@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Towers whose attention cannot be read, and what is said of it."""
+"""Towers whose attention cannot be read, and their error messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zoo import FAMILIES, IMAGE, TEXT
 
 
 def test_unsupported_setups_raise(build) -> None:
-    """Of the methods and families that the suite runs, every pair: no test may pass by leaving one out."""
+    """Every pair of the suite's methods and families, so that no test passes by skipping a pair."""
     refused = set()
     for family in FAMILIES.values():
         for method in MODEL_METHODS:
@@ -63,7 +63,7 @@ def test_features_of_unpatched_model_raise(build) -> None:
 
 @torch.no_grad()
 def test_interpolated_features_raise(build) -> None:
-    """So many tiles that LLaVA-OneVision makes them smaller: none is a patch any more."""
+    """LLaVA-OneVision shrinks the features of many tiles, so features no longer correspond to patches."""
     family = FAMILIES["llava_onevision"]
     model, inputs = build(family), family.make_inputs(only=0)
     with (
@@ -86,7 +86,7 @@ def test_reading_a_merging_tower_raises(build) -> None:
 
 @torch.no_grad()
 def test_class_token_among_features() -> None:
-    """vision_feature_select_strategy="full": the class token is a visual token, which is no patch and stays."""
+    """With vision_feature_select_strategy="full" the class token is a visual token without a patch, and is kept."""
     family = FAMILIES["llava"]
     model = family.build()
     model.config.vision_feature_select_strategy = "full"

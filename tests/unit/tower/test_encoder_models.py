@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that merge in the tower afterwards, and what is refused."""
+"""The state of models that merge in the tower, and unsupported setups."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_gradients_flow_through_merged_tokens(build) -> None:
         model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
     for name, parameter in tower_of(model).named_parameters():
         if ".layers.0." in name or ".layers.1." in name:
-            # A bias of the keys moves no softmax.
+            # A bias of the keys does not change the softmax.
             assert "k_proj.bias" in name or parameter.grad.abs().sum() > 0, name
 
 
@@ -114,7 +114,7 @@ def test_bfloat16(family: Family) -> None:
         assert 0.45 < tokenprune.stats(model).keep_ratio < 0.65
 
 
-# -- what is refused, and said -----------------------------------------------------------------------------------------
+# -- unsupported setups ------------------------------------------------------------------------------------------------
 
 
 def test_other_families_raise_with_reason() -> None:
@@ -169,7 +169,7 @@ def test_unsupported_calls_raise(build) -> None:
         plain = {name: value for name, value in inputs.items() if name != "pixel_values"}
         with pytest.raises(UnsupportedSetupError, match="not encoded by the patched model"):
             model(**plain, mm_encoder_outputs={"image": encoded})
-        model(**plain | {"input_ids": plain["input_ids"].clamp(min=16)})  # text alone
+        model(**plain | {"input_ids": plain["input_ids"].clamp(min=16)})  # text only
     model = build(onevision)
     with tokenprune.patched(model, "tome", keep=0.5):
         towers: list[Any] = []
@@ -179,14 +179,14 @@ def test_unsupported_calls_raise(build) -> None:
         handle.remove()
         assert not towers, "the tower ran before the refusal"
         with pytest.raises(UnsupportedSetupError, match="interpolates"):
-            # One tile's worth of features for two tiles.
+            # Features of one tile for two tiles.
             arguments = image_arguments(onevision.make_inputs(rows=1))
             model.model.get_image_features(**arguments, vision_aspect_ratio="anyres_max_1")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_raises(reentrant: bool, build) -> None:
-    """The re-entrant kind runs blocks without gradients, and again for those of their input."""
+    """Re-entrant checkpointing runs blocks without gradients, and again for the gradients of their input."""
     family = FAMILIES["llava"]
     model, inputs = copy.deepcopy(build(family)), family.make_inputs()
     model.train()

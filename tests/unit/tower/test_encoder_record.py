@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a patch leaves on an encoder's output: one record, that lives through what happens to outputs."""
+"""The record that a patch leaves on an encoder's output follows the output through copies and device moves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from families import FAMILIES
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import KEY, EncoderRecord, open_record, record_of
 
-# A method each that leaves something of its own, and the fields that a Qwen image then has.
+# Methods with different fields, and the fields of the record for a Qwen image.
 LEFT = {
     "tome": {"grids", "num_encoded", "owners", "block_tokens", "groups"},
     "vscan": {"grids", "num_encoded", "encoded"},
@@ -87,7 +87,7 @@ def test_copies_of_an_output_have_separate_records(method: str, copied: Any) -> 
 
 
 def test_each_field_has_one_writer() -> None:
-    """And nothing else is left on an output: no item or attribute with our name but the record."""
+    """The record is the only item or attribute of ours on an output."""
     names, writers = {field.name for field in fields(EncoderRecord)}, Counter()
     for path in Path(tokenprune.__file__).parent.rglob("*.py"):
         text = path.read_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that were asked about before: encoded once, with the answers that encoding them anew would give."""
+"""Repeated images are encoded once, and the answers match encoding them again."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tokenprune.integrations.hf.feature_cache.part import ONE_BY_ONE
 from tokenprune.integrations.hf.sequence.record import record_of
 from zoo import FAMILIES, Family
 
-# By the tower's attention, by features, by the question, inside the decoder, inside the tower, while decoding.
+# Methods that read the tower, features or the question, or act in the decoder, in the tower or while decoding.
 KINDS: dict[str, dict[str, Any]] = {
     "vscan": {}, "divprune": {}, "cdpruner": {}, "fastv": {}, "tome": {}, "dyrate": {"layer": 2},
 }  # fmt: skip
 
 
 def told(model: Any) -> dict[str, Any]:
-    """What a call saved, but for the time and what was looked up."""
+    """Return the statistics of a call without times and cache counts."""
     return tokenprune.stats(model).as_dict() | {"feature_cache": None, "overhead_ms": None}
 
 
@@ -87,7 +87,7 @@ def test_the_tower_runs_once_for_ten_questions(build: Callable) -> None:
 
 
 def one_by_one(family: Family) -> tuple[dict, dict, dict]:
-    """A prompt with one image, one with two of which it is the first, and these two in one another's place."""
+    """A prompt with one image, a prompt with this image and another, and a prompt with both in reverse order."""
     first = family.make_inputs(images=(1, 1), only=0, sizes=family.sizes[:1] * 2)
     both = family.make_inputs(images=(1, 1), sizes=family.sizes[:1] * 2)
     swapped = {name: value.flip(0) for name, value in both.items()}
@@ -110,7 +110,7 @@ def test_only_new_images_are_encoded(name: str, method: str, build: Callable) ->
         entries = tokenprune.feature_cache(model).counts().entries
         close(model(**both).logits, want[1])
         assert tokenprune.feature_cache(model).counts().entries == 2 * entries
-        assert calls == [calls[0]] * 2  # as much as for the first
+        assert calls == [calls[0]] * 2  # the same as for the first
         close(model(**swapped).logits, want[2])
         assert len(calls) == 2
         assert torch.equal(model(**first).logits, alone)
@@ -118,7 +118,7 @@ def test_only_new_images_are_encoded(name: str, method: str, build: Callable) ->
 
 
 def seen(record: Any) -> list[float] | None:
-    """What the guard saw of the images."""
+    """Return the guard's values of the images."""
     return None if record.looks is None else [record.looks.count, *record.looks.read()]
 
 
@@ -153,7 +153,7 @@ def test_repeated_image_is_encoded_once(build: Callable) -> None:
 
 @torch.no_grad()
 def test_padding_tiles_hit_the_cache(build: Callable) -> None:
-    """LLaVA-NeXT pads the tiles of a prompt's images to as many as the largest has."""
+    """LLaVA-NeXT pads the tiles of a prompt's images to the number of tiles of the largest image."""
     family = FAMILIES["llava_next"]
     model, inputs = build(family), family.make_inputs(only=0)
     padded = inputs | {"pixel_values": torch.nn.functional.pad(inputs["pixel_values"], (0, 0) * 3 + (0, 2))}
@@ -165,14 +165,14 @@ def test_padding_tiles_hit_the_cache(build: Callable) -> None:
 @pytest.mark.parametrize("images", [(2, 1), (2, 0)])
 @torch.no_grad()
 def test_several_images_in_a_row_of_onevision(images: tuple[int, int], build: Callable) -> None:
-    """They are not cut into tiles, so that the same image becomes other features."""
+    """Several images are not cut into tiles, so the same image has other features."""
     family = FAMILIES["llava_onevision"]
     model, inputs = build(family), family.make_inputs(images=images)
     with tokenprune.patched(model, "divprune", keep=0.5):
         want = model(**inputs).logits
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
         assert all(torch.equal(model(**inputs).logits, want) for _ in range(2))
-        assert counts(model) == (1, 1)  # the call as a whole
+        assert counts(model) == (1, 1)  # the whole call
 
 
 # -- threads, beams, copies, unpatch -----------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_copy_has_a_separate_cache(way: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
-    other = way(model)  # of a model that has not run: see docs/faq.md
+    other = way(model)  # the model has not run, see docs/faq.md
     want = model(**inputs).logits
     assert counts(model) == (0, 1) and counts(other) == (0, 0)
     assert all(torch.equal(other(**inputs).logits, want) for _ in range(2))
@@ -252,7 +252,7 @@ def test_copy_has_a_separate_cache(way: Callable) -> None:
     assert counts(copy.deepcopy(other)) == (0, 0) and tokenprune.feature_cache(other).counts().limit == ROOM
 
 
-# -- refused -----------------------------------------------------------------------------------------------------------
+# -- unsupported setups ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1e9, "64 MB"])

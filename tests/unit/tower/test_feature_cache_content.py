@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes another image, or another tower, to the feature cache; and what it does not keep."""
+"""Changes that invalidate the feature cache, and outputs that it does not store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from each import each
 from tokenprune.integrations.hf.feature_cache.cache import FeatureCache
 from zoo import FAMILIES
 
-# -- what makes another image ------------------------------------------------------------------------------------------
+# -- changes that encode again -----------------------------------------------------------------------------------------
 
 
 def a_pixel(inputs: dict) -> dict:
@@ -65,7 +65,7 @@ def the_attention(model: Any) -> None:
 
 
 def an_adapter(model: Any) -> None:
-    model.model.vision_tower.active_adapters = ["night"]  # as PEFT notes it
+    model.model.vision_tower.active_adapters = ["night"]  # as PEFT marks it
 
 
 def a_hook(model: Any) -> None:
@@ -137,7 +137,7 @@ def test_weights_written_outside_autograd_need_a_clear() -> None:
 
 @torch.no_grad()
 def test_offloaded_weights_hit_the_cache() -> None:
-    """accelerate puts empty ones in their place after each."""
+    """accelerate replaces offloaded weights by empty tensors after each call."""
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     cpu_offload(model, execution_device=torch.device("cpu"))
@@ -157,7 +157,7 @@ def test_writing_to_features_does_not_change_answers(build: Callable) -> None:
         assert torch.equal(model.model.get_image_features(inputs["pixel_values"]).pooler_output[0], want)
 
 
-# -- what is not kept --------------------------------------------------------------------------------------------------
+# -- outputs that are not stored ---------------------------------------------------------------------------------------
 
 
 def test_training_and_gradients_bypass_the_cache(build: Callable) -> None:
@@ -172,12 +172,12 @@ def test_training_and_gradients_bypass_the_cache(build: Callable) -> None:
     model(**inputs | {"pixel_values": inputs["pixel_values"].clone().requires_grad_()})
     found = tokenprune.feature_cache(model).counts()
     assert (found.hits, found.misses, found.not_kept, found.entries) == (0, 0, 3, 0)
-    model(**inputs), model(**inputs)  # gradients are on, and nothing asks for any
+    model(**inputs), model(**inputs)  # gradients are enabled, but no parameter requires them
     assert counts(model) == (1, 1)
 
 
 def test_inference_mode_entries_are_separate(build: Callable) -> None:
-    """A tensor of inference mode cannot be used where gradients are asked for."""
+    """Tensors of inference mode cannot be used where gradients are required."""
     family = FAMILIES["llava"]
     model, inputs = copy.deepcopy(build(family)), family.make_inputs(only=0)
     model.model.vision_tower.requires_grad_(False)
@@ -209,7 +209,7 @@ def test_limit_rejects_large_entries_and_evicts_oldest(build: Callable) -> None:
         size = tokenprune.feature_cache(model).counts().bytes
         assert size == 36 * 64 * 4
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
-        model(**family.make_inputs())  # two, each without the memory of the other
+        model(**family.make_inputs())  # two entries without shared memory
         assert tokenprune.feature_cache(model).counts().bytes == 2 * size
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=size - 1):
         want = model(**images[0]).logits
@@ -217,7 +217,7 @@ def test_limit_rejects_large_entries_and_evicts_oldest(build: Callable) -> None:
         found = tokenprune.feature_cache(model).counts()
         assert (found.hits, found.misses, found.not_kept, found.entries, found.bytes) == (0, 2, 2, 0, 0)
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=2 * size + 5):
-        for number in (0, 1, 0, 2):  # 1 was used longest ago as 2 comes
+        for number in (0, 1, 0, 2):  # 1 is the least recently used entry when 2 is added
             model(**images[number])
         found = tokenprune.feature_cache(model).counts()
         assert (found.hits, found.misses, found.evictions, found.entries) == (1, 3, 1, 2) and found.bytes == 2 * size
@@ -236,7 +236,7 @@ def test_tower_values_count_towards_the_limit(build: Callable) -> None:
         with tokenprune.patched(model, method, keep=0.5, feature_cache=ROOM):
             model(**inputs)
             sizes[method] = tokenprune.feature_cache(model).counts().bytes
-    assert sizes["vscan"] > sizes["divprune"] == 36 * 64 * 4  # no states of the tower's blocks
+    assert sizes["vscan"] > sizes["divprune"] == 36 * 64 * 4  # without hidden states of the tower
 
 
 @dataclasses.dataclass
@@ -250,7 +250,7 @@ def test_entries_of_replaced_weights_are_not_stored() -> None:
     cache.renew("old weights")
     assert cache.find([b"image", b"image"]) == {}
     cache.renew("new weights")
-    cache.keep("old weights", b"image", Made(1))  # the tower was still at it
+    cache.keep("old weights", b"image", Made(1))  # the tower was still running
     assert cache.find([b"image"]) == {} and cache.counts().not_kept == 1
     cache.keep("new weights", b"image", Made(4))
     cache.keep("new weights", b"image", Made(3))  # by two threads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames that merge inside a tower: what a patch leaves as it is, and what is refused."""
+"""Merging frames inside a tower: outputs that a patch does not change, and unsupported setups."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_hidden_states_have_all_frames(family: Family, build) -> None:
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
         output = model.model.get_video_features(inputs["pixel_values_videos"])
-    states = [x for x in output.hidden_states if x is not None]  # transformers 5.24 keeps those alone that are used
+    states = [x for x in output.hidden_states if x is not None]  # transformers 5.24 keeps only the used states
     assert {len(x) for x in states} == {len(output.last_hidden_state)} == {18}
 
 
@@ -82,7 +82,7 @@ def test_in_half_precision(family: Family, dtype: torch.dtype) -> None:
         assert model(**inputs).logits.isfinite().all()
 
 
-# -- what is refused, and said -----------------------------------------------------------------------------------------
+# -- unsupported setups ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

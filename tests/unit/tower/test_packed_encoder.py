@@ -38,7 +38,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def encode(model: Any, inputs: Any) -> dict[str, Any]:
-    """The features of the images and videos of a batch."""
+    """Return the features of the images and videos of a batch."""
     found = {}
     for modality, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if inputs.get(pixels) is not None:
@@ -58,7 +58,7 @@ def rows_in_mlps(model: Any) -> Iterator[list[int]]:
 
 
 def order_of_windows(height: int, width: int, side: int) -> list[int]:
-    """Units of a frame, numbered row by row, in the order of windows of side x side units."""
+    """Return the raster indices of a frame's units, in the order of windows of side x side units."""
     return [
         row * width + column
         for top in range(0, height, side)
@@ -70,8 +70,11 @@ def order_of_windows(height: int, width: int, side: int) -> list[int]:
 
 @torch.no_grad()
 def naive_tower(model: Any, pixels: Tensor, grid: Tensor, plan: list[int], proportional: bool) -> tuple[Any, list]:
-    """One frame through the blocks in plain loops: features of each unit (row by row), their groups, and deepstack
-    features."""
+    """Run one frame through the blocks in plain loops.
+
+    Returns:
+        The features of each unit in raster order, their groups, and deepstack features.
+    """
     tower = model.model.visual
     _, h, w = grid.tolist()
     height, width = h // 2, w // 2
@@ -110,7 +113,7 @@ def naive_tower(model: Any, pixels: Tensor, grid: Tensor, plan: list[int], propo
         x = x + at.proj(attended).view_as(x)
         joined = sorted(
             naive(metric, r(metric) if callable(r) else r, 0)[0]
-        )  # the unit that stays comes first in its group, and keeps its place
+        )  # the kept unit is the first of its group, and keeps its index
         weight = torch.tensor([float(len(group)) for group in groups])
         x = torch.stack([(x[m] * weight[m, None, None]).sum(0) / weight[m].sum() for m in joined])
         groups = [[i for member in members for i in groups[member]] for members in joined]
@@ -120,14 +123,14 @@ def naive_tower(model: Any, pixels: Tensor, grid: Tensor, plan: list[int], propo
             deepstack.append(_spread(merger(x.flatten(0, 1)), groups, order))
     features = _spread(tower.merger(x.flatten(0, 1)), groups, order)
     groups = [sorted(order[place] for place in group) for group in groups]
-    for feature in deepstack:  # earlier blocks: not all of a group were one yet
+    for feature in deepstack:  # in earlier blocks the group was not complete
         for group in groups:
             feature[group] = feature[group].mean(0)
     return (features, deepstack), groups
 
 
 def above(metric: Tensor, threshold: float) -> int:
-    """How many units DToMe merges: those with a partner more similar than the threshold, half of them at most."""
+    """Return the number of units that DToMe merges: partners above the threshold, at most half of the units."""
     unit = metric / metric.norm(dim=-1, keepdim=True)
     best = (unit[::2] @ unit[1::2].T).amax(1) if len(metric) > 1 else metric.new_zeros(0)
     return min(int((best > threshold).sum()), len(metric) // 2)
@@ -199,7 +202,7 @@ def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, buil
         assert len(record_of(got).groups[image].unique()) == len(groups)
         left.append(len(groups) / len(want))
         start, total = start + patches, total + patches // UNIT
-    assert len(set(left)) > 2  # each image a share of its own
+    assert len(set(left)) > 2  # a separate share per image
     assert 0.3 < sum(left) / 4 < 0.5
     with pytest.raises(OptionError, match="only the processor"):
         calibrate(model, [torch.zeros(3, 32, 32)], processor=processor, keep=0.4)
@@ -274,7 +277,7 @@ def test_frames_merge_separately(family: Family, model) -> None:
 @pytest.mark.parametrize("batch", BATCHES)
 @torch.no_grad()
 def test_generate_and_combined_methods(family: Family, model, batch: str, method: Any) -> None:
-    """Against a run of the unpatched model on the same features, with the columns of the others masked."""
+    """Compare with the unpatched model on the same features, with the columns of dropped tokens masked."""
     inputs = family.make_inputs(**BATCHES[batch])
     with tokenprune.patched(model, method, keep=0.5, record=True):
         logits, stats = model(**inputs).logits, tokenprune.stats(model)
@@ -347,7 +350,7 @@ def test_unsupported_setups_raise(build) -> None:
     ):
         without = {name: value for name, value in inputs.items() if name != "pixel_values"}
         model(**without, mm_encoder_outputs=plain)
-    model.model.visual.config._attn_implementation_internal = "flash_attention_2"  # loads nothing
+    model.model.visual.config._attn_implementation_internal = "flash_attention_2"  # loads no weights
     with pytest.raises(UnsupportedSetupError, match="proportional=False"):
         tokenprune.patch(model, "tome", keep=0.5)
     model.model.visual.config._attn_implementation_internal = "sdpa"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches that a method drops inside the tower, against the whole tower with their columns masked, in plain loops."""
+"""Patches that a method drops inside the tower, against plain loops over the unpruned tower with masked columns."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ BLOCKS, LAST = 23, 21  # of the description, and the block of its last cut
 
 
 def looks(block: int, read: int) -> list[int]:
-    """Which of the description's blocks, as blocks up to the last cut, are looked at in a block of a tower."""
+    """Return the blocks of the description that a block of the tower observes, up to the last cut."""
     return [LAST - b for b in range(LAST + 1) if math.ceil((b + 0.5) / BLOCKS * read) - 1 == block]
 
 
 @torch.no_grad()
 def masked(tower: Any, pixels: Tensor, keep: int, read: int) -> tuple[list[Tensor], list[list[int]]]:
-    """One image through all blocks at full length, nobody seeing the columns of patches that were dropped: the hidden
-    states, and which patches are left behind each block, by the description's steps."""
+    """Run one image through all blocks at full length, with the columns of dropped patches masked.
+
+    Returns:
+        The hidden states, and the kept patches after each block, following the steps of the description.
+    """
     x = tower.pre_layrnorm(tower.embeddings(pixels[None]))[0]
     states, left, score, stages = [x], list(range(1, len(x))), {}, []
     for index, block in enumerate(blocks_of(tower)):
@@ -75,7 +78,7 @@ def masked(tower: Any, pixels: Tensor, keep: int, read: int) -> tuple[list[Tenso
 
 
 def sharp(model: Any) -> Any:
-    """The model with uneven attention of its class token, so that images drop different numbers early."""
+    """Return the model with uneven attention of its class token, so that images drop different numbers early."""
     model = copy.deepcopy(model)
     for block in blocks_of(tower_of(model)):
         block.self_attn.q_proj.weight.data *= 4
@@ -112,12 +115,12 @@ def test_tower_matches_masked_loop(attn: str, keep: Any, build) -> None:
 
 @torch.no_grad()
 def test_observables_do_not_depend_on_the_batch(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images that dropped more are padded by then."""
+    """Images that dropped more patches are padded."""
     model = build(FAMILIES["llava"])
     pixels, shown = tiles(model, 3), []
 
     def note(self: Any, flow: Tensor, counts: list[int] | None, remaining: tuple[int, ...]) -> Merge | None:
-        """In the first block those go that are attended to most: were they seen as padding, it would be felt."""
+        """Drop the most attended patches in the first block. Treating them as padding would change the result."""
         shown.append((flow, counts or [flow.shape[2] + 1] * len(flow)))
         if len(flow[0, 0]) < patches:
             return None
@@ -165,7 +168,7 @@ def test_decoder_matches_masked_decoder(name: str, batch: dict, build) -> None:
 
 
 def siglip() -> Any:
-    """A LLaVA whose tower is SigLIP: no class token."""
+    """Return a LLaVA with a SigLIP tower, which has no class token."""
     read = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
     vision = PALIGEMMA.config["vision_config"]
     return replace(FAMILIES["llava"], config=FAMILIES["llava"].config | read | {"vision_config": vision}).build()
@@ -184,7 +187,7 @@ def test_keep_one_is_bit_equal(build) -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "llava_next"])
 @torch.no_grad()
 def test_acts_inside_the_tower_if_supported(name: str, build) -> None:
-    """8, 9: without the option as the authors do, which other logits tell, and after the tower elsewhere."""
+    """By default the method acts as in the paper, which gives other logits, and after the tower on other families."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs()
 
@@ -197,7 +200,7 @@ def test_acts_inside_the_tower_if_supported(name: str, build) -> None:
     assert site is (Site.IN_ENCODER if inside else Site.PRE_LLM) and torch.equal(got, behind) is not inside
     if inside:
         assert torch.equal(got, asked(inside=True)[0])
-    # What a tower cannot do for each image of itself.
+    # Setups in which images of a tower are not independent.
     budgets = tokenprune.Budget(keep=0.4, per="prompt"), tokenprune.Budget.from_kv_share(0.4)
     for how in ({"guard": "auto"}, *({"keep": one} for one in budgets)):
         assert asked(**how)[1] is Site.PRE_LLM
@@ -208,7 +211,7 @@ def test_acts_inside_the_tower_if_supported(name: str, build) -> None:
 
 @torch.no_grad()
 def test_unsupported_forms_raise_by_name(build) -> None:
-    """And nothing is left on the model; together with another method, in the tower too."""
+    """The model is unchanged after the error. Combined with another method it also acts in the tower."""
     model, family = build(FAMILIES["llava"]), FAMILIES["llava"]
     with pytest.raises(OptionError, match="flowcut"):
         tokenprune.patch(model, ["tome", "flowcut"], keep=0.5)

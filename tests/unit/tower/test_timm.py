@@ -47,7 +47,11 @@ def images(count: int = 3) -> Tensor:
 
 @torch.no_grad()
 def naive_features(model: Any, image: Tensor, plan: list[int], proportional: bool = True) -> tuple[Tensor, list[int]]:
-    """One image through the blocks in plain loops: the full grid behind the last block, and tokens after each."""
+    """Run one image through the blocks in plain loops.
+
+    Returns:
+        The full grid after the last block, and the number of tokens after each block.
+    """
     x = model.norm_pre(model._pos_embed(model.patch_embed(image[None])))[0]
     groups = [[i] for i in range(len(x))]
     counts = []
@@ -152,7 +156,7 @@ def test_unsupported_setups_raise() -> None:
 
 @torch.no_grad()
 def test_dropping_in_models_with_a_class_token() -> None:
-    """As on the patches that are left alone: with a threshold, of each image as many as it has alone."""
+    """A batch matches its single images, also with a threshold."""
     model, x = build("class token"), images()
     for options in ({"layer": 1}, {"layer": 1, "threshold": 0.5, "partners": 1}):
         with tokenprune.patched(model, "saint", keep=0.4, **options):

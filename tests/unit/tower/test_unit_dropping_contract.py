@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropping units in the tower: what a patch leaves as it is, and what is refused."""
+"""Dropping units in the tower: outputs that a patch does not change, and unsupported setups."""
 
 from __future__ import annotations
 
