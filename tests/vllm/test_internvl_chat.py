@@ -37,7 +37,9 @@ def prompt(images: int) -> str:
     return "look: " + " and ".join(["<image>"] * images) + " what is it? "
 
 
-def test_tower_is_read_and_merges(start: Callable[..., Engine], folder: Any, reference: Any, written: Path, tmp_path: Path) -> None:
+def test_tower_is_read_and_merges(
+    start: Callable[..., Engine], folder: Any, reference: Any, written: Path, tmp_path: Path
+) -> None:
     """Several methods read it and one merges, for images of one and several tiles, in one call of the tower."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 

@@ -91,9 +91,7 @@ def test_recomputed_requests(engine: Engine, reference: Any, preempted: list[str
         check(reference, output, prompt, images, HALF)
 
 
-def test_prompts_longer_than_the_model_raise(
-    engine: Engine, reference: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_longer_than_the_model_raise(engine: Engine, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.forget()
     prompt, images = engine.checkpoint.prompt(2), engine.checkpoint.images(2)
     with monkeypatch.context() as patch:

@@ -226,7 +226,9 @@ def test_a_video_beside_a_image(engine: Engine, reference: Any, checkpoint: Chec
         check(reference(checkpoint.name), output, prompt, images, override, videos)
 
 
-def test_units_merge_in_the_tower_as_in_transformers(engine: Engine, reference: Any, checkpoint: Checkpoint, thresholds: Any) -> None:
+def test_units_merge_in_the_tower_as_in_transformers(
+    engine: Engine, reference: Any, checkpoint: Checkpoint, thresholds: Any
+) -> None:
     """Images of several sizes in one call, frames of a video, and unpruned images in the same call."""
     if checkpoint.name not in PACKED + TILES:
         pytest.skip("its tower has no units; for tiles that are cropped see test_tile_merging.py")
@@ -302,9 +304,7 @@ def test_units_are_dropped_at_a_block_of_the_tower(engine: Engine, reference: An
 
 
 @pytest.mark.parametrize("score", ["diverse", "change", "norm", "detail", "random"])
-def test_towerdrop_matches_transformers(
-    score: str, engine: Engine, reference: Any, checkpoint: Checkpoint
-) -> None:
+def test_towerdrop_matches_transformers(score: str, engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     """At the first possible block and at a later block, for several images, a video, and next to other settings."""
     if checkpoint.name not in PACKED:
         pytest.skip("its tower takes whole grids alone")

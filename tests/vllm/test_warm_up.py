@@ -76,18 +76,14 @@ def test_server_runs_its_setting_and_profiles(
     assert len(runs) == len(ran)  # only before the server was ready
 
 
-def test_any_image_shape_and_longer_videos(
-    start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
-) -> None:
+def test_any_image_shape_and_longer_videos(start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]) -> None:
     engine = start("qwen2_5_vl", {"method": "vscan", "stage2": False, "keep": 0.5})
     assert len(runs) == len(set(runs)) > 2
     budget = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.mm_budget.mm_max_toks_per_item
     assert max(count for _, count in runs) == budget["video"] > budget["image"]
 
 
-def test_reload_runs_only_new_settings(
-    start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
-) -> None:
+def test_reload_runs_only_new_settings(start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]) -> None:
     engine, default = start("llava", DIVPRUNE), ServedSetting.from_json(DIVPRUNE).to_json()
     at_start = len(runs)
 
@@ -148,9 +144,7 @@ def test_failing_selection_raises_at_load(
     assert "divprune failed on a random item of 48 tokens" in caplog.text
 
 
-def test_refused_sizes_are_skipped(
-    made: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_sizes_are_skipped(made: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     select = DivPrune.select
 
     def even(self: Any, tokens: Any) -> Any:
@@ -181,9 +175,7 @@ def test_video_out_of_memory_does_not_stop_the_server(
 
 
 @pytest.mark.only_v2("where kernels are interpreted")
-def test_requests_use_only_warmed_up_kernels(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_use_only_warmed_up_kernels(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
     programs: list[tuple[str, str]] = []
