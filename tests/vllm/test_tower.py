@@ -370,7 +370,7 @@ def test_invalid_requests_do_not_stop_the_server(engine: Engine, checkpoint: Che
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"local_layer": 17}, "block 17 does not exist"),
         ({"stage2": True}, "stage2=false"),
-        ({"method": "seer", "early": 1.5}, "no share of the vision tower's depth"),
+        ({"method": "seer", "early": 1.5}, "is not a share of the tower's depth"),
     ]
     if checkpoint.name == "llava":  # the model does not read the last block, so vLLM does not load it
         wrong.append(({"local_layer": 2}, "vLLM does not run block 2"))
@@ -384,7 +384,7 @@ def test_invalid_requests_do_not_stop_the_server(engine: Engine, checkpoint: Che
 
 def test_unknown_towers_stop_the_server(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(TOWERS, "pixtral")
-    with pytest.raises(UnsupportedSetupError, match=r"of 'llava' with the tower 'pixtral' become.*divprune"):
+    with pytest.raises(UnsupportedSetupError, match=r"of 'llava' with the tower 'pixtral' cannot be traced.*divprune"):
         config(folder("pixtral"), VSCAN)
     assert config(folder("pixtral"), {"method": "divprune"}).multimodal_config.tokenprune["method"] == "divprune"
 
