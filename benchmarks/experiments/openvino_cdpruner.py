@@ -3,7 +3,7 @@
 
     pip install openvino-genai
     python benchmarks/experiments/openvino_cdpruner.py           # measure, into results/openvino_cdpruner.jsonl
-    python benchmarks/experiments/openvino_cdpruner.py --page    # write the table into docs/guide/openvino.md
+    python benchmarks/experiments/openvino_cdpruner.py --page    # write the table into docs/serving/other-servers.md
 
 The shipped Qwen2.5-VL is exported (openvino_export.py) and asked its held-out questions by both engines, in float32.
 Which tokens VLMPipeline keeps it does not tell; here its language model is exchanged for one that answers with the
@@ -34,7 +34,7 @@ from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.heldout import Example, load_heldout
 
 FILE = RESULTS / "openvino_cdpruner.jsonl"
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "openvino.md"
+PAGE = Path(__file__).parents[2] / "docs/serving/other-servers.md"
 BEGIN, END = "<!-- openvino:begin (benchmarks/experiments/openvino_cdpruner.py --page) -->", "<!-- openvino:end -->"
 PRUNED = 75  # per cent
 WEIGHTS = (0.0, 0.5, 1.0)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed-ups that papers print beside ours on a GPU: docs/peers.md, from the tables of benchmarks/experiments/gpu.
+"""Speed-ups that papers print beside ours on a GPU: docs/results/peers.md, from the tables of
+benchmarks/experiments/gpu.
 
     python benchmarks/experiments/peers.py --page
 
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 import sheets
 
 PUBLISHED = Path(__file__).parent / "papers" / "speedups.json"
-PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
+PAGE = Path(__file__).parents[2] / "docs/results/peers.md"
 BEGIN, END = "<!-- peers:begin (benchmarks/experiments/peers.py --page) -->", "<!-- peers:end -->"
 TABLES = {"f_llava15": "LLaVA-1.5-7B", "b_llava_next": "LLaVA-NeXT-7B"}
 PRINTED = (64, 320)  # tokens left where papers print a ratio
@@ -100,7 +101,7 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write the tables into docs/peers.md")
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/results/peers.md")
     if parser.parse_args().page:
         fill_page(PAGE, BEGIN, END, page())
     else:

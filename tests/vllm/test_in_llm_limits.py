@@ -193,7 +193,7 @@ def test_sliding_windows_raise() -> None:
     for change in ({"sliding_window": 512}, {"kv_sharing_target_layer_name": "1"}):
         with pytest.raises(UnsupportedModelError, match="sliding window or shares"):
             limits.check_layers(decoder(**change))
-    with pytest.raises(UnsupportedSetupError, match="FLASHINFER\. Start with --attention-backend FLASH_ATTN or"):
+    with pytest.raises(UnsupportedSetupError, match=r"FLASHINFER\. Start with --attention-backend FLASH_ATTN or"):
         limits.check_layers(decoder(backend="FLASHINFER"))
     with pytest.raises(UnsupportedModelError, match=r"lacks self_attn\.attn"):
         limits.check_layers(SimpleNamespace(layers=[SimpleNamespace()]))

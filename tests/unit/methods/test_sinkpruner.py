@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tokenprune
 from several_cuts import COUNTS, SHARES, best, rows, view, wanted
-from tokenprune.methods.pre_llm.sinkpruner import different
+from tokenprune.methods.pre_llm.sinkpruner import pick_dissimilar
 
 
 def naive_different(x: Tensor, among: list[int], taken: list[int], number: int, at_once: int) -> list[int]:
@@ -39,7 +39,7 @@ def naive_stage(features: Tensor, attention: list[float], keep: int, sinks: floa
 
 
 @pytest.mark.parametrize("sinks", [0.0, 0.01, 0.2])
-def test_what_enters_the_decoder(sinks: float) -> None:
+def test_first_stage_equals_naive_loop(sinks: float) -> None:
     method = tokenprune.method("sinkpruner", sinks=sinks, stage2=False)
     for seed, counts in enumerate([*COUNTS, [100]]):
         for share in SHARES:
@@ -56,13 +56,13 @@ def test_what_enters_the_decoder(sinks: float) -> None:
                 assert selection.assign[row, :n].tolist() == into
 
 
-def test_different_tokens_one_by_one_and_in_rounds() -> None:
+def test_dissimilar_tokens_one_by_one_and_in_rounds() -> None:
     x = torch.randn(2, 30, 8, generator=torch.Generator().manual_seed(3))
     mask = torch.arange(30) < torch.tensor([[30], [21]])
     taken = torch.zeros(2, 30, dtype=torch.bool)
     taken[:, [2, 5]] = True
     for at_once in (1, 4, 16):
-        got = rows(different(x, mask, taken, torch.tensor([17, 9]), 17, at_once))
+        got = rows(pick_dissimilar(x, mask, taken, torch.tensor([17, 9]), 17, at_once))
         assert got == [
             naive_different(x[0], list(range(30)), [2, 5], 17, at_once),
             naive_different(x[1], list(range(21)), [2, 5], 9, at_once),

@@ -51,7 +51,7 @@ def page(
 
 def shares(*images: Image.Image, keep: float = 0.25, per: str = "image", **options: Any) -> list[float]:
     method = tokenprune.method("dynres", **options)
-    return method.shares([InputImage(image) for image in images], keep, per)
+    return method.compute_shares([InputImage(image) for image in images], keep, per)
 
 
 def test_busy_images_get_more() -> None:
@@ -215,7 +215,7 @@ def test_a_question_about_text_gets_the_full_size() -> None:
     method = tokenprune.method("dynres", question_guard=True)
     assert method.query_aware and not method.prefix_cache_safe
     photos = [InputImage(photo(80, 80, seed), question=question) for seed, question in enumerate(["", "read", ""])]
-    got = method.shares(photos, 0.5, "prompt")
+    got = method.compute_shares(photos, 0.5, "prompt")
     assert got[1] == 1.0 and sum(got) == pytest.approx(1.5)
     with pytest.raises(OptionError, match="whole of it"):
         patch_processor(Qwen2VLImageProcessor(**LIMITS), "dynres", question_guard=True)

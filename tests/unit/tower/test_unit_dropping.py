@@ -319,5 +319,5 @@ def test_colours_match_the_processor(build) -> None:
             kept.append(int(record_of(encode(model, inputs)["image"]).kept[0].sum()))
     # Neighbours in a row differ by one step, rows by a row's length: the first unit of each row is kept.
     assert kept == [h * w // UNIT, h // 2]
-    with pytest.raises(OptionError, match=r"threshold=0.02 is a distance of colours.*Pass processor="):
+    with pytest.raises(OptionError, match=r"threshold=0.02 is a distance of color values.*Pass processor="):
         tokenprune.patch(model, "pixelprune", threshold=0.02)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tokenprune.budgets import Budget, joint_share
+from tokenprune.budgets import Budget, compute_joint_share
 from tokenprune.errors import NotPatchedError
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.selection.method import Method
@@ -52,10 +52,10 @@ class Attachment(Attachable):
     def format_lines(self) -> list[str]:
         """Return the lines that `print(model)` shows: one per method, and one for each optional feature."""
         lines = [
-            f"tokenprune: {method!r}, keep={budget.short()}, site={method.site}"
+            f"tokenprune: {method!r}, keep={budget.format_short()}, site={method.site}"
             for method, budget in zip(self.methods, self.budgets, strict=True)
         ]
-        together = joint_share(self.budgets) if len(self.budgets) > 1 else None
+        together = compute_joint_share(self.budgets) if len(self.budgets) > 1 else None
         if together is not None:
             lines.append(f"tokenprune: {len(self.budgets)} methods, together keep={together:.4g}")
         if self.feature_cache is not None:

@@ -12,12 +12,12 @@ from typing import Any
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
-from tokenprune.models.token_counts import Reader, image_processor_of, rule_for
-from tokenprune.selection.images import InputImage, collect
+from tokenprune.models.token_counts import SettingsReader, find_rule, get_image_processor
+from tokenprune.selection.images import InputImage, collect_images
 from tokenprune.selection.sites.pixels import ResizeMethod
 
 # `Rule.grid`.
-Grid = Callable[[Reader, int, int], tuple[int, int, int, int, int]]
+Grid = Callable[[SettingsReader, int, int], tuple[int, int, int, int, int]]
 
 
 class Resizer:
@@ -44,12 +44,12 @@ class Resizer:
 
     def __init__(self, method: ResizeMethod, budget: Budget, processor: Any, adapter: Any = None) -> None:
         self.method, self.budget, self.adapter, self.processor = method, budget, adapter, processor
-        self.image_processor = image_processor_of(processor)
+        self.image_processor = get_image_processor(processor)
         self.identity = budget.is_identity()
         self.counts = PixelCounts()
         if self.identity:
             return
-        self.rule = rule_for(processor)
+        self.rule = find_rule(processor)
         self.resizing = self.rule.resizing if self.rule else adapter.family.resizing if adapter else None
         self._check()
 
@@ -85,7 +85,7 @@ class Resizer:
             raise UnsupportedSetupError(
                 f"{name}: the tokens of {type(self.image_processor).__name__} cannot be counted. Set keep to a share."
             )
-        if self.rule is None and self.resizing == "input" and "height" in Reader(self.processor).size():
+        if self.rule is None and self.resizing == "input" and "height" in SettingsReader(self.processor).size():
             raise UnsupportedSetupError(
                 f"{name} has no effect with {type(self.image_processor).__name__}, which resizes every image to one "
                 "size. Use a method that acts on the model, such as 'pool'."
@@ -93,7 +93,9 @@ class Resizer:
         if self.resizing == "target":
             self._check_tower()
         elif self.rule is not None:
-            self.rule.count(Reader(self.processor), 100, 100, 1)  # raises if an option of the processor is missing
+            self.rule.count(
+                SettingsReader(self.processor), 100, 100, 1
+            )  # raises if an option of the processor is missing
 
     def _check_tower(self) -> None:
         if self.adapter is None:
@@ -118,14 +120,14 @@ class Resizer:
         """
         if self.identity:
             return images, kwargs
-        read = Reader(self.processor, kwargs)
+        read = SettingsReader(self.processor, kwargs)
         rule, remaining = self.rule, iter(questions)
 
         def make(image: Any, prompt: int, companions: int) -> InputImage:
             count = None if rule is None else lambda height, width: rule.count(read, height, width, companions)
             return InputImage(image, kwargs.get("input_data_format"), prompt, companions, count, next(remaining, ""))
 
-        inputs, rebuild = collect(self.image_processor.fetch_images(images), make)
+        inputs, rebuild = collect_images(self.image_processor.fetch_images(images), make)
         if not inputs:
             return images, kwargs
         shares = self._compute_shares(inputs)
@@ -142,22 +144,22 @@ class Resizer:
         else:
             sizes = [_find_size(image, share, self.max_tokens) for image, share in zip(inputs, shares, strict=True)]
         self._record(inputs, sizes, kwargs)
-        return rebuild([image.resized(*size) for image, size in zip(inputs, sizes, strict=True)]), kwargs
+        return rebuild([image.resize(*size) for image, size in zip(inputs, sizes, strict=True)]), kwargs
 
     def _compute_shares(self, images: list[InputImage]) -> list[float]:
         if self.max_tokens is None:
-            return self.method.shares(images, self.share, self.budget.per)
+            return self.method.compute_shares(images, self.share, self.budget.per)
         return [min(1.0, self.max_tokens / image.tokens) for image in images]
 
     def _record(self, images: list[InputImage], sizes: list[tuple[int, int]], kwargs: dict[str, Any]) -> None:
         """Record the number of tokens of `images`, resized to `sizes` and unpruned."""
         if self.rule is None:
             return
-        rule, read = self.rule, Reader(self.processor, kwargs)
-        counts = [rule.count(read, *size, image.companions) for image, size in zip(images, sizes, strict=True)]
+        rule, read = self.rule, SettingsReader(self.processor, kwargs)
+        counts = [rule.count(read, *size, image.num_prompt_images) for image, size in zip(images, sizes, strict=True)]
         self.counts.record(sum(counts), sum(image.tokens for image in images))
 
-    def _reduce_target(self, read: Reader, share: float) -> dict[str, Any]:
+    def _reduce_target(self, read: SettingsReader, share: float) -> dict[str, Any]:
         if read("do_resize") is False:
             raise UnsupportedSetupError(f"{self.method.name} has no effect with do_resize=False. Leave do_resize out.")
         changed: dict[str, Any] = {}
@@ -196,7 +198,7 @@ class Resizer:
             return True
         patches = full_size // self._patch
         share = self.share if self.max_tokens is None else min(1.0, self.max_tokens / patches**2)
-        if not self.method.by_content and _find_side(patches, share, self.max_tokens) < patches:
+        if not self.method.depends_on_content and _find_side(patches, share, self.max_tokens) < patches:
             raise UnsupportedSetupError(
                 f"{self.method.name}: these pixels were not resized. Make them with the processor that was passed to "
                 "patch()."
@@ -205,7 +207,7 @@ class Resizer:
 
 
 def _resize_on_grid(
-    grid: Grid, read: Reader, images: list[InputImage], shares: list[float], tokens: int | None = None
+    grid: Grid, read: SettingsReader, images: list[InputImage], shares: list[float], tokens: int | None = None
 ) -> tuple[list[tuple[int, int]], dict]:
     """Return sizes that are multiples of a token, and the processor's option `size` that keeps them unchanged.
 

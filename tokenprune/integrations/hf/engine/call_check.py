@@ -15,7 +15,7 @@ from tokenprune.integrations.hf.forward.plan import Plan
 from tokenprune.integrations.hf.sequence.packing import borders, unread
 from tokenprune.integrations.shared.attachable import get_thread_states
 from tokenprune.selection.method import Method
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 
 logger = logging.getLogger("tokenprune")
 
@@ -31,7 +31,7 @@ class CallCheck(Part):
         self.adapter = adapter
         self.reading = [method.name for method in methods if method.query_aware]
         self.absolute = [
-            method.name for method in methods if any(seen.absolute for seen in observables_of(method.needs))
+            method.name for method in methods if any(seen.absolute for seen in select_observables(method.needs))
         ]
         self.logged: set[str] = set()
 

@@ -14,11 +14,11 @@ from tokenprune.integrations.shared.checks.reading import (
     find_joined_layers_error,
     find_reading_error,
 )
-from tokenprune.methods.registry import without_base
-from tokenprune.models.families import FAMILIES, REFUSED, UNCUT, Family, family_of
+from tokenprune.methods.registry import find_missing_base
+from tokenprune.models.families import FAMILIES, PIXELS_ONLY, REFUSED, Family, get_family
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import Backend, ObservedAt
-from tokenprune.selection.observable_registry import compares_frames, not_served, observables_of
+from tokenprune.selection.observable_registry import compares_frames, list_unserved, select_observables
 from tokenprune.selection.sites.encoder import VTU_FORMS, EncoderMethod
 from tokenprune.selection.sites.frames import FrameMerger
 from tokenprune.selection.sites.pixels import ResizeMethod
@@ -58,8 +58,8 @@ def find_error(method: Method, family: Family | str | None, config: Any, acts: b
     """Return an error if a method is not supported on a family in transformers; see `checks.check`."""
     if (error := _find_declared_error(method)) is not None or family is None:
         return error
-    row = family if isinstance(family, Family) else family_of(family)
-    uncut = row.name in UNCUT and row.name not in FAMILIES  # an adapter of a user may register a row
+    row = family if isinstance(family, Family) else get_family(family)
+    uncut = row.name in PIXELS_ONLY and row.name not in FAMILIES  # an adapter of a user may register a row
     if (acts and method.site is not Site.PRE_ENCODER) if uncut else family in REFUSED:
         return UnsupportedModelError(f"Model type {row.name!r} is not supported: {REFUSED[row.name]}.")
     if row.since is None:
@@ -75,11 +75,11 @@ def find_error(method: Method, family: Family | str | None, config: Any, acts: b
 def _find_declared_error(method: Method) -> TokenPruneError | None:
     """Return an error if the declarations or options of a method exclude every model."""
     name = method.name
-    if missing := not_served(method.needs, Backend.HF):
+    if missing := list_unserved(method.needs, Backend.HF):
         return OptionError(f"{name} needs {', '.join(missing)}, which models of transformers do not provide.")
-    if method.site is Site.PRE_LLM and (later := [item.name for item in observables_of(method.needs, *_LATER)]):
+    if method.site is Site.PRE_LLM and (later := [item.name for item in select_observables(method.needs, *_LATER)]):
         return OptionError(f"{name}: a PRE_LLM method cannot need {later}, because no layer has run yet.")
-    if problem := without_base(type(method), method.site):
+    if problem := find_missing_base(type(method), method.site):
         return OptionError(f"{name}: {problem}")
     if isinstance(method, EncoderMethod) and method.vtu not in VTU_FORMS:
         return OptionError(f"{name}: vtu={method.vtu!r} is not an option. Use one of {', '.join(VTU_FORMS)}.")
@@ -112,7 +112,7 @@ def _find_tower_error(method: Method, row: Family, config: Any) -> TokenPruneErr
         if not (packed or (in_rows and method.sees != "pixels")):
             return UnsupportedSetupError(
                 f"{name} cannot drop patches in the tower of {family!r}, where the patches of a visual token are not "
-                f"adjacent in one sequence (docs/families.md lists other families). {AFTER_THE_TOWER}"
+                f"adjacent in one sequence (docs/reference/families.md lists other families). {AFTER_THE_TOWER}"
             )
         if own_grids and not method.removes:
             return UnsupportedSetupError(
@@ -145,7 +145,7 @@ def find_cache_error(site: Site, family: Family | str | None, cache: Cache, name
         decoding = f"{name} drops tokens while decoding, and a {cache.name} cache keeps its slots."
         in_blocks = f"Pruning with a {cache.name} cache and attention in blocks is not supported."
         return UnsupportedSetupError(f"{decoding if site is Site.DECODE else in_blocks} {cache.fix}")
-    row = family_of(family) if isinstance(family, str) else family
+    row = get_family(family) if isinstance(family, str) else family
     if row is not None and not (cache.every_family or row.static_cache):
         return UnsupportedSetupError(
             f"Pruning with a {cache.name} cache is not supported in the decoder of {row.name!r}. {cache.fix}"
@@ -163,7 +163,7 @@ def find_combination_error(methods: Sequence[Method]) -> TokenPruneError | None:
                 'unmerging changes the tokens that the decoder attends to. Use vtu="off".'
             )
         inside = [other.name for other in methods if other.site.order > Site.PRE_LLM.order]
-        if isinstance(method, Pruner) and method.weighs and inside:
+        if isinstance(method, Pruner) and method.weighs_attention and inside:
             return OptionError(
                 f"{method.name} weighs attention by the tokens that enter the language model, and {inside[0]} acts "
                 "inside it. Use one of the two, or calibrate=False."
@@ -172,7 +172,7 @@ def find_combination_error(methods: Sequence[Method]) -> TokenPruneError | None:
     if len(decoding) > 1:
         return OptionError(f"{decoding[0]}: only one of the combined methods can act while decoding.")
     blocks = [method.name for method in methods if method.site is Site.ATTENTION]
-    ranking = [method.name for method in methods if any(item.all_rows for item in observables_of(method.needs))]
+    ranking = [method.name for method in methods if any(item.all_rows for item in select_observables(method.needs))]
     if blocks and ranking:
         return OptionError(
             f"{ranking[0]} ranks tokens by the attention they receive from all others, but with {blocks[0]} tokens "

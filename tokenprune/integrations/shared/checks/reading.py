@@ -10,7 +10,7 @@ from tokenprune.errors import TokenPruneError, UnsupportedSetupError
 from tokenprune.models.families import Family
 from tokenprune.selection.method import Method
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 
 AFTER_THE_TOWER = "Use a method that acts after the tower, such as divprune."
 ON_IMAGES_TOO = "Use a method that also acts on images, such as divprune."
@@ -28,7 +28,9 @@ def reads_tower(method: Method | None) -> bool:
 
 def find_missing_observable(method: Method, row: Family) -> str | None:
     """Return a description of the first value that a method needs and a family does not provide, or None."""
-    return next((why for observable in observables_of(method.needs) if (why := observable.obstacle(row))), None)
+    return next(
+        (why for observable in select_observables(method.needs) if (why := observable.find_obstacle(row))), None
+    )
 
 
 def find_reading_error(
@@ -73,4 +75,6 @@ def find_joined_layers_error(method: Method, config: Any) -> TokenPruneError | N
 
 
 def _tower_observables(method: Method) -> list[str]:
-    return [observable.name for observable in observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)]
+    return [
+        observable.name for observable in select_observables(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
+    ]

@@ -15,10 +15,10 @@ from tokenprune.integrations.shared.checks.reading import (
     find_joined_layers_error,
     find_reading_error,
 )
-from tokenprune.models.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, tower_kind, tower_of
+from tokenprune.models.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, get_tower, get_tower_type
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import Backend
-from tokenprune.selection.observable_registry import compares_frames, not_served
+from tokenprune.selection.observable_registry import compares_frames, list_unserved
 from tokenprune.selection.sites.encoder import EncoderMethod
 from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.selection.sites.units import UnitDropper
@@ -47,7 +47,7 @@ def find_error(method: Method, family: Family | str | None, in_llm: bool, config
             f"{method.name} compares the frames of a video, and the tokens of a frame are not known for {served}. "
             f"{ON_IMAGES_TOO}"
         )
-    tower = None if _can_trace(row, config) else "" if config is None else f" with the tower {tower_kind(config)!r}"
+    tower = None if _can_trace(row, config) else "" if config is None else f" with the tower {get_tower_type(config)!r}"
     error = find_reading_error(method, row, served, tower, json.dumps)
     return error or _find_merging_error(method, row, config) or _find_dropping_error(method, row, config)
 
@@ -62,7 +62,7 @@ def _can_trace(row: Family, config: Any) -> bool:
     """Return True if patches of the tower can be traced to visual tokens."""
     if config is None:
         return row.patches is not None
-    return row.layout(config) is not None and tower_of(config) is not None
+    return row.layout(config) is not None and get_tower(config) is not None
 
 
 def _find_merging_error(method: Method, row: Family, config: Any) -> TokenPruneError | None:
@@ -72,7 +72,7 @@ def _find_merging_error(method: Method, row: Family, config: Any) -> TokenPruneE
     if not _has_rows(row, config, "tiles", "packed"):
         return UnsupportedSetupError(
             f"{method.name} merges inside the vision tower, and the number of kept tokens of {row.name!r} is not known "
-            f"before the tower runs (docs/serving.md lists other families). {AFTER_THE_TOWER}"
+            f"before the tower runs (docs/serving/start.md lists other families). {AFTER_THE_TOWER}"
         )
     return find_joined_layers_error(method, config)
 
@@ -86,8 +86,8 @@ def _find_dropping_error(method: Method, row: Family, config: Any) -> TokenPrune
         return error
     reason = "which crops tiles after the tower" if row.patches == "packed" else "which needs complete grids"
     return UnsupportedSetupError(
-        f"{method.name} cannot drop patches in the tower of {row.vllm.architecture}, {reason} (docs/serving.md lists "
-        f"other families). {AFTER_THE_TOWER}"
+        f"{method.name} cannot drop patches in the tower of {row.vllm.architecture}, {reason} "
+        f"(docs/serving/start.md lists other families). {AFTER_THE_TOWER}"
     )
 
 
@@ -103,7 +103,7 @@ def _has_rows(row: Family, config: Any, *layouts: str) -> bool:
 
 def _uses_all_patches(config: Any) -> bool:
     """Return True if the visual tokens are made of all patches of a tower that can merge, without its class token."""
-    tower, chosen = tower_of(config), getattr(config, "vision_feature_select_strategy", None)
+    tower, chosen = get_tower(config), getattr(config, "vision_feature_select_strategy", None)
     if tower is None or tower.merging is None:
         return False
     return chosen is None or (chosen == "full") == (not tower.class_tokens)  # None: the model lacks the option
@@ -132,7 +132,7 @@ def _find_count_obstacle(method: Method) -> str | None:
     """Return why the number of kept tokens is not known before the tower runs, or None if it is."""
     if isinstance(method, UnitDropper) and method.sees == "pixels":
         return None  # the front end counts from the pixels
-    if method.by_content_count or not method.least:
+    if method.chooses_count or not method.min_tokens:
         return "the number of kept tokens depends on the content, and vLLM must know it before. Use transformers."
     return None
 
@@ -163,7 +163,7 @@ def _find_before_llm_obstacle(method: Method) -> str | None:
     if method.site is Site.IN_LLM and _find_in_llm_obstacle(method) is None:
         return (
             f'it acts inside the language model, after the length of the prompt is set. "{IN_LLM}": true allows it, '
-            "with limits (docs/serving.md)."
+            "with limits (docs/serving/start.md)."
         )
     if method.site is not Site.PRE_LLM:
         return (
@@ -174,9 +174,9 @@ def _find_before_llm_obstacle(method: Method) -> str | None:
         options = _format_options(method.query_free)
         fix = f"{method.name} with {options}" if options else "its options that switch the later stages off"
         return f"it acts at several stages, and only the entry of the language model is supported. Use {fix}."
-    if isinstance(method, Pruner) and method.weighs:
+    if isinstance(method, Pruner) and method.weighs_attention:
         return f"it weighs attention inside the language model. Use {_format_options(method.fallback_options)}."
-    if missing := not_served(method.needs, Backend.VLLM):
+    if missing := list_unserved(method.needs, Backend.VLLM):
         options = method.fallback_hint(missing, json.dumps)
         fix = f"{method.name} with {options}" if options else "a method that does not need it, such as divprune"
         return f"it needs {', '.join(missing)}, which the fused layers of vLLM do not provide. Use {fix}."

@@ -72,7 +72,7 @@ class PackedLayout(TowerLayout):
         sizes = [math.prod(grid) for grid in grids]
 
         def build_plan(count: int, keep: float | int) -> Plan:
-            return method.plan(Budget.from_number(keep), self.shape.of(count))
+            return method.plan(Budget.from_number(keep), self.shape.with_tokens(count))
 
         assert self.budget.keep is not None  # see `check_method`
         parts = build_frame_matcher(grids, self.budget.keep, build_plan)

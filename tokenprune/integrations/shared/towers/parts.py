@@ -81,28 +81,28 @@ class PartMatcher:
             merge = matcher(keys[indices.clamp(max=len(keys) - 1)], sizes if ragged else None)
             if merge is None:
                 continue
-            drops = merge.drops
+            drops = merge.is_drop
             target = indices.gather(1, merge.keep.gather(1, merge.assign.clamp(min=0) if drops else merge.assign))
             target = target.masked_fill(merge.assign < 0, -1) if drops else target
             if ragged:
                 is_unit = torch.arange(max(sizes), device=device) < to_device(sizes, device)[:, None]
                 indices = torch.where(is_unit, indices, len(keys))
             targets[indices] = target
-            for part, count in zip(parts, merge.left or [merge.keep.shape[1]] * len(parts), strict=True):
+            for part, count in zip(parts, merge.num_kept or [merge.keep.shape[1]] * len(parts), strict=True):
                 self.num_units[part] = count - self.protected
         if self.num_units == before:
             return None
         targets, num_kept = targets[:-1].view(rows, width), self._of_rows(self.num_units, rows)
         merge = (
-            Merge.dropping(targets >= 0, num_kept)
+            Merge.from_kept(targets >= 0, num_kept)
             if drops
             else build_merge(targets % width, self._of_rows(before, rows), num_kept)
         )
         if self.part_index is not None:
             self.part_index = self.part_index.gather(1, merge.keep)
-            if merge.left and min(merge.left) < self.part_index.shape[1]:
+            if merge.num_kept and min(merge.num_kept) < self.part_index.shape[1]:
                 padding = (
-                    torch.arange(self.part_index.shape[1], device=device) >= to_device(merge.left, device)[:, None]
+                    torch.arange(self.part_index.shape[1], device=device) >= to_device(merge.num_kept, device)[:, None]
                 )
                 self.part_index = self.part_index.masked_fill(padding, -1)
         return merge

@@ -105,10 +105,10 @@ class Squares:
             torch.cat([leading, keep + self.num_leading], dim=1),
             source + self.num_leading,
             patches(merge.target) + self.num_leading,
-            merge.count * self.size + self.num_leading,
-            None if merge.left is None else [count * self.size + self.num_leading for count in merge.left],
-            None if merge.gone is None else merge.gone * self.size,
-            merge.drops,
+            merge.num_tokens * self.size + self.num_leading,
+            None if merge.num_kept is None else [count * self.size + self.num_leading for count in merge.num_kept],
+            None if merge.num_merged is None else merge.num_merged * self.size,
+            merge.is_drop,
         )
 
     def find_unit_owners(self, owner: Tensor) -> Tensor:

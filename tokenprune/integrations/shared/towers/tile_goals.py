@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenprune.errors import BudgetError
 from tokenprune.integrations.shared.towers.packed_features import PackedFeatures
 from tokenprune.integrations.shared.towers.parts import PartMatcher, Plan
-from tokenprune.kernels.merging import most
+from tokenprune.kernels.merging import max_merges
 from tokenprune.selection.sites.encoder import Tower
 
 # Mask of the cropped patches of a tile, shape (patches,), bool, and the numbers of kept patches: shown, cropped.
@@ -72,7 +72,7 @@ def build_tile_matcher(goals: Sequence[Goal], tower: Tower, plan: Callable[[Towe
     """
 
     def build_plan(patches: int, target: int) -> Plan:
-        return plan(tower.of(patches + tower.protected, target)) if target < patches else [None] * tower.blocks
+        return plan(tower.with_tokens(patches + tower.protected, target)) if target < patches else [None] * tower.blocks
 
     cropped = torch.stack([row for row, _ in goals]).long()
     part_index = cropped + 2 * torch.arange(len(goals), device="cpu")[:, None]
@@ -91,7 +91,7 @@ def _count_cropped(count: int, share: float, read: int) -> int:
     """
     minimum = count
     for _ in range(read):
-        minimum -= most(minimum)
+        minimum -= max_merges(minimum)
     return max(minimum, round(share * count))
 
 

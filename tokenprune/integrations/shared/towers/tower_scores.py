@@ -14,7 +14,7 @@ from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.towers.patch_grid import TracedTokens
 from tokenprune.selection.method import Method, Pruner
 from tokenprune.selection.observable import ObservedAt, TowerBlock, TowerInput, TowerOutput
-from tokenprune.selection.observable_registry import find_observable, observables_of
+from tokenprune.selection.observable_registry import find_observable, select_observables
 from tokenprune.selection.segments import Patches
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ def find_observed_blocks(method: Pruner, depth: int, config: Any) -> BlockIndice
         OptionError: If the method names a block that does not exist.
     """
     layers = {layer: find_block_index(method, layer, depth, config) for layer in method.encoder_layers}
-    names = [observable.name for observable in observables_of(method.needs, ObservedAt.TOWER_BLOCK)]
+    names = [observable.name for observable in select_observables(method.needs, ObservedAt.TOWER_BLOCK)]
     blocks: BlockIndices = {(name, layer): block for name in names for layer, block in layers.items()}
-    outputs = [item for item in observables_of(method.needs, ObservedAt.TOWER) if isinstance(item, TowerOutput)]
+    outputs = [item for item in select_observables(method.needs, ObservedAt.TOWER) if isinstance(item, TowerOutput)]
     blocks |= {(observable.name,): OUTPUT for observable in outputs}
     return blocks or {("patches",): find_last_read_block(config, depth)}
 
@@ -100,7 +100,7 @@ def find_pixel_observables(method: Method) -> list[TowerInput]:
     """Return the observables of a token's pixels that a method needs."""
     return [
         observable
-        for observable in observables_of(method.needs, ObservedAt.TOWER)
+        for observable in select_observables(method.needs, ObservedAt.TOWER)
         if isinstance(observable, TowerInput)
     ]
 
@@ -113,7 +113,7 @@ def find_options_without_tower(method: Pruner, spell: Callable[[Any], str] = rep
         spell: Formats the value of an option.
     """
     return method.fallback_hint(
-        [observable.name for observable in observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)],
+        [observable.name for observable in select_observables(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)],
         spell,
     )
 
@@ -160,7 +160,7 @@ def record_patches(
     for name, index in scores:
         if index == block:
             with torch.no_grad():
-                values = heads(get_block_observable(name).of_patches(observation, protected))
+                values = heads(get_block_observable(name).compute_per_patch(observation, protected))
             values = values.transpose(1, 2).float()
             scores[name, index].append(values if values.ndim == 3 else values.flatten(2))
 

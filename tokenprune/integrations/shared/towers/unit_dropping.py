@@ -130,7 +130,7 @@ def _find_guides(
     counts = [torch.bucketize(x, ends, right=True).bincount(minlength=len(rows)).tolist() for x in (kept, dropped)]
     indices, widths, num_before = [], [], 0
     for kept_rows, dropped_rows in zip(kept.split(counts[0]), dropped.split(counts[1]), strict=True):
-        guides = method.guides(hidden[dropped_rows].float(), hidden[kept_rows].float())
+        guides = method.choose_guides(hidden[dropped_rows].float(), hidden[kept_rows].float())
         indices.append((guides + num_before).flatten())
         widths.append(torch.full_like(dropped_rows, guides.shape[1]))
         num_before += len(kept_rows)
@@ -146,4 +146,4 @@ def build_drop(kept: Tensor, order: Tensor | None, device: torch.device) -> Merg
         device: Device of the tower.
     """
     kept = kept if order is None else kept[order.cpu()]
-    return Merge.dropping(to_device(kept[None], device), [int(kept.sum())])
+    return Merge.from_kept(to_device(kept[None], device), [int(kept.sum())])

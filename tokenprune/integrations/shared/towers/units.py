@@ -122,9 +122,9 @@ class Units:
             The state and the hidden states after the merge.
         """
         x = hidden.reshape(1, self.num_units[0], -1) if self.patches else hidden
-        num_units = merge.left or [merge.keep.shape[1]] * len(self.num_units)
+        num_units = merge.num_kept or [merge.keep.shape[1]] * len(self.num_units)
         weight = self.weight
-        if weight is None and (not merge.drops or len(set(num_units)) > 1):
+        if weight is None and (not merge.is_drop or len(set(num_units)) > 1):
             weight = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
         x = merge.mean(x, weight)
         owner = merge.assign.gather(1, self.owner.clamp(min=0) if self.drops else self.owner)
@@ -133,7 +133,7 @@ class Units:
             owner=owner.masked_fill_(self.owner < 0, -1) if self.drops else owner,
             num_units=num_units,
             weight=None if weight is None else merge.sum(weight),
-            drops=self.drops or merge.drops,
+            drops=self.drops or merge.is_drop,
             kept=None if self.kept is None else self.kept[merge.keep[0]],
         )
         return units, x.reshape(-1, *hidden.shape[1:]) if self.patches else x

@@ -23,7 +23,7 @@ from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.apply import merge_tokens, validate_selection
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import Backend, ObservedAt, TowerScores
-from tokenprune.selection.observable_registry import compares_frames, observables_of
+from tokenprune.selection.observable_registry import compares_frames, select_observables
 from tokenprune.selection.segments import Patches, Segments, Sizes, VisualView
 from tokenprune.selection.source import Readable, TokenSource
 from tokenprune.selection.tokens import VisualTokens
@@ -68,7 +68,7 @@ class FeatureSource(TokenSource):
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm is None else self.norm(hidden)
 
-    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
+    def read_tower(self, key: tuple, segments: Segments) -> Tensor:
         if self.encoded is None or key not in self.encoded.values:
             raise TokenPruneError(
                 f"it reads {key[0]} of the vision tower ({', '.join(map(str, key[1:]))}), which was not observed. Add "
@@ -82,15 +82,15 @@ class FeatureSource(TokenSource):
         tokens = self.encoded.tokens
         return build_patches(tokens.cells[segments.position], segments.mask, tokens.tiles)
 
-    def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
+    def gather(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
         if position is segments.position and _is_contiguous(segments):
             return values.flatten(0, 1).unflatten(0, position.shape)
-        return super().at(values, position, segments)
+        return super().gather(values, position, segments)
 
-    def entered(self, position: Tensor, segments: Segments) -> Tensor:
-        return self.at(self.hidden, position, segments)
+    def get_embeddings(self, position: Tensor, segments: Segments) -> Tensor:
+        return self.gather(self.hidden, position, segments)
 
-    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+    def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         raise TokenPruneError("it reads the text, but all prompts with an image share the features of the image")
 
 
@@ -207,7 +207,7 @@ def probe(method: Pruner) -> None:
     generator = torch.Generator("cpu").manual_seed(0)
     for counts, share in (([16], 0.25), ([9, 5], 0.6)):
         rows = normal(sum(counts), 8, generator=generator)
-        keep = [min(n, max(1, method.budget(n, max(1, round(n * share))))) for n in counts]
+        keep = [min(n, max(1, method.resolve_count(n, max(1, round(n * share))))) for n in counts]
         rehearse(method, rows, counts, keep, encoded=_draw_values(method, counts))
 
 
@@ -239,7 +239,7 @@ def _draw_values(method: Pruner, counts: list[int]) -> TowerValues:
     generator = torch.Generator("cpu").manual_seed(1)
     sizes = Sizes((sum(counts),))
     values = {}
-    for observable in observables_of(method.needs, ObservedAt.TOWER_BLOCK):
+    for observable in select_observables(method.needs, ObservedAt.TOWER_BLOCK):
         for layer in method.encoder_layers:
             example = observable.example(sizes, generator)[0]
             values[observable.name, layer] = example.T if isinstance(observable, TowerScores) else example

@@ -39,7 +39,7 @@ from tokenprune.integrations.vllm.worker.tower import (
     move_heads_first,
 )
 from tokenprune.integrations.vllm.worker.tower_packed import ForwardHost, is_dropping
-from tokenprune.models.families import tower_kind
+from tokenprune.models.families import get_tower_type
 from tokenprune.selection.sites.encoder import Tower, TowerMethod
 from tokenprune.selection.sites.units import UnitDropper
 
@@ -86,7 +86,7 @@ class ServedRowTower(Attachable):
         self.plans, layers = plans, find_tower_blocks(model)
         self.heads, self.attentions = heads_of(model.config.vision_config), find_attentions(model)
         self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
-        norm, scale = _NAMES.get(tower_kind(model.config) or "", ("layer_norm2", ""))
+        norm, scale = _NAMES.get(get_tower_type(model.config) or "", ("layer_norm2", ""))
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
         budget, shape = Budget.from_number(plans[0].setting.keep), served_tower(method, model.config)
         squares = units_of(model.config)
