@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from tokenprune.kernels.drawn import normal, uniform
+from tokenprune.kernels.host_random import normal, uniform
 from tokenprune.kernels.transfer import to_device
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tokenprune.kernels.drawn import uniform
+from tokenprune.kernels.host_random import uniform
 from tokenprune.models.families import Family
 from tokenprune.selection.observable import Backend, TowerBlock, TowerInput, TowerOutput, TowerScores
 from tokenprune.selection.observable_registry import register_observable
