@@ -288,7 +288,7 @@ def test_unsupported_setups_raise(build) -> None:
     refused(model, ["pevlm", "pevlm"], OptionError, "same place")
     for family in FAMILIES.values():
         if not family.video:
-            refused(build(family), "pevlm", UnsupportedSetupError, "hold none")
+            refused(build(family), "pevlm", UnsupportedSetupError, "does not support")
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tokenprune.kernels.compact import partition
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.host_random import normal
 from tokenprune.kernels.pairs import is_finite
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
