@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "dev"))  # before the root, which has a folder named docs
 import docs  # noqa: E402
-
 import tokenprune  # noqa: E402
 
 KEPT = ROOT / "docs/images/kept"
@@ -98,9 +97,9 @@ def row(name: str) -> str:
     if not keeps:
         return ""
     titles = ["correct answers, videos", "all tokens", *(f"{keep:.0%} of the tokens" for keep in keeps)]
-    cells = [f"`{name}`", f"{accuracy['unpatched', 1.0]:.0%}", *(f"{accuracy[name, keep]:.0%}" for keep in keeps)]
+    values = [f"`{name}`", f"{accuracy['unpatched', 1.0]:.0%}", *(f"{accuracy[name, keep]:.0%}" for keep in keeps)]
     note = "Measured with `demo_video`, a small shipped model, on synthetic videos: [videos](../results/video.md)."
-    return f"{_format_table(titles, [cells])}\n\n{note}"
+    return f"{_format_table(titles, [values])}\n\n{note}"
 
 
 def overview() -> str:
@@ -111,11 +110,11 @@ def overview() -> str:
     for name in (*OVERVIEW, *BASELINES.values()):
         info = tokenprune.method_info(name)
         cells = (images.rows[name][keep].partition("<br>")[0] for keep in keeps)
-        lines.append([f"[`{name}`]({name}.md)", docs.SITES[info.site], docs.YES[info.query_aware], *cells])
+        lines.append([f"[`{name}`]({name}.md)", docs.SHORT_SITES[info.site], docs.YES[info.query_aware], *cells])
     note = (
         f"Correct answers in percent with 95 % intervals, `{images.model}`, visual tokens averaged over the decoder's "
-        "layers. The last three rows are baselines. "
-        "[All methods](../results/all-methods.md), [videos](../results/video.md), [published numbers](../results/papers.md)."
+        "layers. The last three rows are baselines. [All methods](../results/all-methods.md), "
+        "[videos](../results/video.md), [published numbers](../results/papers.md)."
     )
     return f"{_format_table(titles, lines)}\n\n{note}"
 

@@ -164,11 +164,11 @@ def inputs(side: int | None, class_token: bool) -> tuple[Sequence[nn.Module], li
 def thresholds_table(keeps: Sequence[float] = KEEPS, count: int = IMAGES) -> str:
     """Return the table of what the rules change, as Markdown."""
     lines = [
-        "| tower | keep | thresholds: reordered | + 1e-4 | over half | all, as in the authors' code "
-        "| tokens left, ours | theirs, one image | theirs, a batch |",
+        "| tower | keep | thresholds: reordering | + 1e-4 | over half | all three "
+        "| kept, tokenprune | kept, authors, one image | kept, authors, batch |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    towers = (("as it is", None, True), ("no class token", None, False), ("no class token, 15 x 15", 15, False))
+    towers = (("unchanged", None, True), ("no class token", None, False), ("no class token, 15 x 15", 15, False))
     for label, side, class_token in towers:
         blocks, images, protected = inputs(side, class_token)
         half = count // 2
@@ -193,8 +193,7 @@ def thresholds_table(keeps: Sequence[float] = KEEPS, count: int = IMAGES) -> str
 def schedules_table() -> str:
     """Return the table of how the linear schedules differ, as Markdown."""
     lines = [
-        "| tower | merged in all | schedule | largest difference in a block "
-        "| lost in a block that nobody reads, theirs |",
+        "| tower | merges in total | schedule | largest difference in a block | authors' merges in the unused block |",
         "|---|---:|---|---:|---:|",
     ]
     towers = (("CLIP-L, 23 of 24 blocks read", 577, 1, 24, 23), ("SigLIP-B, 12 blocks", 576, 0, 12, 12))
