@@ -137,7 +137,7 @@ def test_fit_writes_prior(build: Any, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="another model"):
         tokenprune.patch(other, "d2pruner", layer=3, prior=path)
     assert not tokenprune.is_patched(other)
-    with pytest.raises(TokenPruneError, match="nothing to fit"):
+    with pytest.raises(TokenPruneError, match="Cannot fit"):
         fit_d2pruner(model, [family.make_inputs(images=(0, 0))])
     with pytest.raises(OptionError, match="out of range"):
         fit_d2pruner(model, samples, layer=4)

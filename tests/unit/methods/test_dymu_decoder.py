@@ -24,7 +24,7 @@ from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection import EncoderMethod, Tower
 from tokenprune.selection.files import File
 from tokenprune_bench.calibration import Thresholds
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES, Family
 
@@ -78,7 +78,7 @@ def test_unpatch_and_deep_copy(build) -> None:
 
 @torch.no_grad()
 def test_demo_model_has_shipped_thresholds() -> None:
-    subject = load(device="cpu")
+    subject = load_model(device="cpu")
     examples = load_heldout(kinds=("colour",), limit=16)
     inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])
     for keep in (0.5, 0.25, 0.11):
@@ -87,7 +87,7 @@ def test_demo_model_has_shipped_thresholds() -> None:
             assert tokenprune.stats(subject.model).keep_ratio == pytest.approx(keep, rel=0.25)
     with pytest.raises(BudgetError, match=r"keep=0.3 is not calibrated.*0.5 or 0.25 or 0.11"):
         tokenprune.patch(subject.model, "dymu", keep=0.3)
-    with pytest.raises(OptionError, match=r"calibrated for a tower in float32, and this one is in bfloat16"):
+    with pytest.raises(OptionError, match=r"calibrated for float32, but this tower uses bfloat16"):
         found = tokenprune.method("dymu", thresholds=next(iter(tokenprune.methods.encoder.thresholds._load_shipped())))
         tokenprune.patch(subject.model.bfloat16(), found, keep=0.5)
 

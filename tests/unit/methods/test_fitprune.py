@@ -17,7 +17,7 @@ from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.methods.in_llm.fitprune import Recipe, compute_layer_shares
 from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune_bench.calibration import fit_fitprune
-from tokenprune_bench.calibration.attention_fitting import left_over
+from tokenprune_bench.calibration.attention_fitting import compute_kept_shares
 from zoo import FAMILIES
 
 ROWS = [(1.0, 1.0, 1.0, 1.0), (1.0, 0.8, 0.4, 0.4), (1.0, 0.5, 0.1, 0.0)]
@@ -70,7 +70,7 @@ def test_layer_limits() -> None:
     attention = [torch.rand(2, 25, generator=g, dtype=torch.float64) ** 3 for _ in range(5)]
     before = [1.0] * 6
     for loss in (0.0, 0.02, 0.1, 0.3, 0.7, 0.98):
-        left = left_over(attention, loss)
+        left = compute_kept_shares(attention, loss)
         assert left == pytest.approx(naive_left([one.tolist() for one in attention], loss))
         assert left[1] <= before[1]  # monotone in the first layer
         before = left
