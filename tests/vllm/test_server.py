@@ -93,7 +93,7 @@ def test_requests_override_the_server(server: Server, reference: Any) -> None:
     [
         ({"method": "divprun"}, "did you mean 'divprune'"),
         ({"method": "fastv"}, "cannot be served by vLLM"),
-        ({"keep": 1.5}, "is no share"),
+        ({"keep": 1.5}, "is not a valid share"),
         ({"keep": "half"}, "must be a number"),
         ({"keep": None}, "keep=None"),
         ({"method": {"a": 1}}, "unknown method"),

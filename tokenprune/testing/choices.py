@@ -211,5 +211,5 @@ def _check_untouched(stages: Sequence[Pruner], case: _Case) -> None:
 def _check_blind(method: Pruner) -> None:
     """Raise if a method that is not query_aware reads the text: it was given none, and may not read the attention of
     the prompt's end."""
-    asks = [name for name in sorted(method.needs) if get_observable(name).whole]
+    asks = [name for name in sorted(method.needs) if get_observable(name).needs_full_prompt]
     require(not asks, f"it reads {', '.join(asks)}, which the question changes: its property query_aware must be True")

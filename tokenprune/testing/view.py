@@ -74,7 +74,7 @@ def visual_tokens(
 def _check(name: str, value: Any, hidden: Tensor) -> None:
     seen = find_observable(name)
     if seen is None:
-        raise OptionError(f"there is no observable {name!r}: {suggest_names(name)}see available_observables()")
+        raise OptionError(f"There is no observable {name!r}. {suggest_names(name) or 'See available_observables().'}")
     if isinstance(value, Mapping) and not seen.by_layer:
         raise OptionError(f"{name} is not read by layer: give a tensor, not a dict")
     for one in value.values() if isinstance(value, Mapping) else [value]:

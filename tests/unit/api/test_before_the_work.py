@@ -44,11 +44,11 @@ def test_an_output_that_cannot_be_written_is_refused_first(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a folder.png").mkdir()
-    assert "there is no folder no where" in refused(*command, "no where/out.png")
-    assert "a folder.png: it is a folder, name a file in it" in refused(*command, "a folder.png")
+    assert "the folder no where does not exist" in refused(*command, "no where/out.png")
+    assert "a folder.png: it is a folder. Pass a file in it" in refused(*command, "a folder.png")
     assert "cannot write" in refused(*command, f"{'x' * 300}.png")
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    assert "cannot write out.png: you may not write there" in refused(*command, "out.png")
+    assert "cannot write out.png: permission denied" in refused(*command, "out.png")
 
 
 def test_a_folder_of_a_run_that_cannot_be_made_is_refused_first(
@@ -60,7 +60,7 @@ def test_a_folder_of_a_run_that_cannot_be_made_is_refused_first(
     check_output_folder(tmp_path / "new" / "and new")
     check_output(None, tmp_path / "file")
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    with pytest.raises(OptionError, match="you may not write there"):
+    with pytest.raises(OptionError, match="permission denied"):
         check_output_folder(tmp_path / "new")
 
 

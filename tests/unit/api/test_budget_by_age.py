@@ -144,20 +144,20 @@ def test_a_file_or_dict_says_the_same() -> None:
 @each(
     ("given", "said"),
     [
-        ({"age": ((1, 0.5),)}, r"begins with \(1, 0.5\)"),
-        ({"age": ((0, 0.5),)}, r"begins with \(0, 0.5\)"),
-        ({"age": ((0, 1.0), (2, 0.5), (2, 0.25))}, r"ages must rise, and \(2, 0.25\)"),
+        ({"age": ((1, 0.5),)}, r"starts with \(1, 0.5\)"),
+        ({"age": ((0, 0.5),)}, r"starts with \(0, 0.5\)"),
+        ({"age": ((0, 1.0), (2, 0.5), (2, 0.25))}, r"ages must increase, but \(2, 0.25\)"),
         ({"age": ((0, 1.0), (1, 0.25), (2, 0.5))}, r"\(2, 0.5\) keeps more than \(1, 0.25\)"),
         ({"age": ((0, 1.0), (2, 64), (8, 128))}, r"\(8, 128\) keeps more than \(2, 64\)"),
         ({"age": ((0, 1.0), (1, 0))}, r"\(1, 0\) must end with a share in \(0, 1\]"),
         ({"age": ((0, 1.0), (1, 1.5))}, r"\(1, 1.5\) must end with"),
-        ({"age": ((0, 1.0), (True, 0.5))}, "must begin with a number of images"),
+        ({"age": ((0, 1.0), (True, 0.5))}, "must start with a number of images"),
         ({"age": 3}, "must be pairs"),
         ({"age": ((0, 1.0, 2),)}, "must be pairs"),
-        ({"age": AGE, "step": 0}, "step=0 must be a whole number"),
-        ({"step": 2}, "no age= is given"),
-        ({"age": AGE, "per": "prompt"}, 'goes with keep= or tokens=, and with per="image"'),
-        ({"age": AGE, "keep": None, "average_share": 0.5}, "goes with keep= or tokens="),
+        ({"age": AGE, "step": 0}, "step=0 must be a number of images"),
+        ({"step": 2}, "requires age="),
+        ({"age": AGE, "per": "prompt"}, 'requires keep= or tokens=, and per="image"'),
+        ({"age": AGE, "keep": None, "average_share": 0.5}, "requires keep= or tokens="),
     ],
 )
 def test_what_means_nothing_is_refused(given: dict[str, Any], said: str) -> None:

@@ -147,7 +147,7 @@ def test_the_command_prints_all_that_it_assumes(tmp_path: Path) -> None:
         (("--measured", "1.0=2"), "two settings fit two shares, not 1"),
         (("--measured", "1.0=2,0.25=1"), "no shares of the peak give both rates"),
         (("--block", 0), "at least 1 token"),
-        (("--json", "/nowhere/x.json"), "there is no folder"),
+        (("--json", "/nowhere/x.json"), "the folder /nowhere does not exist"),
         (("--model", "/nowhere"), "there is no folder"),
     ],
 )

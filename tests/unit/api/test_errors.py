@@ -17,7 +17,7 @@ import tokenprune
 from basics import METHODS
 from each import each
 from tokenprune import OptionError, TokenPruneError, UnknownMethodError, UnsupportedModelError
-from tokenprune.budgets.budget import _note_percentage
+from tokenprune.budgets.percentage import warn_about_percentage
 from tokenprune.errors import PlaceholderMismatchError
 from zoo import FAMILIES, IMAGE, Family
 
@@ -95,7 +95,7 @@ def test_misspelled_arguments(arguments: dict, name: str, build) -> None:
 
 
 def test_a_number_that_looks_like_a_percentage_is_logged_once(build, caplog) -> None:
-    _note_percentage.cache_clear()
+    warn_about_percentage.cache_clear()
     model = build(FAMILIES["llava"])
     with caplog.at_level(logging.WARNING, "tokenprune"):
         for keep in (25, 25, 24, 125, 0.25, tokenprune.Budget(tokens=30)):

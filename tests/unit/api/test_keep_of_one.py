@@ -90,7 +90,7 @@ def test_both_ways_do_what_they_say(build) -> None:
 def test_commands_name_their_own_two_ways(command: list[str]) -> None:
     made = CliRunner().invoke(app, [*command, "--keep", "1"])
     said = " ".join(made.output.split())
-    assert made.exit_code == 2 and "use 1.0 for all of them" in said and "Budget(tokens=1)" in said, made.output
+    assert made.exit_code == 2 and "Use 1.0 to keep all tokens" in said and "Budget(tokens=1)" in said, made.output
 
 
 def test_lmms_eval_refuses_it() -> None:

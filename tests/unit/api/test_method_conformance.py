@@ -140,7 +140,7 @@ BROKEN = {
     "padding": (lambda self, tokens: Selection(first(tokens) | ~tokens.mask), "keeps padding"),
     "by shape": (lambda self, tokens: Selection(tokens.mask[:, :1]), r"must be bool \[S, N\]"),
     "no selection": (lambda self, tokens: tokens.mask, "must return a Selection, not Tensor"),
-    "counts": (lambda self, tokens: Selection(first(tokens), counts=[99] * len(tokens.keep)), "counts says"),
+    "counts": (lambda self, tokens: Selection(first(tokens), counts=[99] * len(tokens.keep)), "returns counts"),
     "other each time": (top(lambda tokens: tokens.hidden[..., 0] * next(SIGNS)), "other tokens the second time"),
     "batch": (top(lambda tokens: tokens.hidden[..., 0] * (1 if len(tokens.keep) == 1 else -1)), "than alone"),
     "row before": (top(lambda tokens: tokens.hidden.roll(1, 0)[..., 0]), "than alone"),
@@ -154,7 +154,7 @@ BROKEN = {
         "with NaN at a token",
     ),
     "merges in secret": (merging(lambda tokens: first(tokens).cumsum(1).sub(1) * first(tokens)), "say merges"),
-    "undeclared": (top(lambda tokens: tokens.keys.sum(-1)), "'keys' was read but not declared"),
+    "undeclared": (top(lambda tokens: tokens.keys.sum(-1)), "reads 'keys' without declaring it"),
     "text": (top(lambda tokens: tokens.text.hidden.sum((1, 2))[:, None] * tokens.hidden[..., 0]), "text after"),
     "scribbles": (scribbling, "changes hidden"),
 }  # fmt: skip
@@ -286,15 +286,15 @@ def test_the_view_holds_what_it_was_given() -> None:
     tokens.remember("sum", 3)
     assert tokens.carry["sum"] == 3
     for read, says in (
-        (lambda: tokens.received_attention, "'received_attention' was read but not declared"),
+        (lambda: tokens.received_attention, "reads 'received_attention' without declaring it"),
         (lambda: tokens.encoder_attention(2), "of block 2"),
-        (lambda: tokens.encoder_queries(1), "'encoder_queries' was read but not declared"),
+        (lambda: tokens.encoder_queries(1), "reads 'encoder_queries' without declaring it"),
         (lambda: visual_tokens(hidden).text, "pass text="),
         (lambda: tokens.patches, "which visual_tokens"),
     ):
         with pytest.raises(TokenPruneError, match=says):
             read()
-    with pytest.raises(AttributeError, match="no observable 'key': did you mean 'keys'"):
+    with pytest.raises(AttributeError, match=r"no observable 'key'. Did you mean 'keys'"):
         _ = tokens.key
 
 

@@ -24,7 +24,8 @@ from tokenprune.integrations.shared import checks
 from tokenprune.integrations.vllm.settings.servable import check_method as check_served
 from tokenprune.methods import registry
 from tokenprune.selection import observable_registry as observable_registry
-from tokenprune.selection.observable import Backend, Observable, ObservedAt, PerToken, Recorder, TowerBlock
+from tokenprune.selection.observable import Backend, Observable, ObservedAt, PerToken, Recorder
+from tokenprune.selection.observable_bases import TowerBlock
 from tokenprune.selection.observable_registry import register_observable
 from zoo import FAMILIES, Family
 
@@ -195,9 +196,9 @@ def test_only_what_was_declared_may_be_read(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
     for read, says in (
-        (lambda tokens: tokens.received_attention, "'received_attention' was read but not declared"),
-        (lambda tokens: tokens.patches, "'patches' was read but not declared"),
-        (lambda tokens: tokens.encoder_attention(-1), "'encoder_attention' was read but not declared"),
+        (lambda tokens: tokens.received_attention, "reads 'received_attention' without declaring it"),
+        (lambda tokens: tokens.patches, "reads 'patches' without declaring it"),
+        (lambda tokens: tokens.encoder_attention(-1), "reads 'encoder_attention' without declaring it"),
         (lambda tokens: tokens.text.last_row, "no observable 'last_row'"),
         (lambda tokens: tokens.keyz, "did you mean 'keys'"),
     ):

@@ -33,7 +33,7 @@ HINTS = {
     "True or False": bool,
     "an int >= 1 or None": Annotated[int, Ge(1)] | None,
     "a tuple, each entry an int >= 0": tuple[Annotated[int, Ge(0)], ...],
-    "a text or a path": str | Path,
+    "a string or a path": str | Path,
     "a list, each entry a number > 0 and <= 1": Sequence[SHARE],
     "a function or None": Callable[[str], Any] | None,
 }

@@ -206,7 +206,8 @@ def test_only_regular_files_are_read(tmp_path: Path, awake: None) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 100)
     for path, why in (
-        (tmp_path / "pipe", "no regular file"), (tmp_path, "no regular file"), (Path("/dev/zero"), "no regular file"),
+        (tmp_path / "pipe", "not a regular file"), (tmp_path, "not a regular file"),
+        (Path("/dev/zero"), "not a regular file"),
         (tmp_path / "none", "No such file"), ("a\0b", "no path"), ("", "No such file"),
     ):  # fmt: skip
         with pytest.raises(OptionError, match=f"cannot read .*{why}"):
@@ -323,7 +324,7 @@ def test_budgets_can_be_said() -> None:
         Budget(keep=0.5, per="prompt"), Budget.from_kv_share(0.3, per="prompt"),
     ]  # fmt: skip
     for keep, says in (
-        ({"token": 3}, "keep has no token: write a number alone.*average_tokens, average_share, kv_share"),
+        ({"token": 3}, "keep has no key token. Pass a number.*average_tokens, average_share, kv_share"),
         ({}, "exactly one of"),
         ({"kv_share": 0.5, "flops_share": 0.5}, "exactly one of"), ({"kv_share": 2}, "out of range"),
         ({"kv_share": "x"}, "must be a number"),

@@ -284,7 +284,7 @@ def test_exact_keeps_as_many_as_asked_for(family: Family, model, taus: list[floa
     shape = tower_shape(model)
     with tokenprune.patched(model, "dymu", keep=0.5, **options):
         got = tower(pixels, output_hidden_states=True)
-    want, entered = shape.left(tokenprune.Budget(keep=0.5)) + shape.protected, []
+    want, entered = shape.count_kept(tokenprune.Budget(keep=0.5)) + shape.protected, []
     for row, one in enumerate(pixels):
         image, counts = InputImage(tower, one), []
         for stage, (block, tau) in enumerate(zip(blocks_of(tower), taus, strict=True), 1):

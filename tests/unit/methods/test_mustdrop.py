@@ -16,7 +16,7 @@ from oracle import survivors
 from several_cuts import counts_of
 from tests.unit.methods.naive.mustdrop import ties
 from tokenprune import Budget, VisualTokens
-from tokenprune.selection import observable
+from tokenprune.selection import observable_bases
 from tokenprune.testing import visual_tokens
 from zoo import FAMILIES, IMAGE
 
@@ -105,7 +105,7 @@ def test_where_no_text_is_behind_the_prompts_last_token_rates() -> None:
 def test_thresholds_in_a_model(rows: int, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The content decides, whether the text's rows are made one by one or in one go; every cut keeps at most what the
     one before did."""
-    monkeypatch.setattr(observable, "_ELEMENTS", rows)
+    monkeypatch.setattr(observable_bases, "_MAX_ELEMENTS", rows)
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 1))
     assert tokenprune.method("mustdrop", thresholds=(1.0, 1.0)).chooses_count

@@ -137,7 +137,7 @@ def test_keeping_all_changes_no_bit(build) -> None:
 
 def test_refused(build) -> None:
     model = build(LFM2)
-    with pytest.raises(OptionError, match="has 2 blocks, and no block 2"):
+    with pytest.raises(OptionError, match="block 2 is out of range: the vision tower has 2"):
         tokenprune.patch(model, "towerdrop", layer=2)
     with pytest.raises(UnsupportedSetupError, match="not adjacent in one sequence"):
         tokenprune.patch(model, "towerdrop", score="detail")

@@ -147,7 +147,7 @@ def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.Monk
         tower_part(adapter_for(model), method, Budget.from_keep(0.5)).reducer.layout.shape,
         served_tower(method, model.config),
     )
-    for fact in ("tokens", "protected", "blocks", "read", "unit"):
+    for fact in ("tokens", "protected", "blocks", "blocks_read", "unit"):
         assert getattr(ours, fact) == getattr(theirs, fact), fact
     assert served == [(type(theirs.module).__name__, "float32", theirs.blocks)]
 
