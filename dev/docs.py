@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describe methods, observables and families in tables: for the site, which dev/mkdocs_hooks.py puts together, the
-head of each method's page, the index of methods, the list of observables and what vLLM serves; and in docs/families.md
-the families.
+head of each method's page, the index of methods, the list of observables and what vLLM serves; and in
+docs/reference/families.md the families.
 
 python dev/docs.py            # rewrite the table of families
 python dev/docs.py --check    # exit with 1 where it is not what this would write (the test suite checks the same)
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenprune
-from tokenprune.integrations.shared.checks import unsupported
+from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.methods.registry import MethodInfo
 from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.models.families.tested import list_tested_sites
@@ -31,7 +31,7 @@ from tokenprune.selection.options import describe_type, get_option_types
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
 COMPARISON = FOLDER.parent.parent / "benchmarks/tokenprune_bench/tuning/for_comparison.json"
-FAMILIES = FOLDER.parent / "families.md"
+FAMILIES = FOLDER.parent / "reference/families.md"
 SITES = {
     "PRE_ENCODER": "on pixels, before the vision tower",
     "IN_ENCODER": "inside the vision tower",
@@ -188,9 +188,9 @@ def leaving() -> list[str]:
     by_pixels, by_states, by_keys = drop(score="detail"), drop(), tokenprune.method("saint")
     lines = ["| engine | by pixels or hidden states | by hidden states alone | by keys |", "|---|---|---|---|"]
     for engine, backend, rows in (("transformers", Backend.HF, SUPPORTED), ("vLLM", Backend.VLLM, SERVED)):
-        left = sorted(one.name for one in rows.values() if not unsupported(by_states, one, backend))
-        pixels = [name for name in left if not unsupported(by_pixels, name, backend)]
-        keys = {one.name for one in rows.values() if not unsupported(by_keys, one, backend)}
+        left = sorted(one.name for one in rows.values() if not find_unsupported_reason(by_states, one, backend))
+        pixels = [name for name in left if not find_unsupported_reason(by_pixels, name, backend)]
+        keys = {one.name for one in rows.values() if not find_unsupported_reason(by_keys, one, backend)}
         found = (pixels, set(left) - set(pixels), keys - set(left), set(left) - keys)
         first, second, more, less = (", ".join(f"`{name}`" for name in sorted(names)) for names in found)
         others = f"these, and {more}" + (f", without {less}" if less else "")

@@ -20,7 +20,7 @@ from tokenprune.errors import (
     UnsupportedSetupError,
     shorten,
 )
-from tokenprune.integrations.shared.attachment import Attachment, attachment_of, find_attachment, is_patched
+from tokenprune.integrations.shared.attachment import Attachment, find_attachment, get_attachment, is_patched
 from tokenprune.methods import DEFAULT_METHOD
 from tokenprune.methods.registry import build
 from tokenprune.selection.method import Method
@@ -76,11 +76,11 @@ def patch(
             `{"method": "fastv", "keep": {"average_tokens": 192}}`. Replaces `method`, `keep` and `options`. A warning
             is logged if the model differs from the tuned model.
         feature_cache: Bytes of device memory for encoded images, so that further questions about an image skip the
-            vision tower (docs/guide/feature-cache.md). Default: no cache.
+            vision tower (docs/guides/chats.md). Default: no cache.
         max_visual_tokens: Maximum number of tokens per image. Larger images are resized before the vision tower, as
             with the method "downsample".
         graphs: True or a `tokenprune.graphs.Graphs`: run the prefill of the decoder as CUDA graphs where possible
-            (docs/guide/gpu.md). Also works with keep=1.0.
+            (docs/guides/gpu.md). Also works with keep=1.0.
         options: Options of the method (`method_info(name).options`). For several methods, pass configured methods.
 
     Returns:
@@ -198,7 +198,7 @@ def unpatch(model: ModelT) -> ModelT:
         >>> tokenprune.is_patched(model)
         False
     """
-    attachment_of(model).detach()
+    get_attachment(model).detach()
     return model
 
 
@@ -240,7 +240,7 @@ def stats(model: Any) -> Stats:
         >>> tokenprune.stats(model).keep_ratio
         0.5
     """
-    stats: Stats = attachment_of(model).engine.stats
+    stats: Stats = get_attachment(model).engine.stats
     return stats
 
 
@@ -257,7 +257,7 @@ def feature_cache(model: Any) -> FeatureCache:
         1
         >>> tokenprune.feature_cache(model).clear()
     """
-    attachment = attachment_of(model)
+    attachment = get_attachment(model)
     if attachment.feature_cache is None:
         raise NotPatchedError(
             f"This {type(model).__name__} is patched without a feature cache. Pass feature_cache=, a number of bytes."

@@ -72,7 +72,7 @@ class Removal:
 
 @dataclass
 class GuardFinding:
-    """Result of the guard for one row of the batch (docs/guard.md).
+    """Result of the guard for one row of the batch (docs/guides/guard.md).
 
     Args:
         row: Index of the row.
@@ -97,7 +97,7 @@ class GuardFinding:
 
 @dataclass(frozen=True)
 class GraphCounts:
-    """Counts of CUDA graph replays since the model was patched with `graphs=` (docs/guide/gpu.md).
+    """Counts of CUDA graph replays since the model was patched with `graphs=` (docs/guides/gpu.md).
 
     Args:
         hits: Number of replayed prefills.
@@ -114,7 +114,7 @@ class GraphCounts:
 
 @dataclass(frozen=True)
 class FeatureCacheCounts:
-    """Counts of the feature cache since the model was patched with `feature_cache=` (docs/guide/feature-cache.md).
+    """Counts of the feature cache since the model was patched with `feature_cache=` (docs/guides/chats.md).
 
     Args:
         hits: Number of images found in the cache. If images cannot be distinguished, number of encoder calls.

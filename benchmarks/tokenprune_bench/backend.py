@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.settings import Setting
@@ -156,7 +156,7 @@ class HfBackend:
         return self.subject.environment()
 
     def fingerprint(self) -> str:
-        return fingerprint(self.subject.model)
+        return compute_fingerprint(self.subject.model)
 
     def _answer(self, setting: Setting | None, inputs: dict[str, Any], batch: list[Any]) -> Batch:
         with Prefill(self.subject) as prefill:

@@ -74,7 +74,7 @@ def _answers(text: str) -> Iterator[_Shown]:
     columns = (f"may {text} act?", "families")
     refused = "no, as no method may: `tokenprune families` says why", ", ".join(sorted(REFUSED))
     yield "transformers", columns, [*_by_answer(methods, SUPPORTED, Backend.HF), refused]
-    refused = "no, as no method may: docs/serving-in-full.md says why", ", ".join(sorted(REFUSED_IN_VLLM))
+    refused = "no, as no method may: docs/serving/reference.md says why", ", ".join(sorted(REFUSED_IN_VLLM))
     served = [row.name for row in SERVED.values()]
     yield "vLLM", columns, [*_by_answer(methods, served, Backend.VLLM), refused]
     if all(method.site is Site.IN_LLM for method in methods):
@@ -90,11 +90,11 @@ def _by_answer(methods: Iterable[Method], names: Iterable[str], backend: Backend
 
 
 def _answer(methods: Iterable[Method], name: str, backend: Backend) -> str:
-    from tokenprune.integrations.shared.checks import unsupported
+    from tokenprune.integrations.shared.checks import find_unsupported_reason
     from tokenprune.models.families import FAMILIES
 
     for method in methods:
-        if reason := unsupported(method, name, backend):
+        if reason := find_unsupported_reason(method, name, backend):
             for own in (f"this {name!r}", repr(name), FAMILIES[name].vllm.architecture or name):
                 reason = reason.replace(own, "this family", 1)
             return f"no: {reason}"

@@ -2,7 +2,7 @@
 """Visual tokens, observables, and the base class of the methods of each site.
 
 This package exports the names for authors of methods and observables. `tokenprune` exports `Method`, `Pruner`,
-`Selection`, `VisualTokens` and `Site`. See docs/add-a-method.md.
+`Selection`, `VisualTokens` and `Site`. See docs/extend/add-a-method.md.
 """
 
 from __future__ import annotations

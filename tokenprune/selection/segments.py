@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tokenprune.budgets.video import Clip
-from tokenprune.kernels.transfer import Recent, to_device
+from tokenprune.kernels.transfer import FIFOCache, to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,9 +65,9 @@ class Segments:
         return dataclasses.replace(self, position=self.position.to(device), mask=self.mask.to(device))
 
     @cached_property
-    def cache(self) -> Recent:
+    def cache(self) -> FIFOCache:
         """Cache of tensors derived from these segments. Prompts that share the segments share the cache."""
-        return Recent()
+        return FIFOCache()
 
     @cached_property
     def has_padding(self) -> bool:
@@ -120,9 +120,9 @@ class Patches:
     tiles: int
 
     @cached_property
-    def cache(self) -> Recent:
+    def cache(self) -> FIFOCache:
         """Cache of tensors derived from these patches. Prompts that share the patches share the cache."""
-        return Recent()
+        return FIFOCache()
 
 
 class TextView(Protocol):
@@ -203,10 +203,10 @@ class ObservedAttention(Protocol):
             index: Indices of the queries, shape (B, R), int64.
         """
 
-    def visible(self, index: Tensor) -> Tensor:
+    def visible_keys(self, index: Tensor) -> Tensor:
         """Return the mask of the keys that the queries at `index` may attend to, shape (B, 1 or H, R, K), bool."""
 
-    def received(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+    def column_means(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Return the mean attention that each token receives, shape (B, H, Q), float32.
 
         Args:

@@ -89,7 +89,7 @@ class VisualTokens(_VisualObservables):
 
     Observables that the method declares in its `needs` are attributes, computed on first access. An observable of the
     vision tower is called with a block: `tokens.encoder_attention(layer)`. `hidden`, `normed`, `frame` and `place` are
-    always available. See `tokenprune.selection.observables`, and docs/add-a-method.md for the list.
+    always available. See `tokenprune.selection.observables`, and docs/extend/add-a-method.md for the list.
 
     Args:
         segments: Rows, positions, grids and modality of the segments.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.take import top_mask
-from tokenprune.kernels.temporal import by_frame
+from tokenprune.kernels.temporal import group_by_frame
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.tokens import VisualTokens
 
@@ -107,7 +107,7 @@ class Videos:
     def group_by_frame(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return values of shape (S, N, ...) as (V, F, P, ...), padded with zeros, and the mask."""
         frame_size = max(map(max, self.frames))
-        return by_frame(self._select(values), *self._frame_indices, max(map(len, self.frames)), frame_size)
+        return group_by_frame(self._select(values), *self._frame_indices, max(map(len, self.frames)), frame_size)
 
     def ungroup(self, values: Tensor) -> Tensor:
         """Return values of shape (V, F, P) in token order, shape (V, N). Tokens outside of frames get 0."""

@@ -11,14 +11,15 @@ from typing import Any
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune.models.tower_shape import TowerShape, views_of
+from tokenprune.models.tower_shape import TowerShape, count_view_patches
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.selection.sites.units import UnitDropper
 
 TEXT = 64  # tokens of text where nobody says how many
 IN_LLM_LAYER = 2  # where methods inside the decoder usually cut
-# Shares of a GPU's peak that the decoder's prefill and the tower reach, as fitted to an H200 (docs/capacity.md).
+# Shares of a GPU's peak that the decoder's prefill and the tower reach, as fitted to an H200
+# (docs/serving/capacity.md).
 DECODER_OF_PEAK, TOWER_OF_PEAK = 0.65, 0.28
 
 
@@ -57,7 +58,7 @@ class Load:
     @classmethod
     def from_inputs(cls, config: Any, inputs: Any, visual: int) -> Load:
         """Return the load of a prompt that a processor made; `visual` of its slots are visual tokens."""
-        return cls(tuple(views_of(config, inputs)), visual, inputs["input_ids"].numel() - visual)
+        return cls(tuple(count_view_patches(config, inputs)), visual, inputs["input_ids"].numel() - visual)
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def compute_site_limits(model: CostModel, load: Load, keep: float, layer: int = 
 def compute_decode_limit(model: CostModel, load: Load, keep: float, rows: int = 1) -> tuple[float, float]:
     """Return by what ratio a step of decoding can get faster at most, at `keep` and without visual tokens, where it
     takes as long as reading weights and cache: weights once, the cache of each of `rows` prompts."""
-    weights = model.decoder.weights
+    weights = model.decoder.num_weights
 
     def read(share: float) -> float:
         return weights + rows * model.compute_cost(load, per_layer=[share * load.visual] * model.decoder.layers).cache

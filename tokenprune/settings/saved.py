@@ -31,9 +31,9 @@ def check_tuned_model(setting: Setting, model: Any) -> None:
     promised = setting.tuned.get("model") or {}
     if "fingerprint" not in promised:
         return
-    from tokenprune.models.fingerprint import fingerprint
+    from tokenprune.models.fingerprint import compute_fingerprint
 
-    if fingerprint(model) != promised["fingerprint"]:
+    if compute_fingerprint(model) != promised["fingerprint"]:
         logger.warning(
             "%s was tuned on %s with other weights or another dtype than this %s: what it promises was not measured "
             "on this model; run `tokenprune tune` again",

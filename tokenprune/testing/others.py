@@ -56,7 +56,7 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
             again = match(keys, left if method.ragged else None)
             same = again is not None and torch.equal(merge.keep, again.keep)
             require(same, f"block {block} merges other tokens the second time")
-            rows = [merge.keep.shape[1]] * len(keys) if merge.left is None else merge.left
+            rows = [merge.keep.shape[1]] * len(keys) if merge.num_kept is None else merge.num_kept
             require(method.ragged or len(set(rows)) == 1, "rows merge different numbers of tokens: set ragged = True")
             for row, (now, before) in enumerate(zip(rows, left, strict=True)):
                 stay = merge.keep[row, :now].tolist()
@@ -88,8 +88,8 @@ def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
             merge = None if match is None else match(flow, counts if len(set(counts)) > 1 else None)
             if merge is None:
                 continue
-            require(merge.drops and merge.left is not None, f"block {block}: return a Merge.dropping")
-            for place, (now, before) in enumerate(zip(merge.left or (), counts, strict=True)):
+            require(merge.is_drop and merge.num_kept is not None, f"block {block}: return a Merge.from_kept")
+            for place, (now, before) in enumerate(zip(merge.num_kept or (), counts, strict=True)):
                 kept = merge.keep[place, :now].tolist()
                 real = len(set(kept)) == now and max(kept) < before
                 require(real, f"block {block}: keep must name {now} real tokens")

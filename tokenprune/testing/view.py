@@ -66,7 +66,7 @@ def visual_tokens(
         of_text[name.removeprefix("text_")] = observables.pop(name)
     for name, value in observables.items():
         _check(name, value, hidden)
-    source = _GivenSource(observables | {"hidden": hidden}, of_text, final_norm)
+    source = _TensorSource(observables | {"hidden": hidden}, of_text, final_norm)
     source.carry.update(carry or {})
     return VisualTokens(segments, _kept(keep, counts), source)
 
@@ -137,7 +137,7 @@ def _frames(count: int, grid: tuple[int, int, int] | None, modality: str) -> lis
 
 
 @dataclass
-class _GivenSource(TokenSource):
+class _TensorSource(TokenSource):
     """Backs a `VisualTokens` with tensors that somebody gave, by name of the observable, and those of the text."""
 
     visual: dict[str, Any]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
-from tokenprune.kernels.merging import Merge, best_partners, most, ragged_merge
+from tokenprune.kernels.merging import Merge, best_partners, max_merges, ragged_merge
 from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
 
 SCHEDULES = ("constant", "linear", "reverse_linear")
@@ -48,7 +48,7 @@ class Calibrator(EncoderMethod):
     def _match(self, block: int, r: int, protected: int, keys: Tensor, counts: list[int] | None) -> Merge | None:
         best, partner = best_partners(keys, protected, counts)
         counts = counts or [keys.shape[1]] * len(keys)
-        caps = torch.tensor([most(count, protected) for count in counts], device=best.device)
+        caps = torch.tensor([max_merges(count, protected) for count in counts], device=best.device)
         ranked = best.sort(dim=1, descending=True, stable=True).values
         # In an image of odd length there may be one source more than half of it.
         allowed = torch.arange(ranked.shape[1], device=best.device) < caps[:, None]
@@ -98,6 +98,6 @@ def _shares(total: int, blocks: int, schedule: str) -> list[int]:
 def _capped(counts: list[int], tower: Tower) -> list[int]:
     left, capped = tower.tokens, []
     for count in counts:
-        capped.append(min(count, most(left, tower.protected)))
+        capped.append(min(count, max_merges(left, tower.protected)))
         left -= capped[-1]
     return capped

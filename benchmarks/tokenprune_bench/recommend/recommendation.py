@@ -13,7 +13,7 @@ from typing import Any
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
 from tokenprune.integrations.shared import checks
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, family_of
+from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, get_family
 from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.models.model_config import SHIPPED, read_model_config
 from tokenprune.selection.method import Site
@@ -106,7 +106,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
     """Return a setting to start from, with its evidence: the row of the table of advice for this task.
 
     model: a model, its config, or its path or name, on disk or in the hub's cache; no weights are read. task: a
-    situation of the table in docs/guide/which-method.md: "general" (photographs), "signs" (text in photographs),
+    situation of the table in docs/start/choose.md: "general" (photographs), "signs" (text in photographs),
     "documents" (rendered pages), "grounding" (where things are), "counting", "video", "long-video", "long-prompts",
     "server" (vLLM), "follow-up" (questions), "no-attention" (weights) or "tower" (a slow vision tower).
 
@@ -126,7 +126,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         notes.append(f"{row.method} cannot act in {family!r}: this is the row {row.instead!r}.")
         row = advice()[row.instead]
     cost, load = _cost(config, row)
-    near, elsewhere = row.evidence(cost.decoder.weights)
+    near, elsewhere = row.evidence(cost.decoder.num_weights)
     if not any(one.about == "accuracy" for one in near):
         notes.insert(0, f"Accuracy at this keep and task: {NONE}.")
     acting = [one for one in (row, *advice().values()) if _may_act(one, family)]
@@ -155,7 +155,7 @@ def _unguarded(row: Advice) -> str:
         return ""
     kept = "all its tokens" if row.served_keep == 1 else f"{row.served_keep:g} of its tokens"
     return (
-        f"vLLM has no guard: in its place every image keeps {kept}, the floor of {row.guard} (docs/guard.md); a "
+        f"vLLM has no guard: in its place every image keeps {kept}, the floor of {row.guard} (docs/guides/guard.md); a "
         f"request that asks for nothing of the kind may say keep {row.keep:g}."
     )
 
@@ -166,7 +166,7 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
         return ""
     other = replace(row, method="downsample")
     (method,), _ = other.setting.steps()
-    if reason := checks.unsupported(method, family):
+    if reason := checks.find_unsupported_reason(method, family):
         return f"The same budget by a smaller image (`downsample`) is not supported: {reason}"
     any_size = cost.tower is not None and cost.tower.view is None
     how = f"`downsample` at keep {row.keep:g}{', or max_pixels of the processor' if any_size else ''}"
@@ -178,7 +178,7 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
     speed = f"prefill x{whole / theirs:.2f} as fast by FLOPs, tower included, and {row.method} x{whole / ours:.2f}"
     if cost.tower is None:
         speed = f"how much faster is not known, as the tower's shape is not; {row.method} x{whole / ours:.2f} by FLOPs"
-    near, _ = other.evidence(cost.decoder.weights)
+    near, _ = other.evidence(cost.decoder.num_weights)
     found = {one.about: one for one in reversed(near)}
     pieces = [str(found[about]) for about in ("accuracy", "time") if about in found]
     unknown = [] if "accuracy" in found else ["what it answers right at this keep and task was not measured"]
@@ -221,7 +221,10 @@ def _notes(family: str) -> list[str]:
 def _may_act(row: Advice, family: str) -> bool:
     """Return True where the method of a row is tested at its site in a family, and nothing keeps it from acting."""
     (method,), _ = row.setting.steps()
-    return method.site.name in list_tested_sites(family_of(family)) and checks.unsupported(method, family) is None
+    return (
+        method.site.name in list_tested_sites(get_family(family))
+        and checks.find_unsupported_reason(method, family) is None
+    )
 
 
 def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
@@ -260,7 +263,7 @@ def _why_not(row: Advice, config: Any) -> str | None:
         return "the plugin does not know this family"
     (method,), _ = row.setting.steps()
     hint = "`recommend --task server` names the methods that it serves."
-    if reason := checks.unsupported(method, architecture, Backend.VLLM, config=config):
+    if reason := checks.find_unsupported_reason(method, architecture, Backend.VLLM, config=config):
         return f"{reason} {hint}"
     at_start = SimpleNamespace(  # of vLLM's own config, what the checks at the start of a server read
         hf_config=config, dtype="bfloat16", multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights")

@@ -331,5 +331,5 @@ def test_several_images_of_one_prompt() -> None:
 
 
 def test_a_fingerprint_tells_made_up_towers_apart() -> None:
-    assert Fingerprint.of(TOWER.module, read=3, protected=1) == TOWER.fingerprint
+    assert Fingerprint.from_module(TOWER.module, read=3, protected=1) == TOWER.fingerprint
     assert Site.IN_ENCODER is tokenprune.method_info("tome").site

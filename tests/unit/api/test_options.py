@@ -111,5 +111,5 @@ def test_a_type_that_is_there_for_mypy_alone_is_named() -> None:
     class Made(tokenprune.Method):
         weights: Tensor | None = None
 
-    with pytest.raises(OptionError, match=r"Made: the type Tensor of an option is not there .* `if TYPE_CHECKING`"):
+    with pytest.raises(OptionError, match=r"Made: the option type Tensor is not defined .* `if TYPE_CHECKING`"):
         Made()

@@ -24,7 +24,7 @@ from tokenprune import (
     UnsupportedSetupError,
     VisualTokens,
 )
-from tokenprune.kernels.temporal import by_frame, same_place
+from tokenprune.kernels.temporal import group_by_frame, previous_frame_similarity
 from tokenprune.models.families import SUPPORTED
 from tokenprune.selection.frames import compute_frame_indices, count_tokens_per_frame
 from zoo import FAMILIES, IMAGE, VIDEO, Family, Inputs
@@ -137,11 +137,11 @@ def test_a_ragged_batch_of_videos_and_images(name: str, second: int, build: Call
     tokens = watcher.seen[0]
     videos = [frames for frames, kind in zip(tokens.frames, tokens.segments.modality, strict=True) if kind == "video"]
     assert videos == [[4] * 5, [4] * 5, [4] * second, [4] * second]
-    dense, there = by_frame(tokens.hidden, tokens.frame, tokens.place, 5, max(map(max, tokens.frames)))
+    dense, there = group_by_frame(tokens.hidden, tokens.frame, tokens.place, 5, max(map(max, tokens.frames)))
     for segment, frames in enumerate(tokens.frames):
         assert there[segment].sum(1).tolist() == frames + [0] * (5 - len(frames))
         assert torch.equal(dense[segment][there[segment]], tokens.hidden[segment, : sum(frames)])
-    assert same_place(dense, there).shape == (len(tokens.frames), 4, dense.shape[2])
+    assert previous_frame_similarity(dense, there).shape == (len(tokens.frames), 4, dense.shape[2])
 
 
 def test_frames_are_not_known_where_tokens_are_gone(build: Callable[..., Any]) -> None:

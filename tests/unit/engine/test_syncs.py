@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often the host waits for the device in a prefill and in decode steps (the table in docs/performance.md).
+"""How often the host waits for the device in a prefill and in decode steps (the table in docs/results/speed.md).
 
 On the CPU the device is a pretended one (far_device.py), which counts everything that would make the host wait.
 """
@@ -252,7 +252,7 @@ def test_guard_on_a_device_without_events(arrived: bool, monkeypatch: pytest.Mon
         monkeypatch.setattr(transfer, "_event", lambda device: None)
     with counting() as sending:
         late = transfer.AsyncValues(Far(torch.tensor([0.5])))
-        assert late.ready() is arrived
+        assert late.is_ready() is arrived
     assert not sending.found
     with counting() as reading:
         assert late.read() == [0.5]
@@ -413,8 +413,8 @@ def test_an_image_of_a_server(name: str, pieces: str, per_run: bool) -> None:
     plan = Plan.make(ServedSetting.from_json({"method": name, "keep": 0.5}), text, per_run)
     with counting() as served:
         rows = Far(torch.randn(sum(plan.counts), 16))
-        segments = before_llm.segments_of(plan.counts, None, "image", rows.device)
+        segments = before_llm.build_segments(plan.counts, None, "image", rows.device)
         kept, rows = before_llm.choose(plan.setting.acting, rows, 16, segments, plan.keep)
-        awaited = AwaitedRows.kept(plan, rows, kept)
+        awaited = AwaitedRows.from_kept(plan, rows, kept)
     assert not served.ours
-    assert awaited.rows.shape[:2] == awaited.places.shape == (1, plan.rows)
+    assert awaited.rows.shape[:2] == awaited.indices.shape == (1, plan.rows)

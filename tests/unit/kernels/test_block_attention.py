@@ -174,7 +174,7 @@ def qkv(length: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> tupl
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 def test_both_ways_equal_a_loop(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = ids_from(parts)
-    assert Parts.of(ids) == parts
+    assert Parts.from_ids(ids) == parts
     query, key, value = qkv(len(ids), batch=2)
     want = naive_attention(query, key, value, ids.expand(2, -1), 0.4)
     torch.testing.assert_close(attend_by_mask(query, key, value, ids.expand(2, -1), 0.4), want, atol=1e-5, rtol=0)

@@ -16,7 +16,7 @@ from several_cuts import SHARES, Arrived, best, check_in_model, rows, view, want
 from tests.unit.api.test_cli import call
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.methods.in_llm.d2pruner import AttentionPrior, resize_table
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune_bench.calibration import fit_d2pruner
 from zoo import FAMILIES
 
@@ -72,7 +72,7 @@ def test_made_up_tokens(grid: Any, options: dict[str, Any]) -> None:
 
 
 def saved(path: Path, table: Tensor, decoder: Any, layer: int = 2) -> str:
-    AttentionPrior(table, layer, fingerprint(decoder)).save(path)
+    AttentionPrior(table, layer, compute_fingerprint(decoder)).save(path)
     return str(path)
 
 

@@ -15,7 +15,7 @@ from each import each
 from several_cuts import counts_of
 from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.methods.in_llm.fitprune import Recipe, compute_layer_shares
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune_bench.calibration import fit_fitprune
 from tokenprune_bench.calibration.attention_fitting import left_over
 from zoo import FAMILIES
@@ -101,6 +101,6 @@ def test_fitting(build: Any, tmp_path: Path) -> None:
     other = build(FAMILIES["llava_next"])
     with pytest.raises(OptionError, match="another model"):
         tokenprune.patch(other, "fitprune", recipe=path)
-    assert recipe.model == fingerprint(model.get_submodule(family.decoder))
+    assert recipe.model == compute_fingerprint(model.get_submodule(family.decoder))
     with pytest.raises(OptionError, match="fit fitprune"):
         tokenprune.method("fitprune", recipe=tmp_path / "missing.safetensors")

@@ -17,7 +17,7 @@ from tests.unit.tower.test_packed_units import in_rows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, MODALITIES, UNIT, encode, masked, tensors_of, tower_of
 from tokenprune import OptionError
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.checks import unserved
+from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.testing import check_method
 
 SCORES = ("diverse", "change", "norm", "detail", "random")
@@ -112,7 +112,7 @@ def test_a_plain_unit_has_no_detail() -> None:
 def test_conforms_and_is_served(score: str) -> None:
     method = tokenprune.method("towerdrop", score=score, layer=1)
     check_method(method)
-    assert unserved(method) is None
+    assert find_unserved_reason(method) is None
 
 
 def test_refused(build) -> None:

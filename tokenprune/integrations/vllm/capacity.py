@@ -20,7 +20,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 @dataclass(frozen=True)
 class Assumptions:
     """Shares of the data sheet's numbers, and others that no closed form knows; the defaults are an H200's
-    (docs/capacity.md).
+    (docs/serving/capacity.md).
 
     compute, tower: of the FLOPs, in the decoder's prefill and in the vision tower. read: of the bandwidth, while
     decoding. memory: for weights and KV cache; the rest is left to activations and the runtime. at_once: most requests
@@ -109,8 +109,8 @@ class Server:
         assert costs.tower is not None
         head = text.vocab_size * text.hidden_size
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        read = costs.decoder.weights + head
-        made = cls(costs, costs.tower.weights + read + (0 if tied else head), read, gpu, gpus, dtype, assumed)
+        read = costs.decoder.num_weights + head
+        made = cls(costs, costs.tower.num_weights + read + (0 if tied else head), read, gpu, gpus, dtype, assumed)
         if made.room <= 0:
             fit = -(-made.weight_bytes // (assumed.memory * gpu.memory))
             raise UnsupportedModelError(
@@ -153,7 +153,7 @@ class Server:
         # While a request is answered its cache grows; half of the answer is there on average.
         grown = float(self.costs.decoder.kv_bytes([prompt + answer // 2] * layers, size))
         step = max(assumed.launch, (self.read * size + together * grown) / bandwidth)
-        decoder = cost.decoder + 2 * (self.read - self.costs.decoder.weights)
+        decoder = cost.decoder + 2 * (self.read - self.costs.decoder.num_weights)
         peak = self.gpus * self.gpu.flops(self.dtype)
         prefill = decoder / (assumed.compute * peak) + cost.tower / (assumed.tower * peak)
         # A prompt of few tokens is over before the weights have been read.

@@ -17,7 +17,7 @@ from tokenprune.methods.encoder.prediction import (
     predict_anchored_in_time,
     predict_from_neighbours,
 )
-from tokenprune.methods.pre_llm.uniform import spread
+from tokenprune.methods.pre_llm.uniform import spread_over_grid
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.units import UnitDropper
@@ -84,7 +84,7 @@ class PixelPrune(UnitDropper):
     def keep_units(self, pixels: Tensor, most: int) -> Tensor:
         if self.neighbours == "before" and most < pixels.shape[1] * pixels.shape[2]:
             keep = torch.zeros(pixels.shape[:3], dtype=torch.bool, device="cpu")
-            keep.view(-1)[spread(keep[0].numel(), most, (1, *keep.shape[1:]))] = True
+            keep.view(-1)[spread_over_grid(keep[0].numel(), most, (1, *keep.shape[1:]))] = True
             return to_device(keep, pixels.device)
         found = Distances.from_pixels(pixels, self.metric, spatial=self.neighbours == "all")
         low = self.threshold

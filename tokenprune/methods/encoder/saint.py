@@ -96,7 +96,7 @@ class SAINT(EncoderMethod):
         if min(number) == stays.shape[1]:
             return None
         first = stays.new_ones(len(stays), protected)
-        return Merge.dropping(torch.cat([first, stays], dim=1), [one + protected for one in number])
+        return Merge.from_kept(torch.cat([first, stays], dim=1), [one + protected for one in number])
 
 
 def _alike(unit: Tensor, threshold: float, partners: int) -> Tensor:

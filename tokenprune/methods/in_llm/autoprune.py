@@ -11,11 +11,11 @@ from annotated_types import Ge
 
 from tokenprune.budgets import Budget
 from tokenprune.budgets.schedule import choose_layers, plan_cuts
-from tokenprune.kernels.masses import evenly
+from tokenprune.kernels.masses import uniform_weights
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.multi_cut import TEXT_ATTENTION, CutStage, SharedBudgetCuts, sum_text_attention
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import TEXT, OneCut, SeveralCuts, text_votes
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -23,9 +23,9 @@ _LAYERS, _HEADS = 32, 32  # of the model that the curve's numbers are for
 _TOP, _MIDDLE = 0.75, 14.9  # of the curve: its height, and where it has fallen by half
 
 
-@register("autoprune", site=Site.IN_LLM, needs=TEXT, paper="arXiv 2509.23931, NeurIPS 2025")
+@register("autoprune", site=Site.IN_LLM, needs=TEXT_ATTENTION, paper="arXiv 2509.23931, NeurIPS 2025")
 @dataclass(frozen=True)
-class AutoPrune(SeveralCuts):
+class AutoPrune(SharedBudgetCuts):
     """Let image and question together decide how early visual tokens go: early where the words attend to few of them,
     late where much of the image bears on the question.
 
@@ -77,24 +77,24 @@ class AutoPrune(SeveralCuts):
 
 
 @dataclass(frozen=True)
-class _Stage(OneCut):
+class _Stage(CutStage):
     """One of the cuts at the layers `placed` of `depth`."""
 
-    of: AutoPrune
+    method: AutoPrune
     placed: tuple[int, ...]
     depth: int
 
     def select(self, tokens: VisualTokens) -> Selection:
         if "counts" not in tokens.carry:
             bits = compute_mutual_information(tokens.text_attention, tokens.text.mask).mean(1) * _HEADS
-            slopes = (self.of.slope - self.of.gamma * bits.nan_to_num(nan=0.0, posinf=0.0)).clamp(min=0)
+            slopes = (self.method.slope - self.method.gamma * bits.nan_to_num(nan=0.0, posinf=0.0)).clamp(min=0)
             each = zip(tokens.counts, tokens.keep, slopes.tolist(), strict=True)  # waits for the device
             tokens.remember("counts", [self._counts(*one) for one in each])
-        planned = [one[self.number] for one in tokens.carry["counts"]]
+        planned = [one[self.index] for one in tokens.carry["counts"]]
         counts = [min(count, number) for count, number in zip(tokens.counts, planned, strict=True)]
         if counts == tokens.counts:
             return Selection(tokens.mask, counts=counts)
-        score = text_votes(tokens, evenly(tokens.text.mask)).mean(1)
+        score = sum_text_attention(tokens, uniform_weights(tokens.text.mask)).mean(1)
         return Selection(top_mask(score, tokens.mask, to_device(counts, score.device), max(counts)), counts=counts)
 
     def _counts(self, count: int, even: int, slope: float) -> list[int]:

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le
 
 from tokenprune.budgets import Budget
 from tokenprune.kernels.match import best_match
-from tokenprune.kernels.pairs import Products, rounded, unit
+from tokenprune.kernels.pairs import Products, normalize, round_cosines
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
@@ -83,7 +83,7 @@ class PACT(Pruner):
             if keep == count:
                 assign[row, :count] = itself[:count]
             else:
-                assign[row, :count] = self._of_image(score[row, :count], unit(tokens.keys[row, :count]), keep)
+                assign[row, :count] = self._of_image(score[row, :count], normalize(tokens.keys[row, :count]), keep)
         counts = None if self.chooses_count else tokens.keep
         return Selection(assign == itself, assign, counts=counts)
 
@@ -96,7 +96,7 @@ class PACT(Pruner):
         everything = torch.ones_like(score, dtype=torch.bool)[None]
         matters = top_mask(score[None], everything, to_device([number], device), number)[0]
         place = matters.nonzero().flatten()
-        dense = Products(keys[None, place], round_=True).of_rows(_density)[0]
+        dense = Products(keys[None, place], round_=True).reduce_rows(_density)[0]
         # From here on by falling density, of equal ones the first.
         place = place[dense.argsort(descending=True, stable=True)]
         alike = Products(keys[None, place], round_=True)
@@ -108,7 +108,7 @@ class PACT(Pruner):
             centre = torch.zeros_like(centre).index_fill_(0, rank.argsort()[:keep], True)
         target, _ = place[centre].sort()
         best, nearest = (one[0] for one in best_match(keys[None], keys[None, target]))
-        joins = matters | (1 - rounded(best) <= self.reach * cutoff)
+        joins = matters | (1 - round_cosines(best) <= self.reach * cutoff)
         assign = torch.where(joins, target[nearest], -1)
         return assign.index_copy(0, target, target)
 
@@ -142,7 +142,7 @@ def find_centres(alike: Products, cutoff: float) -> torch.Tensor:
         found[own] = select_in_rounds(near[:, own], ~(near[:, :start] & found[:start]).any(1))
         return found[own]
 
-    return alike.of_rows(block)[0]
+    return alike.reduce_rows(block)[0]
 
 
 def select_in_rounds(near: torch.Tensor, left: torch.Tensor) -> torch.Tensor:

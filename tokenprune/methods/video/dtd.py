@@ -8,7 +8,7 @@ import torch
 from annotated_types import Ge, Le
 
 from tokenprune.kernels.take import top_mask
-from tokenprune.kernels.temporal import cosine, same_place
+from tokenprune.kernels.temporal import cosine_similarity, previous_frame_similarity
 from tokenprune.methods.registry import register
 from tokenprune.methods.video.evs import score_first_frames
 from tokenprune.selection.method import Pruner, Selection, Site
@@ -64,12 +64,12 @@ class DTD(Pruner):
         """float32 `[V, F - 1, P]`: cosine of each token `[V, F, P, D]` to the one that it is compared with,
         `_ALONE` where there is none. mask: bool `[V, F, P]`."""
         if self.against == "before":
-            return same_place(x, mask).masked_fill(~(mask[:, 1:] & mask[:, :-1]), _ALONE)
+            return previous_frame_similarity(x, mask).masked_fill(~(mask[:, 1:] & mask[:, :-1]), _ALONE)
         alike = torch.full(mask[:, 1:].shape, _ALONE, dtype=torch.float32, device=x.device)
         last, seen = x[:, 0], mask[:, 0]
         for frame in range(1, x.shape[1]):
             real = mask[:, frame]
-            found = cosine(x[:, frame], last).masked_fill(~(seen & real), _ALONE)
+            found = cosine_similarity(x[:, frame], last).masked_fill(~(seen & real), _ALONE)
             last = torch.where((real & (found <= self.threshold)).unsqueeze(-1), x[:, frame], last)
             alike[:, frame - 1], seen = found, seen | real
         return alike

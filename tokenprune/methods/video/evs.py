@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.kernels.temporal import same_place
+from tokenprune.kernels.temporal import previous_frame_similarity
 from tokenprune.methods.pre_llm.uniform import spread_in_frames
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
@@ -33,7 +33,10 @@ class EVS(VideoPruner):
 
     def choose(self, videos: Videos) -> torch.Tensor:
         return videos.top(
-            torch.cat([score_first_frames(videos, self.name), 1 - same_place(videos.hidden, videos.mask)], dim=1)
+            torch.cat(
+                [score_first_frames(videos, self.name), 1 - previous_frame_similarity(videos.hidden, videos.mask)],
+                dim=1,
+            )
         )
 
 

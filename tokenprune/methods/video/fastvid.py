@@ -7,10 +7,10 @@ from typing import Annotated
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.kernels.clusters import peaks
+from tokenprune.kernels.clusters import find_density_peaks
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
-from tokenprune.kernels.temporal import cosine, frame_means, segments_at, shares
+from tokenprune.kernels.temporal import cosine_similarity, find_segment_ends, frame_means, split_budget
 from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
     VideoMerger,
@@ -68,11 +68,11 @@ class FastVID(VideoMerger):
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         mask, sizes = videos.mask, videos.sizes
         means = frame_means(videos.hidden, mask)
-        alike = cosine(means[:, 1:], means[:, :-1])
-        first = find_first_frames(segments_at(alike, videos.num_frames, self.segments, self.threshold))
+        alike = cosine_similarity(means[:, 1:], means[:, :-1])
+        first = find_first_frames(find_segment_ends(alike, videos.num_frames, self.segments, self.threshold))
         anchor = self._anchors(first, sizes > 0)
 
-        budget = shares(torch.ones_like(sizes), videos.budget, sizes)
+        budget = split_budget(torch.ones_like(sizes), videos.budget, sizes)
         context = (budget.double() * self.context + 1e-9).long()
         salient, total = budget - context, sum_segments(context, first)
         room = sizes - salient
@@ -84,7 +84,9 @@ class FastVID(VideoMerger):
         rest, most = mask & ~top, max(videos.keep)
         flat = rest.flatten(0, 1)
         numbers, places = centres.flatten(), min(most, mask.shape[2])
-        peak = peaks(videos.hidden.flatten(0, 1), flat, numbers, places, _NEIGHBOURS, capped=False).view_as(mask)
+        peak = find_density_peaks(
+            videos.hidden.flatten(0, 1), flat, numbers, places, _NEIGHBOURS, capped=False
+        ).view_as(mask)
         into = torch.where(top, flat_indices(mask), -1)
         into = torch.where(rest, self._nearest(videos, peak, find_nearest_anchor(first, centres > 0), most), into)
         number = gather_flat(count_members(into, rest), into).clamp(min=1)

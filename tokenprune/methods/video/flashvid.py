@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from tokenprune.kernels.clusters import farthest_weighted, roots
+from tokenprune.kernels.clusters import find_roots, select_farthest_weighted
 from tokenprune.kernels.join import join
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.kernels.temporal import cosine, frame_means, segments_at, shares
+from tokenprune.kernels.temporal import cosine_similarity, find_segment_ends, frame_means, split_budget
 from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
     TwoCutMerger,
@@ -80,9 +80,11 @@ class FlashVID(TwoCutMerger):
         mask, most = videos.mask, max(videos.keep)
         means = frame_means(videos.hidden, mask)
         least = -(-videos.num_frames // _LONG)
-        first = find_first_frames(segments_at(cosine(means[:, 1:], means[:, :-1]), videos.num_frames, least, _SCENE))
+        first = find_first_frames(
+            find_segment_ends(cosine_similarity(means[:, 1:], means[:, :-1]), videos.num_frames, least, _SCENE)
+        )
 
-        budget = shares(torch.ones_like(videos.sizes), videos.budget, videos.sizes)  # of each frame
+        budget = split_budget(torch.ones_like(videos.sizes), videos.budget, videos.sizes)  # of each frame
         number = torch.minimum(budget, (budget.double() * self.picks - 1e-9).ceil().long())
         picked = self._picked(videos, number)
         rest = mask & ~picked
@@ -90,7 +92,7 @@ class FlashVID(TwoCutMerger):
         wanted = torch.zeros_like(first).scatter_add(1, first, budget - number)
 
         parent = self._parents(videos, rest, first, wanted)
-        root = roots(parent.flatten(1), first.shape[1]).view_as(parent)
+        root = find_roots(parent.flatten(1), first.shape[1]).view_as(parent)
         tree = rest & (root == flat_indices(root))
         trees = tree.sum(2)
         numbers = split_in_segments(trees, wanted, trees, first)
@@ -110,7 +112,7 @@ class FlashVID(TwoCutMerger):
         """bool `[V, F, P]`: so many tokens of each frame that are far from each other. number: long `[V, F]`."""
         x, mask, attention = (one.flatten(0, 1) for one in (videos.hidden, videos.mask, get_tower_attention(videos)))
         most = max(-(-keep // len(frames)) for keep, frames in zip(videos.keep, videos.frames, strict=True))
-        return farthest_weighted(x, mask, attention, number.flatten(), most).view_as(videos.mask)
+        return select_farthest_weighted(x, mask, attention, number.flatten(), most).view_as(videos.mask)
 
     def _parents(self, videos: Videos, rest: torch.Tensor, first: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """long `[V, F, P]`: the spot in the frame before that each token joins, else its own.

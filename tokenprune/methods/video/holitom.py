@@ -8,7 +8,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from tokenprune.kernels.take import top_mask
-from tokenprune.kernels.temporal import same_place, segments_by_stillness, shares
+from tokenprune.kernels.temporal import find_static_segment_ends, previous_frame_similarity, split_budget
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
@@ -74,17 +74,17 @@ class HoliTom(TwoCutMerger):
         return _InnerHoliTom(layer)
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
-        similarity = same_place(videos.hidden, videos.mask)
+        similarity = previous_frame_similarity(videos.hidden, videos.mask)
         both = videos.mask[:, 1:] & videos.mask[:, :-1]
         stands = (similarity > self._thresholds(videos)[:, None, None]) & both
         # What is after the last frame of a shorter video begins another segment.
-        ends = segments_by_stillness(stands.float(), both, videos.num_frames, 0.5) | (videos.sizes[:, 1:] == 0)
+        ends = find_static_segment_ends(stands.float(), both, videos.num_frames, 0.5) | (videos.sizes[:, 1:] == 0)
         static = StaticPatches.from_segments(videos, ends, _still(stands, ends, videos.mask), similarity)
 
         room = videos.budget - static.unmerged.sum((1, 2))
         heads, moving = static.heads, static.moving
         sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: of each frame, still before moving
-        numbers = shares(sizes.flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
+        numbers = split_budget(sizes.flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
 
         picked = top_mask(
             get_tower_attention(videos).flatten(0, 1), moving.flatten(0, 1), numbers[..., 1].flatten(), moving.shape[2]

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Gt
 
-from tokenprune.kernels.clusters import in_parts
+from tokenprune.kernels.clusters import split_rows
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import top_mask
@@ -124,7 +124,7 @@ def median_squared_distance(x: torch.Tensor) -> torch.Tensor:
 def compute_density(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     """float64 `[n]`: the sum over all tokens of exp(-squared distance / width), itself included. x: `[n, D]`."""
     norm, parts = x.square().sum(1), []
-    for rows in in_parts(len(x), len(x)):
+    for rows in split_rows(len(x), len(x)):
         squared = (norm[rows, None] + norm - 2 * x[rows] @ x.T).clamp(min=0)
         # Each is at no distance from itself, whatever rounding says.
         squared.diagonal(rows.start).fill_(0)

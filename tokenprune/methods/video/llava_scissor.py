@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, NamedTuple
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.kernels.clusters import LikePairs, components
+from tokenprune.kernels.clusters import SimilarPairs, connected_components
 from tokenprune.kernels.join import join
 from tokenprune.kernels.match import best_match
-from tokenprune.kernels.pairs import Products, unit
+from tokenprune.kernels.pairs import Products, normalize
 from tokenprune.kernels.take import rank_in_group, top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
@@ -68,7 +68,7 @@ class LLaVAScissor(VideoMerger):
 
     def _joined(self, x: torch.Tensor, mask: torch.Tensor, spot: torch.Tensor, keep: int) -> torch.Tensor:
         """long `[n]`: the token that each of a video's joins. x: `[F, P, D]`; mask: bool `[F, P]`; spot: long `[n]`."""
-        direction = unit(x)
+        direction = normalize(x)
         alike = (direction @ direction.transpose(1, 2)).clamp(max=1)
         alike = alike.masked_fill(~(mask.unsqueeze(1) & mask.unsqueeze(2)), -torch.inf)
         if self.exact:
@@ -100,22 +100,22 @@ class _Representatives(NamedTuple):
 
 
 def _representatives(
-    x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, threshold: float, pairs: LikePairs | None = None
+    x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, threshold: float, pairs: SimilarPairs | None = None
 ) -> _Representatives:
     """Components within frames, then of their means. alike: `[F, P, P]`, cosines in each frame, -inf for padding;
     pairs: those of all tokens."""
     near = alike > threshold
-    inside = components(near)  # [F, P], the lowest place of each one's component
+    inside = connected_components(near)  # [F, P], the lowest place of each one's component
     start = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
     head = (start + inside).flatten()[spot]  # its spot
     means, of_token = _means(x.flatten(0, 1), spot, head)
     if pairs is None:
-        joined = components(unit(means), threshold)
+        joined = connected_components(normalize(means), threshold)
     else:
         alone = (torch.bincount(of_token) == 1)[of_token]
         token = torch.full_like(means[:, 0], -1, dtype=torch.long)
         token[of_token[alone]] = alone.nonzero().flatten()
-        joined = pairs.components(unit(means), token, threshold)
+        joined = pairs.components(normalize(means), token, threshold)
     reps, of_mean = _means(means, torch.arange(len(means), device=x.device), joined)
     size = torch.bincount(of_mean, minlength=len(reps))
     return _Representatives(reps, size, of_mean[of_token], near.sum(2).flatten()[spot])
@@ -140,7 +140,7 @@ def _searched(x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, keep: in
     `keep`; of two the fewer."""
     low, high = -1.01, 1.0
     best: _Representatives | None = None
-    pairs = LikePairs(unit(x.flatten(0, 1)[spot]))
+    pairs = SimilarPairs(normalize(x.flatten(0, 1)[spot]))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         found = _representatives(x, alike, spot, middle, pairs)
@@ -162,7 +162,7 @@ def merge_to_count(found: _Representatives, keep: int) -> _Representatives:
     count = len(mean)
     if count <= keep:
         return found
-    likeness = _Likeness(unit(mean))
+    likeness = _Likeness(normalize(mean))
     most, with_ = likeness.best(
         torch.arange(count, device=mean.device)
     )  # of each the most similar one, kept up to date
@@ -173,7 +173,7 @@ def merge_to_count(found: _Representatives, keep: int) -> _Representatives:
         mean[first] = (mean[first] * size[first] + mean[second] * size[second]) / total
         size[first] = total
         of = torch.where(of == second, first, of)
-        row = likeness.merge(first, second, unit(mean[first]))
+        row = likeness.merge(first, second, normalize(mean[first]))
         closer = (row > most) | ((row == most) & (first < with_))
         most, with_ = torch.where(closer, row, most), torch.where(closer, first, with_)
         anew = (((with_ == first) & ~closer) | (with_ == second)).nonzero().flatten()
@@ -196,7 +196,7 @@ class _Likeness:
     def __init__(self, direction: torch.Tensor) -> None:
         self.direction = direction.clone()
         self._products = Products(direction[None])
-        if self._products.fits:
+        if self._products.fits_in_memory:
             self._products.table  # noqa: B018 (rows are read from it then)
         self.gone, self.merged = torch.zeros(2, len(direction), dtype=torch.bool, device=direction.device)
 

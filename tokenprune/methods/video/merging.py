@@ -13,11 +13,11 @@ from annotated_types import Ge, Gt, Lt
 
 from tokenprune.budgets import Budget
 from tokenprune.budgets.schedule import plan_cuts
-from tokenprune.kernels.clusters import peaks_and_members
+from tokenprune.kernels.clusters import cluster_density_peaks
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import top_mask
-from tokenprune.kernels.temporal import shares
+from tokenprune.kernels.temporal import split_budget
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import Method, Pruner, Selection
 from tokenprune.selection.tokens import VisualTokens
@@ -204,7 +204,7 @@ def split_in_segments(
     frames = first.shape[1]
     own = first.unsqueeze(1) == torch.arange(frames, device=first.device)[:, None]  # [V, segment, frame]
     weight, most = ((own * one.unsqueeze(1)).flatten(0, 1) for one in (weight, most))
-    return shares(weight, total.flatten(), most, least=1).view_as(own).sum(1)
+    return split_budget(weight, total.flatten(), most, least=1).view_as(own).sum(1)
 
 
 def cluster_frames(
@@ -215,7 +215,7 @@ def cluster_frames(
     `density_peaks`."""
     frames, places = mask.shape[1:]
     x, mask, number = x.flatten(0, 1), mask.flatten(0, 1), number.flatten()
-    peaks, member = peaks_and_members(x, mask, number, min(most, places), capped)
+    peaks, member = cluster_density_peaks(x, mask, number, min(most, places), capped)
     start = torch.arange(frames, device=mask.device).unsqueeze(-1) * places
     member = member.view(-1, frames, places)
     return peaks.view_as(member), torch.where(member < 0, -1, start + member)

@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from tokenprune.kernels.clusters import nearest, peaks
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.clusters import assign_to_centres, find_density_peaks
+from tokenprune.kernels.pairs import normalize
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.kernels.temporal import frame_means, same_place, shares
+from tokenprune.kernels.temporal import frame_means, previous_frame_similarity, split_budget
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
@@ -75,13 +75,13 @@ class PruneVid(TwoCutMerger):
         mask, most = videos.mask, max(videos.keep)
         ends = self._scenes(videos)
         still = self._still(videos, find_first_frames(ends))
-        places = StaticPatches.from_segments(videos, ends, still, same_place(videos.hidden, mask))
+        places = StaticPatches.from_segments(videos, ends, still, previous_frame_similarity(videos.hidden, mask))
         heads, moving = places.heads, places.moving
         sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: of each frame, still before moving
         room = videos.budget - places.unmerged.sum((1, 2))
         half = torch.where(sizes > _WHOLE, sizes // 2, sizes)
         # One each beforehand: with as many as the rule gives in all, each part has what the rule gives it.
-        numbers = shares((half - 1).flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
+        numbers = split_budget((half - 1).flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
 
         _, of = cluster_frames(places.compute_means(), heads, numbers[..., 0], most, capped=False)
         part = 1 / (gather_flat(count_members(of, heads), of) * places.count_merged()).clamp(min=1).float()
@@ -110,8 +110,8 @@ class PruneVid(TwoCutMerger):
         means = frame_means(videos.hidden, videos.mask)
         wanted = [max(1, int(_SEGMENTS * len(sizes))) for sizes in videos.frames]
         number = to_device(wanted, real.device)
-        centres = peaks(means, real, number, max(wanted), _NEIGHBOURS, capped=False)
-        labels = nearest(means, real, centres, max(wanted)).tolist()
+        centres = find_density_peaks(means, real, number, max(wanted), _NEIGHBOURS, capped=False)
+        labels = assign_to_centres(means, real, centres, max(wanted)).tolist()
         frames = real.shape[1]
         ends = [
             [*find_scene_ends(of[: len(sizes)]), *[True] * frames][: frames - 1]
@@ -121,7 +121,7 @@ class PruneVid(TwoCutMerger):
 
     def _still(self, videos: Videos, first: torch.Tensor) -> torch.Tensor:
         """bool `[V, F, P]`: tokens at places that stand still in their scene. first: long `[V, F]`."""
-        direction = unit(videos.hidden)
+        direction = normalize(videos.hidden)
         own = sum_segments(direction.square().sum(-1), first)
         pairs = sum_segments(direction, first).square().sum(-1) - own
         length = sum_segments(videos.mask.long(), first)
@@ -177,6 +177,6 @@ class _InnerPruneVid(Pruner):
         group = group.masked_fill(~tokens.mask, groups)
         number = torch.zeros(len(group), groups + 1, dtype=torch.long, device=group.device)
         number = number.scatter_add(1, group, tokens.mask.long())
-        share = shares(number, tokens.budget, number)
+        share = split_budget(number, tokens.budget, number)
         keep = rank_in_group(group, score.nan_to_num(nan=-torch.inf)) < share.gather(1, group)
         return Selection(keep, counts=tokens.keep)

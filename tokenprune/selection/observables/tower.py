@@ -73,12 +73,12 @@ def compute_received(attention: ObservedAttention, protected: int) -> Tensor:
     if attention.starts is not None:  # packed sequences
         # The attention of every engine is a dataclass.
         unmasked: ObservedAttention = replace(cast(Any, attention), mask=None, causal=False)
-        return unmasked.received(starts=attention.starts)
+        return unmasked.column_means(starts=attention.starts)
     rows, _, queries = attention.query.shape[:3]
     first = torch.zeros(rows, 1, dtype=torch.long, device=attention.query.device)
     # Padding patches are masked as keys, and excluded from the mean as queries.
-    valid = attention.visible(first)[:, 0, 0].expand(rows, queries)
-    return attention.received(valid)[..., protected:]
+    valid = attention.visible_keys(first)[:, 0, 0].expand(rows, queries)
+    return attention.column_means(valid)[..., protected:]
 
 
 @register_observable("encoder_attention")
@@ -115,7 +115,9 @@ class EncoderLogits(TowerScores):
         else:
             first = torch.zeros(query.shape[0], 1, dtype=torch.long, device=query.device)
             # Padding patches are masked as keys, and excluded from the mean as queries.
-            valid = attention.visible(first)[:, :1, 0, :, None].expand(query.shape[0], 1, query.shape[2], 1).float()
+            valid = (
+                attention.visible_keys(first)[:, :1, 0, :, None].expand(query.shape[0], 1, query.shape[2], 1).float()
+            )
             source_query = (query * valid).sum(2, keepdim=True) / valid.sum(2, keepdim=True).clamp(min=1)
         return (source_query @ key.transpose(2, 3)).squeeze(2) * attention.scaling
 
@@ -144,7 +146,7 @@ class EncoderFlow(TowerScores):
         weights, values = weights.mean(1), values.transpose(1, 2)  # values: [rows, H, tokens, Dv]
         if not has_class_token:
             return torch.stack([weights, torch.zeros_like(weights), strength], dim=1)
-        similarity = (values[:, :, :1] @ values.transpose(2, 3)).masked_fill(~attention.visible(first), -torch.inf)
+        similarity = (values[:, :, :1] @ values.transpose(2, 3)).masked_fill(~attention.visible_keys(first), -torch.inf)
         similarity = similarity.softmax(-1)[:, :, 0, protected:].mean(1)
         return torch.stack([weights, similarity, strength], dim=1)
 

@@ -57,7 +57,7 @@ class Tower:
         """Fingerprint of the architecture and the weights."""
         assert self.module is not None  # engines set it
         facts = {"unit": self.unit} if self.unit > 1 else {}
-        return Fingerprint.of(self.module, read=self.blocks_read, protected=self.protected, **facts)
+        return Fingerprint.from_module(self.module, read=self.blocks_read, protected=self.protected, **facts)
 
     def with_tokens(self, tokens: int, num_kept: int | None = None) -> Tower:
         """Return the tower for images with a different number of tokens."""

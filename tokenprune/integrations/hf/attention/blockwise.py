@@ -58,7 +58,7 @@ class BlockPlan:
                 ids = ids if layout.valid is None else ids.masked_fill(~layout.valid, PADDING)
             rows: dict[Parts, list[int]] = {}
             for row, of_row in enumerate(ids):
-                rows.setdefault(Parts.of(of_row), []).append(row)
+                rows.setdefault(Parts.from_ids(of_row), []).append(row)
             self._at[layer] = ids, rows
         return self._at[layer]
 

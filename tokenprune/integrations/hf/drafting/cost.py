@@ -94,4 +94,4 @@ def _closed(config: Any) -> tuple[CostModel, int]:
             "a run with the assistant instead"
         )
     shape = DecoderShape.from_config(text)
-    return CostModel(shape), shape.weights + text.vocab_size * text.hidden_size
+    return CostModel(shape), shape.num_weights + text.vocab_size * text.hidden_size

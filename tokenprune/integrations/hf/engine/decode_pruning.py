@@ -24,7 +24,7 @@ from tokenprune.integrations.hf.engine.method_inputs import DecoderSource
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.integrations.shared.attachable import get_hidden_states
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.segments import Segments
@@ -61,7 +61,7 @@ class DecodePruning(Part):
         if step.layer != self.method.layer:
             return
         if call.cuts_at(step.layer):
-            hidden = self.adapter.flatten(hidden_states(args, kwargs))
+            hidden = self.adapter.flatten(get_hidden_states(args, kwargs))
             query = DecoderSource(call, call.state, hidden, self.adapter).get_last_slot()
             row = _row(call, observed, query, call.past + call.state.layout.length)
             self._prefill[call] = _Prefill(row, call.state.segments.to(hidden.device))

@@ -14,7 +14,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.engine.layer_attention import LayerAttention
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
-from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.integrations.shared.attachable import get_hidden_states
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.method import Method
 from tokenprune.selection.observable import ObservedAt, Recorder
@@ -83,7 +83,7 @@ class KeptInputs(Part):
         if not needed:
             return
         adapter = self.adapter
-        hidden = adapter.seen(call.state.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
+        hidden = adapter.seen(call.state.extras, layer, adapter.flatten(get_hidden_states(args, kwargs)))
         rotation = rotation_of(args, kwargs)
         if rotation is None and any(one.rotary for one in needed):
             raise UnsupportedSetupError(

@@ -19,7 +19,7 @@ from tokenprune.errors import ConfigError
 from tokenprune.integrations.hf.sessions.memory import FRAME, Memory
 from tokenprune.integrations.hf.sessions.positions import axes
 from tokenprune.integrations.hf.sessions.stream import Progress, Stream
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune.selection.files import describe_error
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def save(stream: Stream, path: str | Path, settings: dict[str, Any]) -> None:
         tensors[f"table.{place}"] = table
     facts = {
         "schema": _SCHEMA,
-        "fingerprint": fingerprint(stream.model),
+        "fingerprint": compute_fingerprint(stream.model),
         "transformers": transformers.__version__,
         "settings": settings,
         "progress": dataclasses.asdict(stream.progress),
@@ -76,7 +76,7 @@ def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def fill(stream: Stream, facts: dict[str, Any], tensors: dict[str, Tensor], name: str) -> None:
     """Have an empty stream go on where the one in a file was; raises ConfigError for a file of another model, or one
     that is damaged."""
-    if facts.get("fingerprint") != fingerprint(stream.model):
+    if facts.get("fingerprint") != compute_fingerprint(stream.model):
         raise ConfigError(
             f"{name} is of a session with another model, or with this one in another dtype: load that one"
         )

@@ -12,10 +12,14 @@ from typing import Any
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
-from tokenprune.integrations.shared.towers.patch_grid import patches_of
+from tokenprune.integrations.shared.towers.patch_grid import count_patches
 from tokenprune.integrations.shared.towers.squares import Squares
-from tokenprune.integrations.shared.towers.tower_scores import block_index, read_block, without_tower
-from tokenprune.models.families import TOWERS, TowerRow, family_of, family_of_config, tower_kind, tower_of
+from tokenprune.integrations.shared.towers.tower_scores import (
+    find_block_index,
+    find_last_read_block,
+    find_options_without_tower,
+)
+from tokenprune.models.families import TOWERS, TowerRow, get_config_family, get_family, get_tower, get_tower_type
 from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection.method import Method, Pruner
 from tokenprune.selection.sites import encoder
@@ -39,21 +43,21 @@ def drops_by_pixels(method: Method | None) -> bool:
 
 def is_known(config: Any) -> bool:
     """Return True where it is known how patches of this model's tower become visual tokens."""
-    return family_of_config(config).patches is not None and tower_of(config) is not None
+    return get_config_family(config).patches is not None and get_tower(config) is not None
 
 
 def packs(config: Any) -> bool:
     """Return True for a tower that lays the patches of all images end to end, and merges whole units of them."""
-    row = family_of(config.model_type)
+    row = get_family(config.model_type)
     return row.tower_rows == "all images" and row.merges
 
 
 def row_of(config: Any) -> TowerRow:
     """Return the row of a tower; raises UnsupportedSetupError for one that is not known."""
     # Configs that vLLM has of its own name a packed tower otherwise than transformers does.
-    found = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or tower_of(config)
+    found = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or get_tower(config)
     if found is None:
-        raise UnsupportedSetupError(f"The vision tower {tower_kind(config)!r} is not known. {AFTER_THE_TOWER}")
+        raise UnsupportedSetupError(f"The vision tower {get_tower_type(config)!r} is not known. {AFTER_THE_TOWER}")
     return found
 
 
@@ -77,7 +81,7 @@ def check_tower(setting: Any, model_config: Any) -> None:
         method.is_identity(Budget.from_number(setting.keep))
         whole = depth_of(config.vision_config)
         method.checked_block(
-            whole if family_of_config(config).tower_rows == "all images" else served_tower(method, config).blocks_read
+            whole if get_config_family(config).tower_rows == "all images" else served_tower(method, config).blocks_read
         )
     elif isinstance(method, EncoderMethod):
         if not setting.removes_nothing:
@@ -93,7 +97,7 @@ def check_tower(setting: Any, model_config: Any) -> None:
 def check_whole(method: Method, model_config: Any) -> None:
     """Raise UnsupportedSetupError if a call's images are not all encoded on each device."""
     if model_config.multimodal_config.mm_encoder_tp_mode == "data":
-        options = without_tower(method, json.dumps) if isinstance(method, Pruner) else ""
+        options = find_options_without_tower(method, json.dumps) if isinstance(method, Pruner) else ""
         less = f", or {method.name} with {options}" if options else ""
         raise UnsupportedSetupError(
             f'{method.name} reads the vision tower, whose images --mm-encoder-tp-mode "data" spreads over devices. '
@@ -104,9 +108,9 @@ def check_whole(method: Method, model_config: Any) -> None:
 
 def _check_blocks(method: Pruner, config: Any) -> None:
     depth = depth_of(config.vision_config)
-    read = read_block(config, depth)
+    read = find_last_read_block(config, depth)
     for layer in method.encoder_layers:
-        if block_index(method, layer, depth, config) > read:
+        if find_block_index(method, layer, depth, config) > read:
             raise OptionError(
                 f"{method.name}: the model reads the vision tower's blocks up to number {read}, and vLLM does not run "
                 f"block {layer}"
@@ -135,22 +139,22 @@ def served_tower(method: TowerMethod, config: Any) -> ServedTower:
     if packs(config):
         return ServedTower(1, 0, depth, depth, claimed=claimed)  # how many units, only the image shows
     protected = row_of(config).class_tokens
-    tokens, read, units = patches_of(vision) + protected, read_block(config, depth) + 1, units_of(config)
+    tokens, read, units = count_patches(vision) + protected, find_last_read_block(config, depth) + 1, units_of(config)
     if units is None:
         return ServedTower(tokens, protected, depth, read, claimed=claimed)
-    return ServedTower(units.count(tokens), 0, depth, read, unit=units.size, claimed=claimed)
+    return ServedTower(units.count_units(tokens), 0, depth, read, unit=units.size, claimed=claimed)
 
 
 def units_of(config: Any) -> Squares | None:
     """Return the patches that become one visual token, of a tower whose images are rows; None where each does."""
-    side = family_of(config.model_type).side(config)
+    side = get_family(config.model_type).get_unit_side(config)
     return Squares(side, row_of(config).class_tokens) if side > 1 else None
 
 
 def tiles_of(method: TowerMethod, config: Any, count: int) -> int:
     """Return how many budgets an image of `count` visual tokens has: one for each row of the tower, where rows are not
     cropped; else one."""
-    if (row := family_of_config(config)).tower_rows == "all images" or row.patches == "packed":
+    if (row := get_config_family(config)).tower_rows == "all images" or row.patches == "packed":
         return 1
     return max(1, count // served_tower(method, config).patches)
 
