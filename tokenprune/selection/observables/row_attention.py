@@ -115,13 +115,10 @@ class MeanQueryAttention(Observable):
         # The segments of a row are computed side by side.
         row, ordinal = to_device(segments.row, device), to_device(segments.ordinal, device)
         masks = mask.new_zeros(len(token_mask), max(segments.ordinal) + 1, source.width).index_put((row, ordinal), mask)
-        mean = (uniform_weights(masks).unsqueeze(1) @ attention.query[:, :, -source.width :].float()).to(
-            attention.key.dtype
-        )
+        mean = uniform_weights(masks).unsqueeze(1) @ attention.query[:, :, -source.width :].float()
+        mean = mean.to(attention.key.dtype)
         # The attention of every engine is a dataclass.
-        from_mean: ObservedAttention = replace(
-            cast(Any, attention), query=mean.to(attention.key.dtype), mask=masks.unsqueeze(1)
-        )
+        from_mean: ObservedAttention = replace(cast(Any, attention), query=mean, mask=masks.unsqueeze(1))
         index = torch.arange(masks.shape[1], device=device).expand(len(token_mask), -1)
         rows = from_mean.rows(index).transpose(1, 2)[row, ordinal]
         values = rows.gather(2, slots[:, None].expand(-1, rows.shape[1], -1))
