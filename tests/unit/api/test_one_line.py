@@ -77,15 +77,15 @@ def test_one_setting_has_one_spelling() -> None:
         ("dart:pivot_text=some", OptionError, "must be an int"),
         ("dart:pivot_text=1.5", OptionError, "must be an int"),
         ("fastv:layer=0", OptionError, "int >= 1"),
-        ("dart:pivot_text", OptionError, "is no option: write it as in"),
+        ("dart:pivot_text", OptionError, "is not an option. Write it as in"),
         ("dart:keep=0.5", OptionError, "give it with --keep"),
         ("dart:layer=2,layer=3", OptionError, "twice"),
-        ("dart,pivot_text=0", OptionError, "write methods and their options as in"),
+        ("dart,pivot_text=0", OptionError, "is not a setting. Write it as in"),
         ("divprune+vispruner", OptionError, "act at the same place"),
         ("fastv+dart", OptionError, "act at the same place"),
         ("pevlm:dense_layers=[0,1", OptionError, "left open"),
         ("dymu:thresholds=none.safetensors", OptionError, "cannot read"),
-        (":layer=3", OptionError, "write methods and their options as in"),
+        (":layer=3", OptionError, "is not a setting. Write it as in"),
     ],
 )
 def test_what_cannot_be_is_said(text: str, error: type[Exception], said: str) -> None:
