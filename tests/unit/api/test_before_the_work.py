@@ -84,7 +84,7 @@ def test_a_number_that_no_code_below_takes_is_refused(arguments: tuple[str, ...]
 
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(one) for one in arguments])
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
-    assert "too large: use 2147483647 at most" in result.output or "1024" in result.output
+    assert "too large. The maximum is 2147483647" in result.output or "1024" in result.output
 
 
 # -- names of models ---------------------------------------------------------------------------------------------------
@@ -162,8 +162,6 @@ def test_an_empty_file_and_a_folder_are_called_so(tmp_path: Path) -> None:
 
 
 def test_a_word_of_python_names_no_method() -> None:
-    assert "'class' is a word of Python's own: choose another name, such as class_method" in refused(
-        "new-method", "class"
-    )
+    assert "'class' is a Python keyword. Choose another name, such as class_method" in refused("new-method", "class")
     with pytest.raises(RegistrationError, match="no word of Python's own"):
         register("lambda", site="PRE_LLM", paper="none")(method_class("divprune"))

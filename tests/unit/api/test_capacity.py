@@ -143,7 +143,7 @@ def test_the_command_prints_all_that_it_assumes(tmp_path: Path) -> None:
         (("--gpu", "K80"), "no GPU 'K80' is known"),
         (("--keep", "0"), "keep"),
         (("--keep", "1"), "use 1.0 for all"),
-        (("--measured", "1.0=fast"), "is no rate at a keep"),
+        (("--measured", "1.0=fast"), "is not a rate at a keep"),
         (("--measured", "1.0=2"), "two settings fit two shares, not 1"),
         (("--measured", "1.0=2,0.25=1"), "no shares of the peak give both rates"),
         (("--block", 0), "at least 1 token"),

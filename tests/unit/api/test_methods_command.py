@@ -92,9 +92,10 @@ def test_filters() -> None:
     assert {"vidcom2", "pevlm"} <= set(names(videos)) and not {"dart", "divprune"} & set(names(videos))
     both = told("--video", "--site", "PRE_LLM", "--prefix-cache-safe")
     assert set(names(both)) == set(names(videos)) & set(names(safe)) & set(names(told("--site", "PRE_LLM")))
-    assert told("--video", "--site", "DECODE") == "No method is all of that.\n"
+    assert told("--video", "--site", "DECODE") == "No method matches.\n"
     assert told("--site", "llm", code=2).split() == (
-        "error: --site 'llm' is no site: use one of PRE_ENCODER, IN_ENCODER, PRE_LLM, ATTENTION, IN_LLM, DECODE".split()
+        "error: --site 'llm' is unknown. "
+        "Use one of PRE_ENCODER, IN_ENCODER, PRE_LLM, ATTENTION, IN_LLM, DECODE.".split()
     )
 
 
@@ -124,4 +125,4 @@ def test_an_unknown_method_names_three_and_the_command() -> None:
         r"error: unknown method 'visonzip': did you mean 'visionzip', '\w+' or '\w+'\? "
         "`tokenprune methods` lists them all", said
     )  # fmt: skip
-    assert "leave out --site" in " ".join(told("dart", "--site", "IN_LLM", code=2).split())
+    assert "do not apply to a single method" in " ".join(told("dart", "--site", "IN_LLM", code=2).split())

@@ -80,9 +80,9 @@ def test_what_is_written_passes_its_own_test(name: str, unknown, tmp_path: Path)
     assert [getattr(again, field) for field in told] == [getattr(row, field) for field in told]
     assert base.ADAPTERS[name].__bases__ == (Adapter,)
     model = test.model.__wrapped__()
-    test.test_the_decoder_is_found(model)
+    test.test_decoder(model)
     for method in ("divprune", "fastv"):
-        test.test_methods_attach_and_leave(model, method)
+        test.test_patch_and_unpatch(model, method)
 
 
 def test_a_decoder_that_is_not_found(unknown) -> None:
