@@ -269,7 +269,7 @@ def test_saint_drops_what_the_hugging_face_side_drops(engine: Engine, reference:
         return
     for one, output in zip(asked, engine.generate([engine.request(*one) for one in asked]), strict=True):
         check(reference(checkpoint.name), output, *one)
-    with pytest.raises(OptionError, match="threshold lets the content decide"):
+    with pytest.raises(OptionError, match="With threshold, the content decides the count"):
         engine.generate([engine.request(*asked[0][:2], drop | {"threshold": 0.7})])
 
 
@@ -353,7 +353,7 @@ def test_what_cannot_merge_leaves_the_server_alone(engine: Engine, checkpoint: C
     tome, prompt, images = {"method": "tome", "keep": 0.5}, checkpoint.prompt(1), checkpoint.images(1)
     for override, error, says in (
         (tome | {"keep": {"tokens": 1}}, BudgetError, "at most half"),
-        (tome | {"r": 3}, OptionError, "Leave r out"),
+        (tome | {"r": 3}, OptionError, "Pass keep instead of r"),
     ):
         with pytest.raises(error, match=says):
             engine.generate([engine.request(prompt, images, override)])

@@ -163,5 +163,5 @@ def test_an_empty_file_and_a_folder_are_called_so(tmp_path: Path) -> None:
 
 def test_a_word_of_python_names_no_method() -> None:
     assert "'class' is a Python keyword. Choose another name, such as class_method" in refused("new-method", "class")
-    with pytest.raises(RegistrationError, match="no word of Python's own"):
+    with pytest.raises(RegistrationError, match="not a Python keyword"):
         register("lambda", site="PRE_LLM", paper="none")(method_class("divprune"))

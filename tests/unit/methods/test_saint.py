@@ -283,8 +283,10 @@ def test_conforms_is_served_and_refuses(build) -> None:
     for options in ({}, {"threshold": 0.2, "partners": 1}):
         check_method(tokenprune.method("saint", **options))
     assert find_unserved_reason(tokenprune.method("saint")) is None
-    assert "threshold lets the content decide" in find_unserved_reason(tokenprune.method("saint", threshold=0.7))
-    with pytest.raises(OptionError, match="reads 2 blocks of its vision tower, no block 2"):  # not the last one
+    assert "With threshold, the content decides the count" in find_unserved_reason(
+        tokenprune.method("saint", threshold=0.7)
+    )
+    with pytest.raises(OptionError, match="layer=2 is not read: the model reads 2 blocks"):  # not the last one
         tokenprune.patch(build(FAMILIES["llava"]), "saint", layer=2)
     with pytest.raises(UnsupportedSetupError, match="where the visual token of each patch is not known"):
         tokenprune.patch(build(MORE["lfm2_vl"]), "saint")

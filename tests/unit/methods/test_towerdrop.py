@@ -116,11 +116,11 @@ def test_conforms_and_is_served(score: str) -> None:
 
 
 def test_refused(build) -> None:
-    with pytest.raises(OptionError, match="there is none: give layer=1 or more"):
+    with pytest.raises(OptionError, match="Pass layer=1 or more"):
         tokenprune.method("towerdrop", score="change", layer=0)
     with pytest.raises(OptionError, match="block 4 is out of range: the vision tower has 4"):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "towerdrop", layer=4)
-    with pytest.raises(OptionError, match=r'score="detail" compares colours.*Pass processor='):
+    with pytest.raises(OptionError, match=r'score="detail" compares color values.*Pass processor='):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "towerdrop", score="detail")
     with pytest.raises(tokenprune.UnsupportedSetupError, match=r"not adjacent in one sequence.*after the tower"):
         tokenprune.patch(build(FAMILIES["mistral3"]), "towerdrop")

@@ -328,7 +328,7 @@ def test_gradients_flow_through_merged_units(family: Family, build) -> None:
 def test_refused(build) -> None:
     family = FAMILIES["smolvlm"]
     model = copy.deepcopy(build(family))
-    with pytest.raises(BudgetError, match="cannot leave 1 of 16 patches"):
+    with pytest.raises(BudgetError, match="cannot keep 1 of 16 patches"):
         tokenprune.patch(model, "tome", keep=tokenprune.Budget(tokens=1))
     model.model.vision_model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedSetupError, match="proportional=False"):
