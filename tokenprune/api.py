@@ -17,9 +17,9 @@ from tokenprune.errors import (
     NotPatchedError,
     OptionError,
     TokenPruneError,
-    UnsupportedSetupError,
     shorten,
 )
+from tokenprune.integrations.parts import build_parts, read_guard
 from tokenprune.integrations.shared.attachment import Attachment, find_attachment, get_attachment, is_patched
 from tokenprune.methods import DEFAULT_METHOD
 from tokenprune.methods.registry import build
@@ -115,7 +115,7 @@ def patch(
                 f'{setting.where} uses guard="auto", which reads prompts. Pass processor=..., or set guard="off".'
             )
         guard = setting.guard if guard is None else guard
-    guard = _read_guard(guard, processor)
+    guard = read_guard(guard, processor)
     only_limit = max_visual_tokens is not None and method is None and keep is None and not options
     method = DEFAULT_METHOD if method is None else method
     methods = [] if only_limit else read_methods(method, options, _PATCH_ARGUMENTS)
@@ -126,7 +126,7 @@ def patch(
             f"The model is already patched with {present.describe()}. Call tokenprune.unpatch(model) first, or pass "
             "replace=True."
         )
-    parts = _build_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
+    parts = build_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
     attachment = Attachment(methods, budgets, parts, feature_cache)
     if present is not None:
         present.detach()
@@ -147,44 +147,6 @@ def _check_order(model: Any, method: Any) -> None:
     if isinstance(model, (str, Method)) and hasattr(method, "named_modules"):
         name = model.name if isinstance(model, Method) else shorten(model)
         raise OptionError(f"The model comes first: tokenprune.patch(model, {name}).")
-
-
-def _read_guard(guard: Any, processor: Any) -> Guard | None:
-    """Return the guard to attach, or None if it is off. Raise OptionError if `guard` is invalid."""
-    if guard == "off" or (guard is None and processor is None):
-        return None
-    from tokenprune.integrations.hf.guard.settings import Guard
-
-    settings: Guard = Guard.of("warn" if guard is None else guard)
-    return None if settings.mode == "off" else settings
-
-
-def _build_parts(
-    model: Any,
-    methods: list[Method],
-    budgets: list[Budget],
-    record: bool,
-    processor: Any,
-    guard: Guard | None,
-    feature_cache: int | None,
-    graphs: bool | Graphs | None,
-) -> list[Any]:
-    """Return the parts to attach to `model`, in order. The last part holds the statistics."""
-    from tokenprune.integrations.timm import is_timm, timm_patch
-
-    if is_timm(model):
-        if processor is not None:
-            raise OptionError("A timm model has no processor. Leave out processor=.")
-        if guard is not None and guard.mode == "auto":
-            raise UnsupportedSetupError('A timm model reads no prompts, so guard="auto" is not supported.')
-        if feature_cache is not None:
-            raise UnsupportedSetupError("A timm model does not support feature_cache=.")
-        if graphs:
-            raise UnsupportedSetupError("A timm model does not support graphs=, because it has no decoder.")
-        return [timm_patch(model, methods, budgets)]
-    from tokenprune.integrations.hf.patch import hf_parts
-
-    return hf_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
 
 
 def unpatch(model: ModelT) -> ModelT:

@@ -189,7 +189,7 @@ class Budget:
 
         Args:
             keep: Share or number of tokens of the newest image.
-            age: Pairs (age, kept). An image followed by `age` or more images keeps this share of its budget, or this
+            age: Pairs (age, kept). An image followed by at least `age` images keeps this share of its budget, or this
                 number of tokens. ((0, 1.0), (2, 0.5)) does not affect the last two images.
             step: Ages are recounted when the number of images is a multiple of it. In between, earlier images keep
                 their tokens when the prompt grows, so a prefix cache stays valid.

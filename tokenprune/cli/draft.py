@@ -36,7 +36,10 @@ def draft(
     text: Annotated[int, typer.Option(min=0, help="Text tokens, including the answer.")] = 256,
     drafts: Annotated[int, typer.Option(min=1, help="Drafted tokens per round.")] = 4,
 ) -> None:
-    """Estimate the speed-up of decoding with a pruned draft, by acceptance rate. Reads only model configurations."""
+    """Estimate the speed-up of decoding with a pruned draft model.
+
+    Reads only model configurations: no weights are loaded.
+    """
     from tokenprune.cli.table import Cell, Table
     from tokenprune.integrations.hf.drafting.cost import DraftCost
 

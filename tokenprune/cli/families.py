@@ -31,7 +31,10 @@ def families(
         ),
     ] = None,
 ) -> None:
-    """List the supported model families and their sites, and the unsupported families with the reason."""
+    """List the supported model families and their sites.
+
+    Also lists the families that are not supported, with the reason.
+    """
     from tokenprune.cli.table import Cell, Table, to_rich
 
     console = get_console()

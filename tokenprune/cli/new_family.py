@@ -19,7 +19,10 @@ def new_family(
         Path | None, typer.Option(help="Folder to create. Default: family-TYPE in the current folder.")
     ] = None,
 ) -> None:
-    """Create a table row and a test for a model family, and list the facts to look up."""
+    """Create an adapter and a test for a model family.
+
+    Prints the facts that its configuration and class do not contain.
+    """
     from tokenprune.cli.scaffold import write_folder
     from tokenprune.integrations.hf.families.describe import describe
 

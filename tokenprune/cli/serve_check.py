@@ -19,7 +19,9 @@ def serve_check(
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Timeout of each request in seconds.")] = 120.0,
 ) -> None:
-    """Check that a vLLM server prunes images. Sends one or two synthetic images and requests one token.
+    """Check that a vLLM server prunes images.
+
+    Sends one or two synthetic images, and requests one token.
 
     Exit code: 0 pruning works, or is off by setting; 3 server not reachable; 4 plugin not loaded; 5 no setting; 6 image
     rejected or not pruned.

@@ -19,7 +19,7 @@ from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.selection.sites.units import UnitDropper
 
 TEXT = 64  # default number of text tokens
-IN_LLM_LAYER = 2  # decoder layer at which IN_LLM methods usually cut
+IN_LLM_LAYER = 2  # typical decoder layer of an IN_LLM cut
 # Shares of the peak FLOPs that the decoder's prefill and the tower reach, fitted to an H200 (docs/serving/capacity.md).
 DECODER_OF_PEAK, TOWER_OF_PEAK = 0.65, 0.28
 

@@ -74,7 +74,7 @@ def _check_options(options: Mapping[str, Any], where: str) -> None:
     for name in TARGETS[1:]:
         if name in options:
             raise BudgetError(f'{where}: {name} is part of keep. Write "keep": {{"{name}": {shorten(options[name])}}}.')
-    if "age" in options:  # `step` alone is an option of a method
+    if "age" in options:  # a method may have an option `step`
         raise BudgetError(f'{where}: age and step are part of keep. Write for example "keep": {_BY_AGE}.')
 
 

@@ -56,9 +56,7 @@ def check_limit(max_tokens: int, methods: Sequence[str]) -> None:
     pixels = [name for name in methods if method_class(name).site is Site.PRE_ENCODER]
     if LIMITER in pixels:
         raise OptionError(
-            f"max_visual_tokens={max_tokens} already means downsample with keep={max_tokens}. Leave out one of them."
+            f"max_visual_tokens={max_tokens} already means downsample with keep={max_tokens}. Leave out one."
         )
     if pixels:
-        raise OptionError(
-            f"max_visual_tokens={max_tokens} resizes images, and so does {pixels[0]}. Leave out one of them."
-        )
+        raise OptionError(f"max_visual_tokens={max_tokens} resizes images, and so does {pixels[0]}. Leave out one.")

@@ -19,7 +19,7 @@ from tokenprune.budgets.checks import TARGETS
 from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES, Family
 
-BOTH_WAYS = r"keep=1\.0.*Budget\(tokens=1\)"
+BOTH_WAYS = r"Pass 1\.0.*Budget\(tokens=1\)"
 
 SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4)
 

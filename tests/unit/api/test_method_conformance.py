@@ -140,7 +140,7 @@ BROKEN = {
     "padding": (lambda self, tokens: Selection(first(tokens) | ~tokens.mask), "keeps padding"),
     "by shape": (lambda self, tokens: Selection(tokens.mask[:, :1]), r"must be bool \[S, N\]"),
     "no selection": (lambda self, tokens: tokens.mask, "must return a Selection, not Tensor"),
-    "counts": (lambda self, tokens: Selection(first(tokens), counts=[99] * len(tokens.keep)), "returns counts"),
+    "counts": (lambda self, tokens: Selection(first(tokens), counts=[99] * len(tokens.keep)), "counts says"),
     "other each time": (top(lambda tokens: tokens.hidden[..., 0] * next(SIGNS)), "other tokens the second time"),
     "batch": (top(lambda tokens: tokens.hidden[..., 0] * (1 if len(tokens.keep) == 1 else -1)), "than alone"),
     "row before": (top(lambda tokens: tokens.hidden.roll(1, 0)[..., 0]), "than alone"),
@@ -302,7 +302,7 @@ def test_wrong_tensors_are_refused() -> None:
     hidden = torch.randn(2, 9, 4)
     for more, says in (
         ({"counts": [9]}, "do not fit"), ({"counts": [9, 0]}, "do not fit"), ({"keep": [9, 10]}, "keep="),
-        ({"keyss": hidden}, "did you mean 'keys'"), ({"keys": hidden[:1]}, "must be"),
+        ({"keyss": hidden}, "Did you mean 'keys'"), ({"keys": hidden[:1]}, "must be"),
         ({"keys": {1: hidden}}, "not read by layer"), ({"rows": [1, 0]}, "in order"),
         ({"keep": tokenprune.Budget(average_tokens=4)}, "whole decoder"),
     ):  # fmt: skip
@@ -319,7 +319,7 @@ def test_frames_of_made_up_videos() -> None:
     assert tokens.place.tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, -1, -1]]
     given = visual_tokens(hidden, [6, 4], modality="video", frames=[[1, 5], [4]])
     assert given.frame.tolist()[0] == [0, 1, 1, 1, 1, 1]
-    with pytest.raises(TokenPruneError, match="not known"):
+    with pytest.raises(TokenPruneError, match="are unknown"):
         _ = visual_tokens(hidden, modality="video").frame
 
 

@@ -200,7 +200,7 @@ def test_only_what_was_declared_may_be_read(build) -> None:
         (lambda tokens: tokens.patches, "reads 'patches' without declaring it"),
         (lambda tokens: tokens.encoder_attention(-1), "reads 'encoder_attention' without declaring it"),
         (lambda tokens: tokens.text.last_row, "no observable 'last_row'"),
-        (lambda tokens: tokens.keyz, "did you mean 'keys'"),
+        (lambda tokens: tokens.keyz, "Did you mean 'keys'"),
     ):
         reader(("keys",), read)
         with (

@@ -63,7 +63,7 @@ class Tiling:
             return (values * (inside & (num_before == n))).sum(1, keepdim=True)
 
         first = torch.ones_like(count)
-        # Tiles per row of the map. A tile that consists only of padding has no token and is not counted.
+        # Tiles per row of the map. Tiles that consist only of padding are not counted.
         across = get_nth(width, tile) - get_nth(first, tile) + 1
         down = tile.amax(1, keepdim=True) // across.clamp(min=1)
         is_map = (count > 0) & (count % width == 0) & (width <= across * get_nth(first, patches.width))

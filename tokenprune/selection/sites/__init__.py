@@ -23,6 +23,6 @@ def check_sites(methods: Sequence[Method]) -> None:
         first = by_key.setdefault(composition_key(method), method)
         if first is not method:
             raise OptionError(
-                f"{first.name} and {method.name} act at the same place ({method.site}, layer {method.cut_layer}). "
+                f"{first.name} and {method.name} both act at {method.site}, layer {method.cut_layer}. "
                 "Combine methods of different sites or layers."
             )

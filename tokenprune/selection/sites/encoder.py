@@ -137,7 +137,7 @@ class EncoderMethod(TowerMethod):
 
         For example "r sets the number of merges. Leave r out.". None if the count is always exact.
         """
-        return "the method decides how many patches an image keeps. Use a method such as tome."
+        return "the method chooses the number of patches. Use a method such as tome."
 
     def check_served(self, kind: str, dtype: str, blocks: int) -> None:
         """Raise OptionError if the method does not support a tower that a serving engine runs.
