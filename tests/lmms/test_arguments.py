@@ -88,7 +88,7 @@ def test_a_base_that_takes_anything_gets_what_is_not_ours() -> None:
         ("method=darts", UnknownMethodError, "did you mean 'dart'"),
         ("method=dart+fasv", UnknownMethodError, "did you mean 'fastv'"),
         ("method=dart+dart", OptionError, "names a method twice"),
-        ("method=dart,keep=0", BudgetError, "keep=0 keeps nothing"),
+        ("method=dart,keep=0", BudgetError, "keep=0 keeps no token"),
         ("method=dart,keep=1.5", BudgetError, "is not a valid share"),
         ("method=dart,keep=half", BudgetError, "'half'"),
         ("method=dart,keep=true", BudgetError, "True"),

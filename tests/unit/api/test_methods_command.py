@@ -69,7 +69,7 @@ def test_a_wide_list_has_the_flags_on_the_line_of_the_method(width: int | None) 
             info.query_aware, info.prefix_cache_safe, info.merges)]  # fmt: skip
 
 
-def test_methods_tell_what_their_default_costs() -> None:
+def test_list_shows_default_cost() -> None:
     """A cut ahead of the decoder leaves the tower, the text and what is kept; one inside it the layers before as well;
     what removes nothing has no number."""
     lines = {line.split()[0]: line.split()[3] for line in told(width=200).splitlines() if len(line.split()) > 3}
@@ -99,7 +99,7 @@ def test_filters() -> None:
     )
 
 
-def test_one_in_full() -> None:
+def test_single_method_is_described() -> None:
     for number, name in enumerate(tokenprune.available_methods()):
         check_in_full(name, (60, 80, 160)[number % 3])
 
@@ -119,7 +119,7 @@ def test_options_have_their_types_and_defaults() -> None:
     assert "not with inner=False" in told("prunevid")
 
 
-def test_an_unknown_method_names_three_and_the_command() -> None:
+def test_unknown_method_suggests_similar_names() -> None:
     said = " ".join(told("visonzip", code=2).split())
     assert re.fullmatch(
         r"error: unknown method 'visonzip': did you mean 'visionzip', '\w+' or '\w+'\? "

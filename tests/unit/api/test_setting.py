@@ -46,7 +46,7 @@ def awake() -> Iterator[None]:
 # -- files
 
 
-def test_the_options_that_name_a_file() -> None:
+def test_file_options_are_listed() -> None:
     methods = {name: registry.method_class(name) for name in registry.available_methods()}
     found = {(name, option) for name, cls in methods.items() for option in get_file_options(cls)}
     fitted = {("dyrate", "predictor"), ("d2pruner", "prior"), ("fitprune", "recipe"), ("hawk", "heads")}
@@ -65,7 +65,7 @@ def test_the_options_that_name_a_file() -> None:
 
 @each("server", [SERVER, {"method": "dymu", "keep": 0.5, "exact": True}, {"off": True}])
 @each("value", ["/etc/passwd", "/no/such/file", "", None, 7, ["/etc/passwd"], {"a": 1}])
-def test_a_request_names_no_file(server: dict, value: Any) -> None:
+def test_request_with_file_is_rejected(server: dict, value: Any) -> None:
     """However it is written, whether or not there is such a file, and without a look at it."""
     dymu = {"exact": True, "thresholds": value}
     written = [
@@ -137,7 +137,7 @@ def unopened() -> Iterator[None]:
 
 @settings(max_examples=300, deadline=None)
 @given(layers(), st.sampled_from([SERVER, {"off": True}]))
-def test_wild_settings_are_answered(layer: dict[str, Any], server: dict[str, Any]) -> None:
+def test_fuzzed_settings_raise_library_errors(layer: dict[str, Any], server: dict[str, Any]) -> None:
     """By one of our errors, a ValueError, of a length that can be read; nothing of it is ever opened."""
     with unopened():
         try:
@@ -177,13 +177,13 @@ def check_refused(layer: Any) -> None:
 @each(("method", "option"), sorted(places()))
 @each("depth", DEPTHS)
 @each("written", WRITTEN)
-def test_a_path_is_refused_in_every_place(method: str, option: str, depth: Any, written: Any) -> None:
+def test_path_is_rejected_everywhere(method: str, option: str, depth: Any, written: Any) -> None:
     """As the value of any option of any method, at any depth, in any of the ways to write a method."""
     check_refused(written({"method": method, option: depth(PATH)}))
 
 
 @each("layer", WITHOUT_OPTION)
-def test_a_path_is_refused_where_no_option_is_one(layer: Any) -> None:
+def test_path_is_rejected_for_other_options(layer: Any) -> None:
     check_refused(layer)
 
 
@@ -240,7 +240,7 @@ BAD = {
 
 
 @each("name", BAD)
-def test_bounds_name_the_option(name: str) -> None:
+def test_out_of_range_error_names_the_option(name: str) -> None:
     for option, layer in (
         ("keep", {"method": "pool", "keep": BAD[name]}),
         ("keep", {"method": ["dynres", "pool"], "keep": [0.5, BAD[name]]}),
@@ -276,7 +276,7 @@ def test_budgets_are_checked(keep: Any) -> None:
 
 
 @each(("method", "option"), sorted(places()))
-def test_booleans_are_no_numbers(method: str, option: str) -> None:
+def test_booleans_are_rejected_as_numbers(method: str, option: str) -> None:
     default = registry.method_info(method).options[option]
     if isinstance(default, (int, float)) and not isinstance(default, bool):
         with pytest.raises(OptionError, match=option):

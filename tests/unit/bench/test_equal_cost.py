@@ -173,7 +173,7 @@ def test_the_command_line_chooses_settings_and_draws_with_them(tmp_path: Path) -
     [
         (("--keep", "64"), "a share of the unpatched model's visual tokens, such as 0.25, not 64 tokens"),
         (("--keep", "1.5"), "keep=1.5 is not a valid share"),
-        (("--keep", "0"), "keeps nothing"),
+        (("--keep", "0"), "keeps no token"),
         (("--keep", "many"), "many"),
         (("--methods", "pool+fastv"), "pool+fastv"),
     ],
