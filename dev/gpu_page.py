@@ -51,7 +51,8 @@ def read_row(file: str, **fields: Any) -> dict[str, Any]:
 def prefill_lines(visual: int, keep: int, batch: int) -> dict[str, Line]:
     """Return the lines of one prefill, by kind: "eager", "graphs" and, at batch 1, "busy".
 
-    Eager and graphed times come from the same run, in turn. The graphed time is compared with the faster unpatched time.
+    Eager and graphed times come from the same run, in turn. The graphed time is compared with the faster time of the
+    unpatched model.
     """
     unpatched = read_row("i_graphs", method="none", visual=visual, batch=batch, what="prefill")
     pruned = read_row("i_graphs", method=METHOD, visual=visual, keep=keep, batch=batch, what="prefill")

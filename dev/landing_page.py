@@ -28,10 +28,10 @@ def gallery() -> str:
     examples = sorted(record["shown"], key=lambda example: not is_right(example, "after"))
     num_wrong = {when: sum(not is_right(example, when) for example in examples) for when in ("before", "after")}
     note = (
-        f"Kept patches are outlined, dropped patches are dark, merged patches share one color. The images are photographs "
-        f"with drawn objects that {record['model']} was not trained on. Images, questions and methods were fixed before "
-        f"the run: {num_wrong['before']} of {len(examples)} answers are wrong with all tokens, {num_wrong['after']} with a "
-        f"quarter. By `python dev/gallery.py`; raw data: {link(GALLERY)}."
+        "Kept patches are outlined, dropped patches are dark, merged patches share one color. The images are "
+        f"photographs with drawn objects that {record['model']} was not trained on. Images, questions and methods were "
+        f"fixed before the run: {num_wrong['before']} of {len(examples)} answers are wrong with all tokens, "
+        f"{num_wrong['after']} with a quarter. By `python dev/gallery.py`; raw data: {link(GALLERY)}."
     )
     return "\n\n".join(['<div class="gallery" markdown>', *map(draw_example, examples), "</div>", note])
 

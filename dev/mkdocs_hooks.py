@@ -6,8 +6,8 @@ Links are those of the repository; here they are turned into links of the site. 
 the raw data of the benchmarks, go into the site under files/.
 
 What follows from the code is made here and is in no file: `<!-- made: NAME -->` becomes the table of that name
-(`MADE`), and a method's page gets its image, its numbers and its docstring (dev/method_pages.py). Long tables are folded
-(dev/fold.py).
+(`MADE`), and a method's page gets its image, its numbers and its docstring (dev/method_pages.py). Long tables are
+folded (dev/fold.py).
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "dev/README.md": "tools.md",
     "tests/README.md": "tests.md",
+    "dev/release.md": "release.md",
+    "benchmarks/experiments/gpu/plan.md": "gpu-plan.md",
+    "benchmarks/experiments/gpu/rehearsal.md": "gpu-rehearsal.md",
     "benchmarks/experiments/training/README.md": "training.md",
     "benchmarks/experiments/training/qwen/README.md": "training-qwen.md",
     "benchmarks/experiments/training/smol/README.md": "training-smol.md",

@@ -251,7 +251,7 @@ def test_config_contains_the_guard(build: Callable, tmp_path: Path) -> None:
     was = snapshot(model)
     for config in (path, content(setting, guard="auto"), setting | {"guard": "auto"}):
         assert tokenprune.read_config(config).guard == "auto" and tokenprune.read_config(config).to_json() == setting
-        with pytest.raises(OptionError, match='uses guard="auto", which reads prompts. Pass processor='):
+        with pytest.raises(OptionError, match=r'uses guard="auto", which reads prompts. Pass processor='):
             tokenprune.patch(model, config=config)
         assert snapshot(model) == was
         with tokenprune.patched(model, config=config, guard="off"):  # what is said goes before

@@ -20,7 +20,6 @@ from each import each
 from tests.unit.docs.test_docs import generator
 from tokenprune import Site
 from tokenprune.integrations.shared import checks
-from tokenprune.methods import registry
 from tokenprune_bench.recommend.advice import advice
 from zoo import FAMILIES
 

@@ -10,18 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import typer.main
-from PIL import Image
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tokenprune
 from each import each
 from tests.unit.docs.test_docs import GUIDES, ROOT
 from tokenprune.cli import app
-from tokenprune.methods import registry
-from tokenprune_demo.drawn_documents import draw_document
 from tokenprune_demo.heldout import FOLDER
 
 STAND_INS = {

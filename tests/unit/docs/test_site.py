@@ -155,7 +155,7 @@ def test_a_method_page_has_head_and_docstring_of_its_method(hooks: Any) -> None:
         assert hooks.module_of(name) == tokenprune.method_info(name).cls.__module__
     made = page_of(hooks, "methods/dart.md", "# DART, a method\n\nWhat it does.\n\nText of ours.\n")
     parts = ("# DART, a method\n", "What it does.", "![What dart keeps", "| `dart` | 95.2 |", "Text of ours.")
-    parts += ("## At a glance", "| source | arXiv", "| `pivot_image` | `4` | an int >= 1 | how many pivots")
+    parts += ("## At a glance", "| source | arXiv", "| `pivot_image` | `4` | an int >= 1 | Number of visual pivots.")
     parts += ("## Reference", "::: tokenprune.methods.in_llm.dart")
     places = [made.index(part) for part in parts]
     assert places == sorted(places) and made.count("| `exact` |") == 1
@@ -247,16 +247,3 @@ def test_stripping_a_notebook_takes_outputs_and_counts_and_nothing_else() -> Non
     assert (code["outputs"], code["execution_count"], code["source"]) == ([], None, ["print(1)"])
     assert not code["metadata"] and bare["metadata"]["kernelspec"]["name"] == "python3"
     assert "3.11.7" not in json.dumps(bare)
-
-
-def test_options_in_docstrings_become_a_list(monkeypatch) -> None:
-    # griffe is in the environment of `make docs` only; the text needs none of it.
-    monkeypatch.setitem(sys.modules, "griffe", types.SimpleNamespace(Extension=object))
-    made = tool("griffe_docstrings").as_markdown(
-        "Do it.\n\nkeep: a share,\n      or a number.\nfirst, second: two.\nRaises OptionError.\n\nSource: a paper.",
-        {"keep", "first", "second"},
-    )
-    assert made == (
-        "Do it.\n\n- `keep`: a share,\n    or a number.\n- `first`, `second`: two.\n\nRaises OptionError.\n\n"
-        "**Source:** a paper."
-    )
