@@ -129,7 +129,7 @@ def _size(model: str) -> float:
     from tokenprune_demo import MODELS
 
     config = AutoConfig.from_pretrained(MODELS[model.removesuffix(" (shipped)")])
-    return float(DecoderShape.from_config(config.get_text_config()).weights)
+    return float(DecoderShape.from_config(config.get_text_config()).num_weights)
 
 
 def published() -> Iterator[Entry]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.host_random import normal
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

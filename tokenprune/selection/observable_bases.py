@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenprune.kernels.drawn import uniform
+from tokenprune.kernels.host_random import uniform
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.observable import Backend, Observable, ObservedAt
 

@@ -111,20 +111,24 @@ def of_hub(kind: type[Exception]) -> Exception:
 
 def test_missing_model_is_reported_first(hub: list[Any], tmp_path: Path) -> None:
     for error, said in (
-        (of_hub(errors.RepositoryNotFoundError), "the hub has none, or shows it to its owner alone"),
-        (ConnectionError("no route"), r"the hub cannot be reached \(no route\): download it"),
+        (of_hub(errors.RepositoryNotFoundError), "the model is missing on the hub or private"),
+        (ConnectionError("no route"), r"the hub cannot be reached \(no route\); download the model"),
         (TimeoutError(), r"the hub cannot be reached \(TimeoutError\)"),
-        (errors.HFValidationError("bad"), "no name of a model on the hub either"),
+        (errors.HFValidationError("bad"), "it is not a valid hub id"),
     ):
         hub[:] = [error]
-        with pytest.raises(TokenPruneError, match=f"no model 'some/model': .*{said}"):
+        with pytest.raises(TokenPruneError, match=f"model 'some/model' not found: .*{said}"):
             read_model_config("some/model")
-    with pytest.raises(TokenPruneError, match=r"did you mean demo_vlm\?"):
+    with pytest.raises(TokenPruneError, match=r"Did you mean demo_vlm\?"):
         check_source("demo_vl")
     (tmp_path / "a file").touch()
-    for name, said in ((tmp_path / "a file", "is a file: name the folder"), ("./gone", "there is no folder ./gone"),
-                       (tmp_path / "gone", "there is no folder"), ("a/b/c", "there is no folder a/b/c")):  # fmt: skip
-        with pytest.raises(TokenPruneError, match=said):
+    for name, message in (
+        (tmp_path / "a file", r"is a file\. Pass the folder"),
+        ("./gone", "folder ./gone does not exist"),
+        (tmp_path / "gone", "does not exist"),
+        ("a/b/c", "folder a/b/c does not exist"),
+    ):
+        with pytest.raises(TokenPruneError, match=message):
             check_source(name)
 
 
@@ -135,7 +139,7 @@ def test_hub_errors_name_the_model(hub: list[Any], tmp_path: Path, monkeypatch: 
         check_source("some/model")
     hub[:] = [AssertionError("it was asked")]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(TokenPruneError, match="cache lacks it, which is all there is while HF_HUB_OFFLINE is set"):
+    with pytest.raises(TokenPruneError, match="not in the hub's cache, and HF_HUB_OFFLINE is set"):
         check_source("some/model")
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
     check_source("some/model")

@@ -148,7 +148,7 @@ def test_command_prints_all_assumptions(tmp_path: Path) -> None:
         (("--measured", "1.0=2,0.25=1"), "no shares of the peak give both rates"),
         (("--block", 0), "at least 1 token"),
         (("--json", "/nowhere/x.json"), "the folder /nowhere does not exist"),
-        (("--model", "/nowhere"), "there is no folder"),
+        (("--model", "/nowhere"), "does not exist"),
     ],
 )
 def test_invalid_arguments_print_one_line(arguments: tuple[object, ...], said: str) -> None:

@@ -361,16 +361,16 @@ def test_no_question_about_a_circle_and_the_shipped_model_knows_drawings_only(tm
     Image.new("RGB", (64, 64), "gray").save(photo)
     mine = call("show", photo, *out).stdout
     assert "what is shown?  unpatched:" in mine and "circle" not in mine
-    assert "demo_vlm (shipped) knows drawn scenes only" in mine
-    assert "drawn scenes only" not in call("show", IMAGE, *out).stdout  # one of those that it was made for
+    assert "demo_vlm (shipped) was trained only on synthetic scenes" in mine
+    assert "only on synthetic scenes" not in call("show", IMAGE, *out).stdout  # one of those that it was made for
     assert subject.limits() and subject.limits([photo]) and not subject.limits([IMAGE])
     other = Model(subject.model, subject.processor, "other")
     assert other.limits([photo]) == ""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"image": "photo.png", "question": "what?", "answer": "a"}))
     asked = (*BENCH[:5], "--repeats", 0, "--device", "cpu")
-    assert "knows drawn scenes only" in call(*asked, "--data", rows).stderr
-    assert "knows drawn scenes only" not in call(*asked, "--images", 1).stderr
+    assert "trained only on synthetic scenes" in call(*asked, "--data", rows).stderr
+    assert "trained only on synthetic scenes" not in call(*asked, "--images", 1).stderr
 
 
 # -- the app -----------------------------------------------------------------------------------------------------------

@@ -140,23 +140,23 @@ BROKEN = {
     "padding": (lambda self, tokens: Selection(first(tokens) | ~tokens.mask), "keeps padding"),
     "by shape": (lambda self, tokens: Selection(tokens.mask[:, :1]), r"must be bool \[S, N\]"),
     "no selection": (lambda self, tokens: tokens.mask, "must return a Selection, not Tensor"),
-    "counts": (lambda self, tokens: Selection(first(tokens), counts=[99] * len(tokens.keep)), "counts says"),
-    "other each time": (top(lambda tokens: tokens.hidden[..., 0] * next(SIGNS)), "other tokens the second time"),
-    "batch": (top(lambda tokens: tokens.hidden[..., 0] * (1 if len(tokens.keep) == 1 else -1)), "than alone"),
-    "row before": (top(lambda tokens: tokens.hidden.roll(1, 0)[..., 0]), "than alone"),
+    "counts": (lambda self, tokens: Selection(first(tokens), counts=[99] * len(tokens.keep)), "counts is"),
+    "other each time": (top(lambda tokens: tokens.hidden[..., 0] * next(SIGNS)), "other tokens when called again"),
+    "batch": (top(lambda tokens: tokens.hidden[..., 0] * (1 if len(tokens.keep) == 1 else -1)), "than as a single"),
+    "row before": (top(lambda tokens: tokens.hidden.roll(1, 0)[..., 0]), "than as a single"),
     "padding seen": (
         top(lambda tokens: tokens.hidden[..., 0] * (1 if tokens.hidden.abs().max() < 100 else -1)),
-        "what stands at padding changes its choice",
+        "values at padding change",
     ),
     "dtype": (top(lambda tokens: tokens.hidden @ torch.ones(40)), "raises RuntimeError"),
     "nan": (
         lambda self, tokens: Selection(first(tokens) & ~tokens.hidden.isnan().any(-1)),
         "with NaN at a token",
     ),
-    "merges in secret": (merging(lambda tokens: first(tokens).cumsum(1).sub(1) * first(tokens)), "say merges"),
+    "merges in secret": (merging(lambda tokens: first(tokens).cumsum(1).sub(1) * first(tokens)), "merges=True"),
     "undeclared": (top(lambda tokens: tokens.keys.sum(-1)), "reads 'keys' without declaring it"),
     "text": (top(lambda tokens: tokens.text.hidden.sum((1, 2))[:, None] * tokens.hidden[..., 0]), "text after"),
-    "scribbles": (scribbling, "changes hidden"),
+    "scribbles": (scribbling, "modifies its input hidden"),
 }  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def test_invalid_merges_are_found() -> None:
 
 def test_undeclared_question_access_is_found() -> None:
     last = top(lambda tokens: tokens.last_row_attention.mean(1))
-    with pytest.raises(ConformanceError, match="last_row_attention, which the question changes"):
+    with pytest.raises(ConformanceError, match="last_row_attention, which depend on the question"):
         check_method(pruner({"select": last, "layer": 2}, site="IN_LLM", needs=("last_row_attention",)))
     aware = {"select": last, "layer": 2, "query_aware": property(lambda self: True)}
     check_method(pruner(aware, "IN_LLM", "aware", needs=("last_row_attention",)))
@@ -232,7 +232,7 @@ def test_class_without_method_base_is_rejected() -> None:
     class Nameless(tokenprune.Pruner):
         """Was never registered."""
 
-    for given, says in ((Bare, "dataclass"), (Needy, "power"), (Nameless, "no name"), (3, "neither")):
+    for given, says in ((Bare, "dataclass"), (Needy, "power"), (Nameless, "name is missing"), (3, "neither")):
         with pytest.raises(ConformanceError, match=says):
             check_method(given)
 
@@ -245,7 +245,7 @@ def test_broken_rules_of_other_sites_are_found() -> None:
          "depends_on_content|keep=1.0"),
         ("PRE_ENCODER", extend.ImageChooser, {"choose": lambda self, question, count, most: [0, 0]}, "sorted"),
         ("PRE_ENCODER", extend.ImageChooser, {"choose": lambda self, question, count, most: []}, "at least one"),
-        ("ATTENTION", extend.AttentionPattern, {"block_starts": lambda self, visuals, end: [9, 9]}, "rising"),
+        ("ATTENTION", extend.AttentionPattern, {"block_starts": lambda self, visuals, end: [9, 9]}, "ascending"),
         ("IN_ENCODER", extend.EncoderMethod, {"plan": lambda self, budget, tower: []}, "for each of 4 blocks"),
         ("IN_ENCODER", extend.EncoderMethod, {
             "plan": lambda self, budget, tower: [lambda keys, counts: bipartite_match(keys, 3)] * 3 + [None]
@@ -253,7 +253,7 @@ def test_broken_rules_of_other_sites_are_found() -> None:
         ("IN_ENCODER", extend.UnitDropper,
          {"keep_units": lambda self, pixels, most: torch.ones(pixels.shape[:3], dtype=torch.bool)}, "not 1 to 1"),
         ("IN_ENCODER", extend.UnitDropper, {"keep_units": lambda self, pixels, most: pixels}, "a bool tensor"),
-        ("DECODE", extend.DecodeMethod, {"next_rate": lambda self, masses, share: share + 1}, "rate in 0..1"),
+        ("DECODE", extend.DecodeMethod, {"next_rate": lambda self, masses, share: share + 1}, r"rate in \[0, 1\]"),
     ]  # fmt: skip
     for number, (site, base, members, says) in enumerate(cases):
         needs = {"needs": ("last_row_attention",)} if site == "DECODE" else {}
@@ -289,8 +289,8 @@ def test_visual_tokens_return_their_arguments() -> None:
         (lambda: tokens.received_attention, "reads 'received_attention' without declaring it"),
         (lambda: tokens.encoder_attention(2), "of block 2"),
         (lambda: tokens.encoder_queries(1), "reads 'encoder_queries' without declaring it"),
-        (lambda: visual_tokens(hidden).text, "pass text="),
-        (lambda: tokens.patches, "which visual_tokens"),
+        (lambda: visual_tokens(hidden).text, "Pass text="),
+        (lambda: tokens.patches, "not passed to visual_tokens"),
     ):
         with pytest.raises(TokenPruneError, match=says):
             read()

@@ -111,7 +111,7 @@ BAD = {
     "no JSON": ("{", ConfigError, "damaged: it is not JSON"),
     "torn": ('{"schema": 1, "setting": {"method": "da', ConfigError, "damaged"),
     "no text": (b"\xff\xfe\x00", ConfigError, "damaged or not UTF-8. Save it as UTF-8"),
-    "latin-1": ('{"method": "dart", "x": "Straße"}'.encode("cp1252"), ConfigError, "save it as UTF-8"),
+    "latin-1": ('{"method": "dart", "x": "Straße"}'.encode("cp1252"), ConfigError, "Save it as UTF-8"),
     "zeros": (b"\0" * 9, ConfigError, "damaged"),
     "empty file": (b"", ConfigError, "damaged"),
     "too large": (b" " * (2**20 + 1), ConfigError, "larger than 1048576 bytes"),

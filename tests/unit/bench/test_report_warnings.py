@@ -113,13 +113,13 @@ def test_what_is_missing_is_named() -> None:
 
 def test_the_page_says_of_a_shipped_model_what_the_command_says() -> None:
     shipped = {"model": "demo_vlm (shipped)", "weights": "abc"}
-    said = "demo_vlm (shipped) knows drawn scenes only: what it answers about other images says nothing of a method"
+    said = "demo_vlm (shipped) was trained only on synthetic scenes: do not compare methods on other images with it"
     for name, weights in (("photos.jsonl", "abc"), ("photos.jsonl", None), (f"{results.OWN_SET}documents", "abc")):
         run = made("", environment=shipped | {"weights": weights}, data={"name": name, "skipped": []})
         known = name != "photos.jsonl" or weights is None
         assert (said in make_page([run])) is not known
         assert any(said in line for line in warnings.lines(run.results)) is not known
-    assert "photographs and pages with things drawn on them, only" in describe_known_images("demo_smol (shipped)")
+    assert "photos and pages with drawn objects" in describe_known_images("demo_smol (shipped)")
     assert drawn_set("documents", 1).about()["name"].startswith(results.OWN_SET)
 
 

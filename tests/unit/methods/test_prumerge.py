@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prumerge and prumerge_plus against loops written from their description; numbers are those of its invariants."""
+"""prumerge and prumerge_plus against naive loops."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_adaptive_count_equals_the_authors(name: str, merge: str) -> None:
         assert kept_of(select(name, tokens, merge=merge, exact=False).keep) == [kept] and kept
         assert len(kept) == 1 or bool(given.max() == 1)
     whole = tower_tokens([([(8, 8)], 0)], [64])
-    assert select(name, whole, exact=False).keep.all()  # nothing is to go
+    assert select(name, whole, exact=False).keep.all()  # no token is dropped
 
 
 def test_rest_token_is_the_attention_mean_of_all_others() -> None:

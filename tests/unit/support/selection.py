@@ -103,7 +103,7 @@ SLOW = {
     "methods/test_dyrate.py::test_memory_after_64_tokens",
     "methods/test_dyrate_rates.py::test_fitting",
     "methods/test_dyrate_rates.py::test_the_command",
-    "methods/test_methods_in_models.py::test_another_question_other_tokens",
+    "methods/test_methods_in_models.py::test_query_aware_methods_depend_on_the_question",
     "methods/test_naive.py::test_equals_naive_loop_at_large_sizes",
     "methods/test_ottvid.py::test_equals_the_loop_in_200_cases",
     "methods/test_prunevid.py::test_equals_the_loop_in_200_cases",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tokenprune.kernels.drawn import normal, uniform
+from tokenprune.kernels.host_random import normal, uniform
 from tokenprune.kernels.masses import uniform_weights
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.observable import Backend, Observable, ObservedAt

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.kernels.drawn import normal, uniform
+from tokenprune.kernels.host_random import normal, uniform
 from tokenprune.selection.observable import Backend, Observable, ObservedAt, PerToken
 from tokenprune.selection.observable_registry import register_observable
 from tokenprune.selection.segments import Segments, Sizes, TextView

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenprune.kernels.drawn import uniform
+from tokenprune.kernels.host_random import uniform
 from tokenprune.selection.observable import Backend, Observable, ObservedAt
 from tokenprune.selection.observable_bases import AttentionFromText, add_up
 from tokenprune.selection.observable_registry import register_observable

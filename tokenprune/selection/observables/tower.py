@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tokenprune.kernels.drawn import uniform
+from tokenprune.kernels.host_random import uniform
 from tokenprune.models.families import Family
 from tokenprune.selection.observable import Backend
 from tokenprune.selection.observable_bases import TowerBlock, TowerInput, TowerOutput, TowerScores

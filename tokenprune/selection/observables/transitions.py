@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenprune.kernels.drawn import uniform
+from tokenprune.kernels.host_random import uniform
 from tokenprune.selection.observable import Observable, ObservedAt, Recorder
 from tokenprune.selection.observable_registry import register_observable
 from tokenprune.selection.segments import Segments, Sizes

@@ -18,7 +18,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.towers.patch_grid import TracedTokens
 from tokenprune.integrations.shared.towers.tower_scores import TowerValues, build_patches
 from tokenprune.kernels.compact import partition
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.host_random import normal
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.apply import merge_tokens, validate_selection
 from tokenprune.selection.method import Pruner, Selection

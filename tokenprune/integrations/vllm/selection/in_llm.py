@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, check_keep
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.host_random import normal
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import Backend

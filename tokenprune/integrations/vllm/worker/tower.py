@@ -30,7 +30,7 @@ from tokenprune.integrations.shared.towers.tower_scores import (
 from tokenprune.integrations.vllm.compat import TESTED
 from tokenprune.integrations.vllm.settings.tower_items import pack
 from tokenprune.integrations.vllm.settings.towers import depth_of, heads_of
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.host_random import normal
 from tokenprune.kernels.observation import Observation
 from tokenprune.models.families import get_tower
 from tokenprune.selection.method import Pruner

@@ -26,7 +26,7 @@ from tokenprune.integrations.vllm.settings.plan import MODALITIES
 from tokenprune.integrations.vllm.settings.server_config import get_profile_settings
 from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 from tokenprune.kernels.dispatch import uses_kernels
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.host_random import normal
 from tokenprune.selection.method import Pruner
 
 logger = logging.getLogger(f"vllm.{KEY}")  # whose lines of INFO vLLM shows: it says why the start takes longer
