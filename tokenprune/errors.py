@@ -38,7 +38,13 @@ class TokenPruneError(Exception):
 
 
 class UnknownMethodError(TokenPruneError, ValueError):
-    """No method is registered under this name."""
+    """No method is registered under this name.
+
+    Example:
+        >>> tokenprune.method("divprun")
+        Traceback (most recent call last):
+        tokenprune.errors.UnknownMethodError: unknown method 'divprun'...
+    """
 
 
 class UnknownPolicyError(TokenPruneError, ValueError):
@@ -54,15 +60,33 @@ class RegistrationError(TokenPruneError, ValueError):
 
 
 class OptionError(TokenPruneError, ValueError):
-    """An option or an argument is unknown, or has an invalid value."""
+    """An option or an argument is unknown, or has an invalid value.
+
+    Example:
+        >>> tokenprune.method("fastv", layer=0)
+        Traceback (most recent call last):
+        tokenprune.errors.OptionError: fastv: layer=0 must be an int >= 1
+    """
 
 
 class BudgetError(TokenPruneError, ValueError):
-    """`keep` or a `Budget` is invalid, or cannot be reached."""
+    """`keep` or a `Budget` is invalid, or cannot be reached.
+
+    Example:
+        >>> tokenprune.Budget(keep=2.5)
+        Traceback (most recent call last):
+        tokenprune.errors.BudgetError: keep=2.5 is not a valid share...
+    """
 
 
 class UnsupportedModelError(TokenPruneError, TypeError):
-    """The model is not supported."""
+    """The model is not supported.
+
+    Example:
+        >>> model = tokenprune.patch(torch.nn.Linear(2, 2))
+        Traceback (most recent call last):
+        tokenprune.errors.UnsupportedModelError: ...
+    """
 
 
 class UnsupportedSetupError(TokenPruneError, RuntimeError):
@@ -70,11 +94,23 @@ class UnsupportedSetupError(TokenPruneError, RuntimeError):
 
 
 class AlreadyPatchedError(TokenPruneError, RuntimeError):
-    """The model is already patched."""
+    """The model is already patched.
+
+    Example:
+        >>> model = tokenprune.patch(tokenprune.patch(model))
+        Traceback (most recent call last):
+        tokenprune.errors.AlreadyPatchedError: The model is already patched with...
+    """
 
 
 class NotPatchedError(TokenPruneError, RuntimeError):
-    """The model is not patched."""
+    """The model is not patched.
+
+    Example:
+        >>> model = tokenprune.unpatch(model)
+        Traceback (most recent call last):
+        tokenprune.errors.NotPatchedError: ...
+    """
 
 
 class PlaceholderMismatchError(TokenPruneError, ValueError):

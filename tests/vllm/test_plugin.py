@@ -128,7 +128,7 @@ def test_registering_again_changes_nothing() -> None:
     ("setting", "says"),
     [
         ({"method": "fastv", "keep": 0.25}, "true allows it, with limits"),
-        ({"method": "divprune", "keep": 2.0}, "no share"),
+        ({"method": "divprune", "keep": 2.0}, "not a valid share"),
         ({"method": "divprun"}, "did you mean 'divprune'"),
         (3, "must be an object"),
         (DIVPRUNE | {"profiles": {"v": {"method": "evs"}}}, "profile 'v': evs compares the frames"),

@@ -168,9 +168,9 @@ def test_images_named_by_a_client(folder: Callable[[str], Path]) -> None:
     ("asked", "videos", "says"),
     [
         ({}, 1, "age= counts the images of a request, and this one has videos: ask for a profile without age="),
-        ({"method": "fastv"}, 0, "does not make its one cut before the language model"),
-        ({"method": "tome"}, 0, "does not make its one cut before the language model"),
-        ({"method": "downsample"}, 0, "does not make its one cut before the language model"),
+        ({"method": "fastv"}, 0, "does not make a single cut before the language model"),
+        ({"method": "tome"}, 0, "does not make a single cut before the language model"),
+        ({"method": "downsample"}, 0, "does not make a single cut before the language model"),
         ({"method": "evs"}, 0, "evs leaves images whole"),
         ({"per": "frame"}, 0, 'with per="image"'),
         ({"keep": {"keep": 0.5, "age": [[1, 0.5]]}}, 0, "starts with"),

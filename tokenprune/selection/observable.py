@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 
 class ObservedAt(enum.StrEnum):
-    """Module or tensor that an observable reads. A member equals its name as a string."""
+    """Module or tensor that an observable reads. A member equals its name as a string.
+
+    Example:
+        >>> ObservedAt.CUT == "CUT"
+        True
+    """
 
     CUT = "CUT"  # hidden states at the cut: always available, not declared
     ENTRY = "ENTRY"  # input of the decoder
@@ -44,7 +49,12 @@ class ObservedAt(enum.StrEnum):
 
 
 class Backend(enum.StrEnum):
-    """Backend that provides an observable: the Hugging Face engine, or vLLM before or inside the language model."""
+    """Backend that provides an observable: the Hugging Face engine, or vLLM before or inside the language model.
+
+    Example:
+        >>> Backend.HF == "hf"
+        True
+    """
 
     HF = "hf"
     VLLM = "vllm"

@@ -109,6 +109,10 @@ class Patches:
         width: Width of the token grid of the tile.
         size: Number of patches per token.
         tiles: Exclusive upper bound of the tile indices.
+
+    Example:
+        >>> Patches(*torch.zeros(6, 1, 4, dtype=torch.long), tiles=1).tile.shape
+        torch.Size([1, 4])
     """
 
     tile: Tensor

@@ -49,6 +49,11 @@ class TokenSource:
         needs: Names of the observables that the method declares.
         hidden: Hidden states at the cut, shape (B, W, D).
         carry: Values that earlier stages of the method stored. See `VisualTokens.remember`.
+
+    Example:
+        >>> TokenSource().get_token_mask()
+        Traceback (most recent call last):
+        tokenprune.errors.TokenPruneError: it reads the padding mask, which this engine does not provide
     """
 
     needs: frozenset[str]

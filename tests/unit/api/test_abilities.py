@@ -208,7 +208,7 @@ def test_the_command_answers_for_every_family_at_80_columns(method: str) -> None
         for name in names:
             reasons = [checks.find_unsupported_reason(one, name, backend) for one in Setting.from_text(method).methods]
             assert (said[name] == "yes") == (not any(reasons)), name
-        assert all(said[name].startswith("no, as no method may") for name in refused)
+        assert all(said[name].startswith("no, like all methods") for name in refused)
 
 
 class Unmerging(tokenprune.method_info("tome").cls):  # type: ignore[misc]

@@ -26,7 +26,7 @@ def test_the_schedule_is_the_papers() -> None:
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(BudgetError, match="cut earlier"):
+    with pytest.raises(BudgetError, match="Cut earlier"):
         tokenprune.method("pyramiddrop", layers=(8, 16, 24)).stages(Budget(keep=0.1), 32)
     with pytest.raises(OptionError, match="too shallow"):
         tokenprune.method("pyramiddrop").stages(Budget(keep=0.5), 3)

@@ -71,6 +71,23 @@ class FrameMerger(TowerMethod):
 
     Attributes:
         reads: Name of the tower observable that `choose_tokens` receives, averaged over the heads.
+
+    Example:
+        >>> class MergePairs(FrameMerger):
+        ...     def blocks(self, depth):
+        ...         return [depth // 2]
+        ...
+        ...     def mix(self, hidden):
+        ...         last = len(hidden) - 1
+        ...         return FrameMix.from_frames([(i, min(i + 1, last), 0.5) for i in range(0, len(hidden), 2)])
+        ...
+        ...     def groups(self, hidden):
+        ...         return [len(hidden)]
+        ...
+        ...     def choose_tokens(self, received, groups, keep):
+        ...         return received >= received.flatten().topk(keep).values[-1]
+        >>> MergePairs().mix(torch.zeros(5, 4, 8)).first
+        [0, 2, 4]
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"frames"})
