@@ -172,7 +172,7 @@ def test_images_named_by_a_client(folder: Callable[[str], Path]) -> None:
         ({"method": "tome"}, 0, "does not make a single cut before the language model"),
         ({"method": "downsample"}, 0, "does not make a single cut before the language model"),
         ({"method": "evs"}, 0, "evs leaves images whole"),
-        ({"per": "frame"}, 0, 'with per="image"'),
+        ({"per": "frame"}, 0, 'and per="image"'),
         ({"keep": {"keep": 0.5, "age": [[1, 0.5]]}}, 0, "starts with"),
         ({"keep": {"keep": 0.1, "age": [[0, 1.0], [1, 0.5]]}}, 0, "keep=0.05 of an image of age 1 is less than"),
         ({"keep": {"keep": 0.5, "age": [[0, 1.0], [1, 64]]}}, 0, "keep of an image of age 1 must be a share too"),

@@ -104,7 +104,7 @@ def test_requests_override_the_server(server: Server, reference: Any) -> None:
         ({"method": "downsample", "keep": 20}, "as a share"),
         ({"method": "dynres", "question_guard": True}, "reads the question"),
         ({"method": "view_select"}, "needs all images of a prompt"),
-        ({"method": ["divprune", "pool"]}, "at the same place"),
+        ({"method": ["divprune", "pool"]}, "both act at"),
         ({"per": "prompt"}, "must be"),
     ],
 )

@@ -199,7 +199,7 @@ def test_the_command_answers_for_every_family_at_80_columns(method: str) -> None
         answers: list[tuple[str, str]] = []
         for line in table.splitlines():
             cells = [cell.strip() for cell in line.strip("│").split("│")]
-            if len(cells) == 2 and cells[0].startswith(("yes", "no: ", "no, as")):
+            if len(cells) == 2 and cells[0].startswith(("yes", "no: ", "no, like")):
                 answers.append((cells[0], cells[1]))
             elif len(cells) == 2 and answers:
                 answers[-1] = f"{answers[-1][0]} {cells[0]}", f"{answers[-1][1]} {cells[1]}".strip()
