@@ -54,9 +54,9 @@ Entry = dict[str, Any]
 
 def entries() -> Iterator[Entry]:
     """Yield the entries of the file, those of the advised methods and of a smaller image alone."""
-    from tokenprune_bench.recommend.advice import advice
+    from tokenprune_bench.recommend.advice import load_advice
 
-    advised = {one.method for one in advice().values()} | {SMALLER}
+    advised = {one.method for one in load_advice().values()} | {SMALLER}
     for made in (published(), accuracy(), published_speed(), measured_speed()):
         yield from (one for one in made if one["method"] in advised)
 

@@ -25,7 +25,7 @@ from tokenprune.errors import OptionError
 from tokenprune.kernels.dispatch import operation
 
 HEADS = (None, "mean", "max", "sum")
-_ELEMENTS = 2**22  # elements of the attention map that the column mean reference holds at once
+_MAX_ELEMENTS = 2**22  # elements of the attention map that the column mean reference holds at once
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -130,7 +130,7 @@ def attention_column_means(
         batch, 1 if mask is None or mask.ndim == 2 else mask.shape[1], queries, dtype=torch.float32, device=query.device
     )
     slots = torch.arange(queries, device=query.device)
-    for index in slots.split(max(1, _ELEMENTS // max(1, batch * heads * key.shape[2]))):
+    for index in slots.split(max(1, _MAX_ELEMENTS // max(1, batch * heads * key.shape[2]))):
         index = index.expand(batch, -1)
         weights, visible = _weights(query, key, index, mask, **options)
         visible = (visible & valid.gather(1, index)[:, None, :, None])[..., -queries:]

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NEIGHBOURS = 7  # neighbors in the density estimate
-_AT_ONCE = 2**24  # matrix elements in memory at a time
-_BROAD = 256  # minimum columns of a product: BLAS rounds narrow products differently
-_PAIRS, _ASKED = 32, 64  # approximate stored pairs per token; tokens in the sample that sets the threshold
+_MAX_ELEMENTS = 2**24  # matrix elements in memory at a time
+_MIN_COLUMNS = 256  # minimum columns of a product: BLAS rounds narrow products differently
+_PAIRS, _SAMPLED = 32, 64  # approximate stored pairs per token; tokens in the sample that sets the threshold
 
 
 def split_rows(rows: int, entries: int) -> Iterator[slice]:
     """Yield slices of `rows` rows, such that matrices of `entries` elements per row fit in memory."""
-    step = max(1, _AT_ONCE // max(1, entries))
+    step = max(1, _MAX_ELEMENTS // max(1, entries))
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
@@ -195,23 +195,25 @@ def connected_components(graph_or_vectors: Tensor, threshold: float | None = Non
     label = torch.arange(num_nodes, device=graph_or_vectors.device)
     if threshold is None:
         graph, first, second = graph_or_vectors.reshape(-1, count, count).triu(1).nonzero().unbind(1)
-        label = _united(label, graph * count + first, graph * count + second)
+        label = _merge_components(label, graph * count + first, graph * count + second)
         return (label % max(1, count)).view(graph_or_vectors.shape[:-1])
-    for similarity, row, column in _upper(graph_or_vectors) if threshold < 1 else ():  # cosines are at most 1
+    for similarity, row, column in (
+        _iter_cosine_blocks(graph_or_vectors) if threshold < 1 else ()
+    ):  # cosines are at most 1
         new = (similarity > threshold) & (label[row].unsqueeze(1) != label[column])
         first, second = new.nonzero().unbind(1)
-        label = _united(label, label[row][first], label[column][second])
+        label = _merge_components(label, label[row][first], label[column][second])
     return label
 
 
-def _upper(vectors: Tensor) -> Iterator[tuple[Tensor, slice, slice]]:
+def _iter_cosine_blocks(vectors: Tensor) -> Iterator[tuple[Tensor, slice, slice]]:
     """Yield cosines of unit vectors `[n, D]` in blocks of rows, with the slices of rows and columns of each block.
 
     A block omits columns before its rows, but has at least `_BROAD` columns.
     """
-    step = max(MIN_ROWS, _AT_ONCE // max(1, len(vectors)))
+    step = max(MIN_ROWS, _MAX_ELEMENTS // max(1, len(vectors)))
     for start in range(0, len(vectors), step):
-        first_column = max(0, min(start, len(vectors) - _BROAD))
+        first_column = max(0, min(start, len(vectors) - _MIN_COLUMNS))
         yield (
             vectors[start : start + step] @ vectors[first_column:].T,
             slice(start, start + step),
@@ -232,7 +234,7 @@ class SimilarPairs:
 
     def __init__(self, unit: Tensor) -> None:
         self._unit, count = unit, len(unit)
-        sampled = (unit[:: max(1, count // _ASKED)] @ unit.T).flatten()
+        sampled = (unit[:: max(1, count // _SAMPLED)] @ unit.T).flatten()
         share = min(1.0, 2 * _PAIRS / max(1, count))
         self.least = float(sampled.kthvalue(max(1, int((1 - share) * len(sampled)))).values) if share < 1 else -2.0
 
@@ -252,17 +254,17 @@ class SimilarPairs:
         vector_index[token] = torch.arange(len(vectors), device=vectors.device)
         first, second = vector_index[first], vector_index[second]
         known = (similarity > threshold) & (first >= 0) & (second >= 0)
-        label = _united(torch.arange(len(vectors), device=vectors.device), first[known], second[known])
-        for rows in mixed.split(max(MIN_ROWS, _AT_ONCE // max(1, len(vectors)))):
+        label = _merge_components(torch.arange(len(vectors), device=vectors.device), first[known], second[known])
+        for rows in mixed.split(max(MIN_ROWS, _MAX_ELEMENTS // max(1, len(vectors)))):
             row, second = (Products(vectors[None]).rows(0, rows) > threshold).nonzero().unbind(1)
-            label = _united(label, label[rows[row]], label[second])
+            label = _merge_components(label, label[rows[row]], label[second])
         return label
 
     @cached_property
     def _pairs(self) -> tuple[float, Tensor, Tensor, Tensor]:
         """Smallest stored cosine; first token, second token and cosine of each pair."""
         threshold, pairs, num_pairs = self.least, [], 0
-        for similarity, row, column in _upper(self._unit):
+        for similarity, row, column in _iter_cosine_blocks(self._unit):
             first, second = (similarity > threshold).nonzero().unbind(1)
             upper = first + row.start < second + column.start
             first, second = first[upper], second[upper]
@@ -278,7 +280,7 @@ class SimilarPairs:
         return threshold, first, second, similarity
 
 
-def _united(label: Tensor, first: Tensor, second: Tensor) -> Tensor:
+def _merge_components(label: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Merge the components of nodes `first` and `second` (long `[e]`) and return the new labels, long `[n]`."""
     while len(first):
         low, high = torch.minimum(label[first], label[second]), torch.maximum(label[first], label[second])

@@ -20,8 +20,8 @@ from tokenprune.kernels.picks import Picks
 if TYPE_CHECKING:
     from torch import Tensor
 
-_AT_ONCE = 2**20  # entries of the table in memory at a time
-_NOTHING = 2.0**-40  # share of its first gain below which a candidate's gain is rounding error
+_MAX_ELEMENTS = 2**20  # entries of the table in memory at a time
+_NEGLIGIBLE = 2.0**-40  # share of its first gain below which a candidate's gain is rounding error
 
 
 def cosines(a: Tensor, b: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -103,11 +103,11 @@ class Coverage:
             return
         for part, covered in zip(parts, self.cover, strict=True):
             for segment in range(segments):
-                for index in _some(part, torch.arange(part.shape[1], device=device)):
+                for index in _split_index(part, torch.arange(part.shape[1], device=device)):
                     before = covered[segment, index]
                     best = torch.maximum(part.rows(segment, index), before.unsqueeze(1))
                     self._gain[segment] += best.sum(0, dtype=torch.float64) - before.sum(dtype=torch.float64)
-        self._least = self._gain * _NOTHING
+        self._least = self._gain * _NEGLIGIBLE
 
     @property
     def gain(self) -> Tensor:
@@ -136,7 +136,7 @@ class Coverage:
 
     def _cover_better(self, part: Relation, segment: int, candidate: int, cover: Tensor) -> None:
         better = (part.column(segment, candidate) > cover).nonzero().flatten()
-        for index in _some(part, better):
+        for index in _split_index(part, better):
             rows, before = part.rows(segment, index), cover.index_select(0, index)
             after = torch.maximum(before, rows[:, candidate])
             # Each candidate loses the gain between the old and the new coverage of a row. `clamp` with a bound per row
@@ -147,8 +147,8 @@ class Coverage:
             cover.index_copy_(0, index, after)
 
 
-def _some(part: Relation, index: Tensor) -> Sequence[Tensor]:
-    return index.split(max(1, _AT_ONCE // max(1, part.shape[2]))) if len(index) else ()
+def _split_index(part: Relation, index: Tensor) -> Sequence[Tensor]:
+    return index.split(max(1, _MAX_ELEMENTS // max(1, part.shape[2]))) if len(index) else ()
 
 
 def _limits(table: Tensor, mask: Tensor, count: Tensor, max_count: int, factor: Tensor | None = None) -> str | None:

@@ -23,7 +23,7 @@ def fits_table(features: Tensor) -> bool:
     return features.shape[1] <= max(features.shape[2], TABLE)
 
 
-def _alike(unit: Tensor) -> Tensor:
+def _similarity_table(unit: Tensor) -> Tensor:
     """Return the products of all pairs, float32 `[S, N, N]`. The lower triangle is copied from the upper one."""
     count, block = unit.shape[1], max(256, -(-unit.shape[1] // 8))
     table = unit.new_empty(len(unit), count, count)
@@ -34,17 +34,17 @@ def _alike(unit: Tensor) -> Tensor:
     return table
 
 
-def _of_table(unit: Tensor, num_picks: int) -> Tensor:
+def _select_from_table(unit: Tensor, num_picks: int) -> Tensor:
     """Select tokens of one segment from finite unit vectors, float32 `[1, N, D]`. Synchronizes for each pick."""
-    table = _alike(unit)[0].fill_diagonal_(-torch.inf)
-    apart, taken = 1 - table.amax(dim=1), []
+    table = _similarity_table(unit)[0].fill_diagonal_(-torch.inf)
+    distance, picks = 1 - table.amax(dim=1), []
     for step in range(num_picks):
-        pick = int(apart.argmax())
-        taken.append(pick)
-        apart = 1 - table[pick] if step == 0 else torch.minimum(apart, 1 - table[pick], out=apart)
-        apart[pick] = -torch.inf
-    index = torch.tensor(taken, dtype=torch.long, device=apart.device)
-    return torch.zeros_like(apart, dtype=torch.bool).index_fill_(0, index, True)
+        pick = int(distance.argmax())
+        picks.append(pick)
+        distance = 1 - table[pick] if step == 0 else torch.minimum(distance, 1 - table[pick], out=distance)
+        distance[pick] = -torch.inf
+    index = torch.tensor(picks, dtype=torch.long, device=distance.device)
+    return torch.zeros_like(distance, dtype=torch.bool).index_fill_(0, index, True)
 
 
 def distance_to_nearest(
@@ -97,10 +97,10 @@ def farthest(features: Tensor, mask: Tensor, budget: Tensor, max_budget: int) ->
         return taken
     if len(unit) == 1 and unit.device.type == "cpu" and unit[mask].isfinite().all():
         taken = torch.zeros_like(mask)
-        taken[mask] = _of_table(unit[:, mask[0]], int(budget))
+        taken[mask] = _select_from_table(unit[:, mask[0]], int(budget))
         return taken
     rows = torch.arange(len(unit), device=unit.device)
-    table = _alike(unit)
+    table = _similarity_table(unit)
     table.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
     table.masked_fill_(~mask[:, None], -torch.inf)
     nearest = 1 - table.amax(dim=2)

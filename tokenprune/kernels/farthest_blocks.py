@@ -80,16 +80,16 @@ def find_most_isolated(unit: Tensor) -> int:
 
     def compare_with_all(indices: Tensor) -> Tensor:
         nonlocal best, first
-        apart = cosine_distances(unit, unit[indices])
-        apart.scatter_(0, indices.unsqueeze(0), torch.inf)
-        torch.minimum(bound, apart.amin(1), out=bound)
-        bound[indices] = exact = torch.minimum(bound[indices], apart.amin(0))
+        distance = cosine_distances(unit, unit[indices])
+        distance.scatter_(0, indices.unsqueeze(0), torch.inf)
+        torch.minimum(bound, distance.amin(1), out=bound)
+        bound[indices] = exact = torch.minimum(bound[indices], distance.amin(0))
         known.index_fill_(0, indices, True)
         value = float(exact.max())
-        here = int(indices[exact == value].min())
-        if value > best or (value == best and here < first):
-            best, first = value, here
-        return apart
+        best_index = int(indices[exact == value].min())
+        if value > best or (value == best and best_index < first):
+            best, first = value, best_index
+        return distance
 
     def candidates() -> Tensor:
         return ~known & ((bound > best) | ((bound == best) & (index < first)))
@@ -98,10 +98,10 @@ def find_most_isolated(unit: Tensor) -> int:
     seeds = index[:: -(-count // COLUMNS)]
     order = compare_with_all(seeds).argmin(1).argsort(stable=True)
     for group in order.split(ROWS):
-        apart = cosine_distances(unit[group], unit[group]).fill_diagonal_(torch.inf)
-        bound[group] = torch.minimum(bound[group], apart.amin(1))
+        distance = cosine_distances(unit[group], unit[group]).fill_diagonal_(torch.inf)
+        bound[group] = torch.minimum(bound[group], distance.amin(1))
 
-    for some in index.split(max(COLUMNS, -(-count // _STEPS))):
+    for block in index.split(max(COLUMNS, -(-count // _STEPS))):
         candidate_mask = candidates()
         num_candidates = int(candidate_mask.sum())
         if num_candidates == 0:
@@ -110,11 +110,11 @@ def find_most_isolated(unit: Tensor) -> int:
         compare_with_all(
             Leaders.from_values(bound.masked_fill(~candidate_mask, -torch.inf), min(num_candidates, COLUMNS)).indices
         )
-        left = candidates().nonzero().flatten()
-        for columns in some.split(COLUMNS):
-            apart = cosine_distances(unit[left], unit[columns])
-            apart.masked_fill_(left[:, None] == columns, torch.inf)
-            bound[left] = torch.minimum(bound[left], apart.amin(1))
+        remaining = candidates().nonzero().flatten()
+        for columns in block.split(COLUMNS):
+            distance = cosine_distances(unit[remaining], unit[columns])
+            distance.masked_fill_(remaining[:, None] == columns, torch.inf)
+            bound[remaining] = torch.minimum(bound[remaining], distance.amin(1))
     # The remaining candidates have been compared with all tokens.
     bound.masked_fill_(~candidates(), -torch.inf)[first] = best
     return Leaders.from_values(bound, 1).last
@@ -152,20 +152,20 @@ def select_farthest_blocked(unit: Tensor, count: int) -> Tensor:
     while done < count:
         indices, value, last = Leaders.from_values(bound, min(block, len(unit) - done))
         start = int(num_compared[indices].min())
-        apart = bound[indices]
+        distance = bound[indices]
         if start < done:
-            apart = torch.minimum(apart, cosine_distances(unit[indices], picks[start:done]).amin(1))
-            bound[indices], num_compared[indices] = apart, done
+            distance = torch.minimum(distance, cosine_distances(unit[indices], picks[start:done]).amin(1))
+            bound[indices], num_compared[indices] = distance, done
         # Tokens that still beat the bounds of all tokens outside of the block.
-        ahead = ((apart > value) | ((apart == value) & (indices <= last))).nonzero().flatten()
+        ahead = ((distance > value) | ((distance == value) & (indices <= last))).nonzero().flatten()
         if len(ahead) > ROWS:
-            leaders = Leaders.from_values(apart[ahead], ROWS)
+            leaders = Leaders.from_values(distance[ahead], ROWS)
             value, last = leaders.value, int(indices[ahead[leaders.last]])
             ahead = ahead[leaders.indices]
-        indices, apart = indices[ahead], apart[ahead]
-        among = cosine_distances(unit[indices], unit[indices]).cpu()
-        chosen, apart = _walk(among, apart.cpu(), indices.tolist(), value, last, count - done)
-        bound[indices] = apart.to(unit.device)
+        indices, distance = indices[ahead], distance[ahead]
+        pair_distances = cosine_distances(unit[indices], unit[indices]).cpu()
+        chosen, distance = _walk(pair_distances, distance.cpu(), indices.tolist(), value, last, count - done)
+        bound[indices] = distance.to(unit.device)
         picks[done : done + len(chosen)] = unit[indices[chosen]]
         done += len(chosen)
         num_compared[indices] = done
@@ -173,28 +173,28 @@ def select_farthest_blocked(unit: Tensor, count: int) -> Tensor:
 
 
 def _walk(
-    among: Tensor, apart: Tensor, indices: list[int], value: float, last: int, count: int
+    pair_distances: Tensor, distance: Tensor, indices: list[int], value: float, last: int, count: int
 ) -> tuple[list[int], Tensor]:
     """Select the farthest tokens of a block while they beat (value, last), the first token outside of it.
 
     Args:
-        among: Distances within the block, float `[n, n]`.
-        apart: Distance of each token to the selected tokens, float `[n]`.
+        pair_distances: Distances within the block, float `[n, n]`.
+        distance: Distance of each token to the selected tokens, float `[n]`.
         indices: Token indices of the block, ascending.
         value: Bound of the first token outside of the block.
         last: Index of that token.
         count: Maximum number of picks.
 
     Returns:
-        The picks, and the updated `apart`, -inf for the picks.
+        The picks, and the updated `distance`, -inf for the picks.
     """
     chosen: list[int] = []
     while indices and len(chosen) < count:
-        best, argmax = apart.max(0)  # the first index among ties
+        best, argmax = distance.max(0)  # the first index among ties
         pick = int(argmax)
         if best.item() < value or (best.item() == value and indices[pick] > last):
             break
         chosen.append(pick)
-        torch.minimum(apart, among[pick], out=apart)
-        apart[pick] = -torch.inf
-    return chosen, apart
+        torch.minimum(distance, pair_distances[pick], out=distance)
+        distance[pick] = -torch.inf
+    return chosen, distance

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_FEW = 2**21  # targets read by all programs together (16 MB) up to which a search is faster than a sort
+_MAX_SEARCHED = 2**21  # targets read by all programs together (16 MB) up to which a search is faster than a sort
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def join(
         return out
     block = min(block, triton.next_power_of_2(width))
     grid, kept = (count, triton.cdiv(width, block)), x if keep is None else keep
-    if len(target) * count * grid[1] <= _FEW if few is None else few:
+    if len(target) * count * grid[1] <= _MAX_SEARCHED if few is None else few:
         _join_few[grid](
             x.contiguous(), kept, own_weight, source, target, weight, out, len(target), width, KEEP=keep is not None,
             BLOCK=block, CHUNK=max(16, min(128, triton.next_power_of_2(len(target)))),

@@ -12,7 +12,7 @@ from tokenprune.kernels.dispatch import operation
 if TYPE_CHECKING:
     from torch import Tensor
 
-_AT_ONCE = 2**22  # similarities in memory at a time
+_MAX_ELEMENTS = 2**22  # similarities in memory at a time
 _BLOCK = 64  # similarities per block of `_first_max`
 # Cosines of equal vectors differ by up to 2e-7, depending on the position in a matrix and the processor. Closer cosines
 # count as ties, so that the lower index wins on every machine.
@@ -81,8 +81,8 @@ def best_match(
     finite = one_group = False
     if a.device.type == "cpu":
         finite = bool((unit.sum() + units.sum()).isfinite())
-        one_group = group_a is not None and group_b is not None and _are_one(group_a, group_b)
-    step = max(1, _AT_ONCE // max(1, units.shape[0] * units.shape[2]))
+        one_group = group_a is not None and group_b is not None and _is_single_group(group_a, group_b)
+    step = max(1, _MAX_ELEMENTS // max(1, units.shape[0] * units.shape[2]))
     results = []
     for start in range(0, a.shape[1], step):
         rows = slice(start, start + step)
@@ -135,7 +135,7 @@ def _first_tie(x: Tensor, best: Tensor) -> Tensor:
     return (x >= (best - TIE)[..., None]).to(torch.uint8).argmax(dim=2)
 
 
-def _are_one(group_a: Tensor, group_b: Tensor) -> bool:
+def _is_single_group(group_a: Tensor, group_b: Tensor) -> bool:
     """Return True if all tokens of each row belong to one group."""
     first = group_a[:, :1]
     return bool((group_a == first).all() and (group_b == first).all())

@@ -113,12 +113,12 @@ class Merge:
     @cached_property
     def _stays(self) -> Tensor:
         """`keep` as indices into flattened rows."""
-        return _end_to_end(self.keep, self.num_tokens)
+        return _flatten_index(self.keep, self.num_tokens)
 
     @cached_property
     def _moves(self) -> tuple[Tensor, Tensor]:
         """`source` and `target` as indices into flattened rows. Padding has the target `B * m`."""
-        source, target = _end_to_end(self.source, self.num_tokens), _end_to_end(self.target, self.keep.shape[1])
+        source, target = _flatten_index(self.source, self.num_tokens), _flatten_index(self.target, self.keep.shape[1])
         if self.num_merged is None:
             return source, target
         valid = (torch.arange(self.source.shape[1], device=source.device) < self.num_merged[:, None]).flatten()
@@ -134,7 +134,7 @@ class Merge:
         return torch.arange(width, device=device) >= to_device(self.num_kept, device)[:, None]
 
 
-def _end_to_end(index: Tensor, count: int) -> Tensor:
+def _flatten_index(index: Tensor, count: int) -> Tensor:
     """Convert indices into rows of `count` tokens to indices into flattened rows, `[B, k]` -> `[B * k]`."""
     if len(index) > 1:
         index = index.add(torch.arange(len(index), device=index.device)[:, None], alpha=count)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_LARGEST = 2**13  # maximum number of sources per row in the kernel
+_MAX_SOURCES = 2**13  # maximum number of sources per row in the kernel
 
 
 def _limits(best: Tensor, *args: object, **kwargs: object) -> str | None:
-    return None if best.shape[1] <= _LARGEST else f"a row has {best.shape[1]} sources, more than {_LARGEST}"
+    return None if best.shape[1] <= _MAX_SOURCES else f"a row has {best.shape[1]} sources, more than {_MAX_SOURCES}"
 
 
 @operation(kernel="tokenprune.kernels.pairing_triton:as_sources")
@@ -70,7 +70,7 @@ def pairing(
         target among the remaining tokens, long `[B, r]`.
     """
     if on_device is None:
-        return _even(best, partner, num_merged[0], counts[0], protected, by_index)
+        return _pair_equal_rows(best, partner, num_merged[0], counts[0], protected, by_index)
     rows, device, width, (fewer, num_valid) = len(num_merged), best.device, max(counts), on_device
     left = [count - less for count, less in zip(counts, num_merged, strict=True)]
     order = best.argsort(dim=1, descending=True, stable=True)
@@ -89,7 +89,7 @@ def pairing(
     return sorted_[:, : max(left)], 2 * source, target
 
 
-def _even(
+def _pair_equal_rows(
     best: Tensor, partner: Tensor, num_merged: int, count: int, protected: int, by_index: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result of `pairing` for rows with equal counts."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tokenprune.kernels.rank_triton import rank
 
-_MATRIX = 2**14  # comparisons per iteration of a program
-_ALONE = 512  # sources per row that one program ranks; longer rows are ranked by a separate launch
+_COMPARISONS = 2**14  # comparisons per iteration of a program
+_MAX_RANKED = 512  # sources per row that one program ranks; longer rows are ranked by a separate launch
 
 
 @triton.jit(do_not_specialize=["protected", "num_valid", "A"])
@@ -113,7 +113,7 @@ def _pair(
 
 def pairing(
     best: Tensor, partner: Tensor, num_merged: Sequence[int], counts: Sequence[int], protected: int,
-    by_index: bool = True, *, on_device: tuple[Tensor, Tensor] | None = None, alone: int = _ALONE,
+    by_index: bool = True, *, on_device: tuple[Tensor, Tensor] | None = None, alone: int = _MAX_RANKED,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `pairing.pairing`. `alone` is the maximum number of sources per row that one program ranks."""
     best, partner = best.contiguous(), partner.contiguous()
@@ -127,6 +127,6 @@ def pairing(
     _pair[(rows,)](
         best, partner, ranks, fewer, num_valid, keep, source, target, num_merged[0], counts[0], protected, width,
         num_kept, max_merged, EVEN=on_device is None, BY_INDEX=by_index, RANKED=width > alone, BLOCK=block,
-        CHUNK=max(16, min(64, _MATRIX // block)), num_warps=8,
+        CHUNK=max(16, min(64, _COMPARISONS // block)), num_warps=8,
     )  # fmt: skip
     return keep, source, target

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MIN_ROWS = 16  # minimum rows of a product
 _SQUARE = 256  # tokens per block of `Products.diagonal`
-_AT_ONCE = 2**22  # products in memory at a time, without a table
+_MAX_ELEMENTS = 2**22  # products in memory at a time, without a table
 _STEPS = 2.0**20
 _CANCELLED = 2.0**-40
 _TINY = 1e-12
@@ -136,7 +136,7 @@ class Products:
 
         `rows` is float32 `[n, N]`, the rows from index `start` on. `reduce` returns `[n]`.
         """
-        step = max(MIN_ROWS, _AT_ONCE // max(1, self.shape[2]))
+        step = max(MIN_ROWS, _MAX_ELEMENTS // max(1, self.shape[2]))
         index, results = torch.arange(self.shape[1], device=self.a.device), []
         for segment in range(self.shape[0]):
             computed = (self.rows(segment, part) for part in index.split(step))

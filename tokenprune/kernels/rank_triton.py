@@ -58,12 +58,12 @@ def _rank(
 
 def rank_in_group(group: Tensor, *keys: Tensor, block: int = 64) -> Tensor:
     """See `take.rank_in_group`. `block` is the number of tokens per tile side."""
-    return _ranks(_plain(group), [_plain(key) for key in keys], True, block)
+    return _ranks(_prepare_key(group), [_prepare_key(key) for key in keys], True, block)
 
 
 def rank(score: Tensor, *, block: int = 64) -> Tensor:
     """Return the rank of each token in its row `[S, N]`, largest first, long. Ties go to the lower index."""
-    score = _plain(score)
+    score = _prepare_key(score)
     return _ranks(score, [score], False, block)
 
 
@@ -78,5 +78,5 @@ def _ranks(group: Tensor, keys: list[Tensor], groups: bool, block: int) -> Tenso
     return out
 
 
-def _plain(x: Tensor) -> Tensor:
+def _prepare_key(x: Tensor) -> Tensor:
     return (x.view(torch.uint8) if x.dtype == torch.bool else x).contiguous()

@@ -16,7 +16,7 @@ _BLOCK = 256  # tokens decided together
 
 
 def non_maximum_suppression(suppresses: Relation, score: Tensor, mask: Tensor) -> Tensor:
-    """Keep tokens in the order of falling score, each of which removes the later tokens that it suppresses.
+    """Keep tokens in the order of falling score. Each kept token removes the later tokens that it suppresses.
 
     On a GPU with a table, this takes N steps without synchronization. Otherwise, only rows of kept tokens (and few
     others) are computed.
@@ -35,8 +35,8 @@ def non_maximum_suppression(suppresses: Relation, score: Tensor, mask: Tensor) -
     rank.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
     kept, rows = mask.clone(), torch.arange(len(mask), device=mask.device)
     if mask.device.type == "cpu" or not suppresses.fits_in_memory:
-        for segment, indices in enumerate(kept):
-            _settle(suppresses, segment, order[segment], rank[segment], indices)
+        for segment, is_kept in enumerate(kept):
+            _suppress_in_blocks(suppresses, segment, order[segment], rank[segment], is_kept)
         return kept
     for step in range(order.shape[1]):
         indices = order[:, step]
@@ -44,7 +44,7 @@ def non_maximum_suppression(suppresses: Relation, score: Tensor, mask: Tensor) -
     return kept
 
 
-def _settle(suppresses: Relation, segment: int, order: Tensor, rank: Tensor, is_kept: Tensor) -> None:
+def _suppress_in_blocks(suppresses: Relation, segment: int, order: Tensor, rank: Tensor, is_kept: Tensor) -> None:
     """Remove suppressed tokens of one segment from `is_kept`, bool `[N]`, in place. Synchronizes with the device."""
     for start in range(0, len(order), _BLOCK):
         block = order[start : start + _BLOCK]
@@ -52,12 +52,12 @@ def _settle(suppresses: Relation, segment: int, order: Tensor, rank: Tensor, is_
         if not len(block):
             continue
         removes = suppresses.rows(segment, block)
-        among, stays = removes[:, block].triu(1), torch.ones_like(block, dtype=torch.bool)
+        within_block, survives = removes[:, block].triu(1), torch.ones_like(block, dtype=torch.bool)
         while True:
             # Iterate to a fixed point: each pass is correct for at least one more token.
-            new = ~(among & stays.unsqueeze(1)).any(0)
-            if torch.equal(new, stays):
+            new = ~(within_block & survives.unsqueeze(1)).any(0)
+            if torch.equal(new, survives):
                 break
-            stays = new
-        is_kept[block] = stays
-        is_kept &= ~(removes[stays].any(0) & (rank >= start + _BLOCK))
+            survives = new
+        is_kept[block] = survives
+        is_kept &= ~(removes[survives].any(0) & (rank >= start + _BLOCK))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _how_many(keys, least, N, BLOCK: tl.constexpr):
+def _count_at_least(keys, least, N, BLOCK: tl.constexpr):
     """Return the number of keys that are at least `least`, which is more than 0."""
     total = 0
     for start in range(0, N, BLOCK):
@@ -46,10 +46,10 @@ def _take(score, mask, count, taken, keys, P, N, segment, picker, token, BLOCK: 
         lowest = tl.full([], 0, tl.uint32)
         for bit in range(32):
             higher = lowest | (tl.full([], 0x80000000, tl.uint32) >> bit)
-            lowest = tl.where(_how_many(keys, higher, N, BLOCK) >= num_wanted, higher, lowest)
+            lowest = tl.where(_count_at_least(keys, higher, N, BLOCK) >= num_wanted, higher, lowest)
         room = num_wanted
         if lowest != 0xFFFFFFFF:
-            room -= _how_many(keys, lowest + 1, N, BLOCK)
+            room -= _count_at_least(keys, lowest + 1, N, BLOCK)
         for start in range(0, N, BLOCK):
             offset = start + tl.arange(0, BLOCK)
             bits = tl.load(keys + offset, offset < N, 0).to(tl.uint32, bitcast=True)

@@ -130,7 +130,7 @@ def find_segment_ends(
         >>> find_segment_ends(torch.tensor([[0.9, 0.2, 0.8]]), torch.tensor([4]), min_segments=2).tolist()
         [[False, True, False]]
     """
-    valid = _steps(similarity, frames)
+    valid = _valid_steps(similarity, frames)
     value = similarity.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
     order = value.masked_fill(~valid, torch.inf).argsort(dim=1, stable=True)
     rank = order.argsort(dim=1)
@@ -157,7 +157,7 @@ def find_static_segment_ends(
         True where a segment ends after the frame, bool `[S, F - 1]`.
     """
     rows, steps = similarity.shape[:2]
-    device, still = similarity.device, (similarity > threshold) & mask & _steps(similarity, frames).unsqueeze(-1)
+    device, still = similarity.device, (similarity > threshold) & mask & _valid_steps(similarity, frames).unsqueeze(-1)
     # Tokens saved by the best partition of frames 0..e, start of its last segment, and static steps up to frame e.
     saved = torch.zeros(rows, steps + 1, dtype=torch.long, device=device)
     starts = torch.zeros(rows, steps + 1, dtype=torch.long, device=device)
@@ -181,7 +181,7 @@ def find_static_segment_ends(
         index = starts.gather(1, index) - 1
         ends.scatter_(1, index.clamp(min=0), ends.gather(1, index.clamp(min=0)) | (index >= 0))
         index = index.clamp(min=0)
-    return ends[:, :-1] & _steps(similarity, frames)
+    return ends[:, :-1] & _valid_steps(similarity, frames)
 
 
 def curvature(means: Tensor, frames: Tensor, eps: float = 1e-6) -> Tensor:
@@ -234,7 +234,7 @@ def split_budget(
     first = first * (first.sum(1, keepdim=True) <= total[:, None])
     room = max_tokens - first
     remaining = torch.minimum(total - first.sum(1), room.sum(1)).clamp(min=0)[:, None]
-    weight = _relative(weight) * (room > 0)
+    weight = _normalize_weights(weight) * (room > 0)
     # Frames with the least room relative to their weight fill up first.
     ratio = torch.where(weight > 0, room / weight.clamp(min=_TINY), torch.inf)
     order = ratio.argsort(dim=1, stable=True)
@@ -265,7 +265,7 @@ def split_budget_in_rounds(weight: Tensor, total: Tensor, max_tokens: Tensor) ->
     Returns:
         Long count of each frame, shape (S, F).
     """
-    weight = _relative(weight)
+    weight = _normalize_weights(weight)
     counts = torch.zeros_like(max_tokens)
     rest = torch.minimum(total, max_tokens.sum(1)).clamp(min=0)[:, None]
     # Each round but the last fills at least one frame.
@@ -280,7 +280,7 @@ def split_budget_in_rounds(weight: Tensor, total: Tensor, max_tokens: Tensor) ->
     return counts
 
 
-def _relative(weight: Tensor) -> Tensor:
+def _normalize_weights(weight: Tensor) -> Tensor:
     """Return float64 weights divided by the largest weight of their row, at least `_TINY`."""
     weight = weight.double().nan_to_num(nan=0.0).clamp(min=0)
     weight = weight / weight.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
@@ -351,6 +351,6 @@ def density_peaks(
     return top_mask(score.masked_fill(barred, -torch.inf), mask, count, max_count)
 
 
-def _steps(similarity: Tensor, frames: Tensor) -> Tensor:
+def _valid_steps(similarity: Tensor, frames: Tensor) -> Tensor:
     """Return True for steps between two frames of a video, bool `[S, F - 1]`."""
     return torch.arange(similarity.shape[1], device=similarity.device) < frames[:, None] - 1

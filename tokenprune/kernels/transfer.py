@@ -70,7 +70,7 @@ class AsyncValues:
 
     def __init__(self, values: torch.Tensor) -> None:
         self.count, self._values, self._event = len(values), values, None
-        if values.device.type != "cpu" and (event := _event(values.device)) is not None:
+        if values.device.type != "cpu" and (event := _create_event(values.device)) is not None:
             self._values = values.to("cpu", non_blocking=True)
             event.record(torch.accelerator.current_stream(values.device))
             self._event = event
@@ -112,7 +112,7 @@ class JoinedValues(AsyncValues):
         return self.__dict__
 
 
-def _event(device: torch.device) -> torch.Event | None:
+def _create_event(device: torch.device) -> torch.Event | None:
     """Return an event of the device, or None if it has none. Values then stay on the device until they are read."""
     try:
         return torch.Event(device=device)

@@ -15,7 +15,7 @@ Size = int | tuple[int, ...]
 _WIDTHS = ("ffn_dim", "n_inner", "ffn_hidden_size")
 
 
-def _at(size: Size, layer: int) -> int:
+def _get_size(size: Size, layer: int) -> int:
     return size[layer] if isinstance(size, tuple) else size
 
 
@@ -86,9 +86,9 @@ class DecoderShape:
             attention: Share of the causal query-key pairs that are computed.
             layer: Index of the layer.
         """
-        query = _at(self.heads, layer) * _at(self.head_dim, layer)
-        kv = _at(self.kv_heads, layer) * _at(self.head_dim, layer) * _at(self.kv_projections, layer)
-        linear = 2 * tokens * self.hidden * (2 * query + kv + self.mlp_matrices * _at(self.intermediate, layer))
+        query = _get_size(self.heads, layer) * _get_size(self.head_dim, layer)
+        kv = _get_size(self.kv_heads, layer) * _get_size(self.head_dim, layer) * _get_size(self.kv_projections, layer)
+        linear = 2 * tokens * self.hidden * (2 * query + kv + self.mlp_matrices * _get_size(self.intermediate, layer))
         return linear + 4 * tokens * tokens * query * attention
 
     def prefill_flops(
@@ -109,12 +109,16 @@ class DecoderShape:
         """Number of weights in the matrices of all layers, without norms, embeddings and output head."""
         total = 0
         for layer in range(self.layers):
-            query = _at(self.heads, layer) * _at(self.head_dim, layer)
-            kv = _at(self.kv_heads, layer) * _at(self.head_dim, layer) * _at(self.kv_projections, layer)
-            total += self.hidden * (2 * query + kv + self.mlp_matrices * _at(self.intermediate, layer))
+            query = _get_size(self.heads, layer) * _get_size(self.head_dim, layer)
+            kv = (
+                _get_size(self.kv_heads, layer)
+                * _get_size(self.head_dim, layer)
+                * _get_size(self.kv_projections, layer)
+            )
+            total += self.hidden * (2 * query + kv + self.mlp_matrices * _get_size(self.intermediate, layer))
         return total
 
     @property
     def kv_widths(self) -> list[int]:
         """Width of a token's key in each layer, over all heads. Values have the same width."""
-        return [_at(self.kv_heads, layer) * _at(self.head_dim, layer) for layer in range(self.layers)]
+        return [_get_size(self.kv_heads, layer) * _get_size(self.head_dim, layer) for layer in range(self.layers)]

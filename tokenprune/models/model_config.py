@@ -12,7 +12,7 @@ from tokenprune.models.torch_import import hide_torch
 
 # Models of tokenprune-demo. The first one is the default of commands.
 SHIPPED = ("demo_vlm", "demo_qwen", "demo_video", "demo_smol")
-_PATIENCE = 10  # timeout of the hub query, in seconds
+_TIMEOUT = 10  # timeout of the hub query, in seconds
 
 
 def describe_known_images(model: str) -> str:
@@ -59,13 +59,13 @@ def check_source(model: str | Path) -> None:
         raise TokenPruneError(f"{name} is a file. Pass the folder with the model's config.json.")
     if path.is_absolute() or name.startswith((".", "~")) or "\\" in name or name.count("/") > 1:
         raise TokenPruneError(f"folder {name} does not exist. Pass a folder with a model's config.json.")
-    if (why := _missing(name)) is not None:
+    if (why := _explain_missing(name)) is not None:
         close = get_close_matches(name, SHIPPED, 1)
         hint = f"Did you mean {close[0]}?" if close else f"Shipped models: {', '.join(SHIPPED)}."
         raise TokenPruneError(f"model {name!r} not found: the folder does not exist, and {why}. {hint}")
 
 
-def _missing(name: str) -> str | None:
+def _explain_missing(name: str) -> str | None:
     """Return why a model is not available from the hub, or None if it may be."""
     from huggingface_hub import HfApi, constants, errors, try_to_load_from_cache
 
@@ -74,7 +74,7 @@ def _missing(name: str) -> str | None:
             return None
         if constants.HF_HUB_OFFLINE:
             return "it is not in the hub's cache, and HF_HUB_OFFLINE is set"
-        HfApi().model_info(name, timeout=_PATIENCE)
+        HfApi().model_info(name, timeout=_TIMEOUT)
     except errors.HFValidationError:
         return "it is not a valid hub id, such as Qwen/Qwen2.5-VL-3B-Instruct"
     except errors.GatedRepoError:

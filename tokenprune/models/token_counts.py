@@ -131,12 +131,12 @@ def count_visual_tokens(processor: Any, height: int, width: int, *, images: int 
 def _qwen(read: SettingsReader, height: int, width: int, images: int) -> int:
     limits, merge = _limits(read), read("merge_size")
     settings = dict(min_pixels=limits[0], max_pixels=limits[1], patch_size=read("patch_size"), merge_size=merge)
-    with _of_this_size(height, width):
+    with _check_image_size(height, width):
         return read.image.get_number_of_image_patches(height, width, settings) // merge**2
 
 
 @contextmanager
-def _of_this_size(height: int, width: int) -> Iterator[None]:
+def _check_image_size(height: int, width: int) -> Iterator[None]:
     """Raise OptionError if the processor rejects the image size, such as an extreme aspect ratio."""
     try:
         yield
@@ -149,7 +149,7 @@ def _qwen_grid(read: SettingsReader, height: int, width: int) -> tuple[int, int,
 
     min_value, max_value = _limits(read)
     factor = read("patch_size") * read("merge_size")
-    with _of_this_size(height, width):
+    with _check_image_size(height, width):
         high, wide = smart_resize(height, width, factor, min_value, max_value)
     return high // factor, wide // factor, factor, min_value, max_value
 

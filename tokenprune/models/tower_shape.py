@@ -28,37 +28,40 @@ class _Join:
     sized: bool = False
 
 
-def _wide(config: Any) -> int:
+def _feature_width(config: Any) -> int:
     """Return the width of a patch after the tower, over all feature layers."""
     read = getattr(config, "vision_feature_layer", None)
-    return _hidden(config.vision_config) * (len(read) if isinstance(read, (list, tuple)) else 1)
+    return _tower_width(config.vision_config) * (len(read) if isinstance(read, (list, tuple)) else 1)
 
 
-def _hidden(vision: Any) -> int:
+def _tower_width(vision: Any) -> int:
     return getattr(vision, "embed_dim", None) or vision.hidden_size  # Qwen2-VL: `hidden_size` is the decoder's
 
 
-def _text(config: Any) -> int:
+def _decoder_width(config: Any) -> int:
     return config.get_text_config().hidden_size
 
 
 def _qwen(config: Any, unit: int) -> int:
-    joined = unit * _hidden(config.vision_config)
+    joined = unit * _tower_width(config.vision_config)
     mergers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
-    return mergers * joined * (joined + _text(config))
+    return mergers * joined * (joined + _decoder_width(config))
 
 
-_LLAVA = _Join(lambda config: 1, lambda config, unit: _text(config) * (_wide(config) + _text(config)))
+_LLAVA = _Join(
+    lambda config: 1, lambda config, unit: _decoder_width(config) * (_feature_width(config) + _decoder_width(config))
+)
 _INTERNVL = _Join(
     lambda config: round(config.downsample_ratio**-2),
-    lambda config, unit: _text(config) * (unit * _hidden(config.vision_config) + _text(config)),
+    lambda config, unit: _decoder_width(config) * (unit * _tower_width(config.vision_config) + _decoder_width(config)),
 )
 _IDEFICS = _Join(
-    lambda config: config.scale_factor**2, lambda config, unit: unit * _hidden(config.vision_config) * _text(config)
+    lambda config: config.scale_factor**2,
+    lambda config, unit: unit * _tower_width(config.vision_config) * _decoder_width(config),
 )
 _GEMMA = _Join(  # pools patches before the projection
-    lambda config: _square(config.vision_config) // config.mm_tokens_per_image,
-    lambda config, unit: _hidden(config.vision_config) * _text(config),
+    lambda config: _count_square_patches(config.vision_config) // config.mm_tokens_per_image,
+    lambda config, unit: _tower_width(config.vision_config) * _decoder_width(config),
 )
 _QWEN = _Join(lambda config: config.vision_config.spatial_merge_size**2, _qwen, sized=True)
 FAMILY_JOINS = (
@@ -69,13 +72,15 @@ FAMILY_JOINS = (
 )
 
 
-def _sides(value: Any) -> tuple[int, int]:
+def _get_sides(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else tuple(value)
 
 
-def _square(vision: Any) -> int:
+def _count_square_patches(vision: Any) -> int:
     """Return the number of patches of an image with the size in the config."""
-    return math.prod(side // of for side, of in zip(_sides(vision.image_size), _sides(vision.patch_size), strict=True))
+    return math.prod(
+        side // of for side, of in zip(_get_sides(vision.image_size), _get_sides(vision.patch_size), strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ class TowerShape:
             )
         vision = config.vision_config
         known = TOWERS.get(vision.model_type) or TowerRow(vision.model_type, "")
-        hidden, unit = _hidden(vision), join.unit(config)
+        hidden, unit = _tower_width(vision), join.unit(config)
         if unit < 1:
             raise UnsupportedModelError(
                 f"this config of {config.model_type!r} has more visual tokens than its vision tower has patches. "
@@ -134,7 +139,7 @@ class TowerShape:
         layers = getattr(vision, "depth", None) or vision.num_hidden_layers
         heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
         full = getattr(vision, "fullatt_block_indexes", None)
-        sides = _sides(vision.patch_size)
+        sides = _get_sides(vision.patch_size)
         channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
         gated = "silu" in str(getattr(vision, "hidden_act", "")) or known.gated
         return cls(
@@ -149,7 +154,7 @@ class TowerShape:
             protected=known.class_tokens,
             window=None if full is None else (vision.window_size // sides[0]) ** 2,
             windowed=0 if full is None else layers - len(set(full)),
-            view=None if join.sized else _square(vision),
+            view=None if join.sized else _count_square_patches(vision),
         )
 
     def flops(self, views: Sequence[float], shares: Sequence[float] | None = None) -> float:
@@ -196,7 +201,7 @@ def count_view_patches(config: Any, inputs: Mapping[str, Any]) -> list[int]:
             padding and are skipped.
     """
     views: list[int] = []
-    patch = _sides(config.vision_config.patch_size)
+    patch = _get_sides(config.vision_config.patch_size)
     for grids, pixels in (("image_grid_thw", "pixel_values"), ("video_grid_thw", "pixel_values_videos")):
         if inputs.get(grids) is not None:
             for frames, height, width in inputs[grids].tolist():

@@ -62,7 +62,7 @@ class _Case:
                 return replace(value, **{n: x if x.ndim == 1 else x[:, :count] for n, x in parts.items()})
             if isinstance(value, tuple):
                 return tuple(cut(name, item) for item in value)
-            item, axis = value[segment : segment + 1], _axis(name)
+            item, axis = value[segment : segment + 1], _get_token_axis(name)
             return item.narrow(axis, 0, count) if isinstance(item, Tensor) and axis >= 0 else item
 
         cut_observables = {name: cut(name, value) for name, value in self.observables.items()}
@@ -84,10 +84,12 @@ class _Case:
             by_token = isinstance(value, Tensor) and value.is_floating_point() and axis >= 0
             return change(value, axis) if by_token else value
 
-        return replace(self, observables={name: apply(value, _axis(name)) for name, value in self.observables.items()})
+        return replace(
+            self, observables={name: apply(value, _get_token_axis(name)) for name, value in self.observables.items()}
+        )
 
 
-def _axis(name: str) -> int:
+def _get_token_axis(name: str) -> int:
     """Return the token axis of an observable; -1 without one."""
     return get_observable(name).axes.find("N")
 
@@ -99,23 +101,23 @@ def check_choices(stages: Sequence[Pruner]) -> None:
     """
     method = stages[-1]
     if not method.query_aware:
-        _check_blind(method)
+        _check_query_free(method)
     for case_index, counts in enumerate(_COUNTS):
         for share in _SHARES:
-            case = _case(stages, counts, share, seed=case_index)
-            keep = _kept(stages, case, f"of {counts} tokens")
-            again = _kept(stages, case, f"of {counts} tokens, called again")
+            case = _build_case(stages, counts, share, seed=case_index)
+            keep = _select_checked(stages, case, f"of {counts} tokens")
+            again = _select_checked(stages, case, f"of {counts} tokens, called again")
             require(torch.equal(keep, again), "it selects other tokens when called again. Use tokens.generator(...).")
             _check_rows(stages, case, keep)
             _check_padding(stages, case, keep)
-    case = _case(stages, [24, 17, 9, 1], 0.25, seed=7)
+    case = _build_case(stages, [24, 17, 9, 1], 0.25, seed=7)
     for dtype in (torch.float16, torch.bfloat16):
-        _kept(stages, case.mapped(partial(_to, dtype)), f"in {str(dtype).removeprefix('torch.')}")
+        _select_checked(stages, case.mapped(partial(_cast, dtype)), f"in {str(dtype).removeprefix('torch.')}")
     _check_nan(stages, case)
     _check_untouched(stages, case)
 
 
-def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) -> _Case:
+def _build_case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) -> _Case:
     method, generator = stages[-1], torch.Generator("cpu").manual_seed(seed)
     needs = frozenset().union(*(stage.needs for stage in stages))
     layers = list(dict.fromkeys(layer for stage in stages for layer in stage.encoder_layers))
@@ -137,7 +139,7 @@ def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) 
     return _Case(counts, keep, observables, text)
 
 
-def _kept(stages: Sequence[Pruner], case: _Case, when: str) -> Tensor:
+def _select_checked(stages: Sequence[Pruner], case: _Case, when: str) -> Tensor:
     """Run the stages, check the last selection, and return its kept tokens, bool `[S, N]`."""
     method, carry = stages[-1], cast(Mapping[str, Any], {})
     try:
@@ -166,7 +168,7 @@ def _kept(stages: Sequence[Pruner], case: _Case, when: str) -> Tensor:
     return keep
 
 
-def _to(dtype: torch.dtype, x: Tensor, axis: int) -> Tensor:
+def _cast(dtype: torch.dtype, x: Tensor, axis: int) -> Tensor:
     return x.to(dtype)
 
 
@@ -187,7 +189,7 @@ def _check_merge(method: Pruner, selection: Selection, tokens: VisualTokens, whe
 
 def _check_rows(stages: Sequence[Pruner], case: _Case, keep: Tensor) -> None:
     for segment, count in enumerate(case.counts):
-        alone = _kept(stages, case.alone(segment), f"of one image of {count} tokens")
+        alone = _select_checked(stages, case.alone(segment), f"of one image of {count} tokens")
         require(
             torch.equal(alone[0], keep[segment, :count]),
             f"image {segment} of a batch of {case.counts} tokens keeps other tokens than as a single image",
@@ -201,7 +203,7 @@ def _check_padding(stages: Sequence[Pruner], case: _Case, keep: Tensor) -> None:
         shape = [len(mask), *(mask.shape[1] if a == axis else 1 for a in range(1, value.ndim))]
         return value.masked_fill(~mask.view(shape), 1e4)
 
-    other = _kept(stages, case.mapped(filled), "with other values at padding")
+    other = _select_checked(stages, case.mapped(filled), "with other values at padding")
     require(torch.equal(other, keep), "values at padding change the selection. Use tokens.mask.")
 
 
@@ -209,18 +211,18 @@ def _check_nan(stages: Sequence[Pruner], case: _Case) -> None:
     def broken(value: Tensor, axis: int) -> Tensor:
         return value.index_fill(axis, torch.tensor([3], device="cpu"), torch.nan)
 
-    _kept(stages, case.mapped(broken), "with NaN at a token")
+    _select_checked(stages, case.mapped(broken), "with NaN at a token")
 
 
 def _check_untouched(stages: Sequence[Pruner], case: _Case) -> None:
     copy = case.mapped(lambda x, axis: x.clone())
-    _kept(stages, copy, "")
+    _select_checked(stages, copy, "")
     for name, value in case.observables.items():
         if isinstance(value, Tensor):
             require(torch.equal(value, copy.observables[name]), f"it modifies its input {name}")
 
 
-def _check_blind(method: Pruner) -> None:
+def _check_query_free(method: Pruner) -> None:
     """Raise if a method without `query_aware` reads observables that depend on the question."""
     asks = [name for name in sorted(method.needs) if get_observable(name).needs_full_prompt]
     require(not asks, f"it reads {', '.join(asks)}, which depend on the question. Set query_aware to True.")

@@ -18,7 +18,7 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.testing.rules import require
 
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-8}  # tolerance as a share of the largest logit
-_HALF = 3e-2
+_HALF_ROUNDING = 3e-2
 _RECURRENT = 10  # tolerance factor for layers that compute a step differently from a prompt
 _FORBIDDEN = 1e30  # larger logits are suppressed tokens
 _METHOD = "divprune"  # does not read the question, so a longer prompt does not change its selection
@@ -80,18 +80,18 @@ def check_model(model: nn.Module, inputs: Mapping[str, Any], *, keep: float = 0.
     if model.training:
         raise OptionError("The model is in training mode. Call model.eval() first.")
     adapter, oracle = adapter_for(model), None
-    unpruned = _said(model(**inputs))
-    require(torch.equal(_said(model(**inputs)), unpruned), "two forwards of the unpatched model differ")
-    limit = _ROUNDING.get(unpruned.dtype, _HALF)
-    steps = not adapter.family.vectors and _step(model, inputs) <= limit
+    unpruned = _get_logits(model(**inputs))
+    require(torch.equal(_get_logits(model(**inputs)), unpruned), "two forwards of the unpatched model differ")
+    limit = _ROUNDING.get(unpruned.dtype, _HALF_ROUNDING)
+    steps = not adapter.family.vectors and _step_difference(model, inputs) <= limit
     with patched(model, _METHOD, keep=1.0):
-        require(torch.equal(_said(model(**inputs)), unpruned), "keep=1.0 changes logits")
+        require(torch.equal(_get_logits(model(**inputs)), unpruned), "keep=1.0 changes logits")
     with patched(model, _METHOD, keep=keep, record=True):
-        pruned, statistics = _said(model(**inputs)), stats(model)
+        pruned, statistics = _get_logits(model(**inputs)), stats(model)
         require(statistics.visual_tokens_in > 0, "no visual tokens found. Pass inputs with images.")
         require(bool(statistics.cuts), f"keep={keep} dropped none of {statistics.visual_tokens_in} visual tokens")
-        step = _step(model, inputs) if steps else None
-    require(torch.equal(_said(model(**inputs)), unpruned), "after unpatch the logits differ from before")
+        step = _step_difference(model, inputs) if steps else None
+    require(torch.equal(_get_logits(model(**inputs)), unpruned), "after unpatch the logits differ from before")
     tolerance_factor = _RECURRENT if adapter.stateful else 1
     require(
         step is None or step <= tolerance_factor * limit,
@@ -101,9 +101,9 @@ def check_model(model: nn.Module, inputs: Mapping[str, Any], *, keep: float = 0.
     for row, positions in enumerate(statistics.cuts[0].kept):
         kept[row, positions] = True
     if not adapter.stateful:
-        with _masked(adapter.decoder.layers, kept):
-            expected = _said(model(**inputs))
-        oracle = _apart(pruned[kept], expected[kept])
+        with _mask_dropped(adapter.decoder.layers, kept):
+            expected = _get_logits(model(**inputs))
+        oracle = _largest_difference(pruned[kept], expected[kept])
         require(
             oracle <= limit,
             f"logits of kept tokens differ from the masked model by {oracle}",
@@ -112,13 +112,13 @@ def check_model(model: nn.Module, inputs: Mapping[str, Any], *, keep: float = 0.
     return ModelCheck(statistics.visual_tokens_in, statistics.visual_tokens_out, oracle, step)
 
 
-def _said(output: Any) -> Tensor:
+def _get_logits(output: Any) -> Tensor:
     """Return the logits of an output, or the vectors of a retrieval model."""
     values: Tensor = output.embeddings if hasattr(output, "embeddings") else output.logits
     return values
 
 
-def _apart(actual: Tensor, expected: Tensor) -> float:
+def _largest_difference(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference as a share of the largest value; infinity for NaN."""
     actual, expected = actual.float(), expected.float()
     is_allowed = expected.abs() < _FORBIDDEN
@@ -126,7 +126,7 @@ def _apart(actual: Tensor, expected: Tensor) -> float:
     return float(((actual - expected)[is_allowed].abs() / scale).nan_to_num(nan=float("inf")).max())
 
 
-def _step(model: Any, inputs: Mapping[str, Any]) -> float:
+def _step_difference(model: Any, inputs: Mapping[str, Any]) -> float:
     """Return the difference of a decoding step from a forward of the longer prompt, at the second generated token."""
     greedy = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False}
     out = model.generate(**inputs, **greedy, output_logits=True, return_dict_in_generate=True)
@@ -136,11 +136,11 @@ def _step(model: Any, inputs: Mapping[str, Any]) -> float:
         if isinstance(value, Tensor) and value.shape == shape:
             added = {"input_ids": first, "attention_mask": torch.ones_like(first)}.get(name, torch.zeros_like(first))
             longer[name] = torch.cat([value, added.to(value.dtype)], 1)
-    return _apart(out.logits[1], _said(model(**longer))[:, -1])
+    return _largest_difference(out.logits[1], _get_logits(model(**longer))[:, -1])
 
 
 @contextmanager
-def _masked(layers: Sequence[nn.Module], kept: Tensor) -> Iterator[None]:
+def _mask_dropped(layers: Sequence[nn.Module], kept: Tensor) -> Iterator[None]:
     """Mask tokens outside of `kept` (bool `[B, L]`) in all layers. They attend only to themselves."""
     hooks = []
     for layer in layers:

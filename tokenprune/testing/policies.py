@@ -43,7 +43,7 @@ def check_policy(policy: str | Policy | type[Policy]) -> None:
     instance = resolve_instance(policy, Policy, registered)
     with prefix_errors(instance.name or type(instance).__name__):
         _check_class(instance)
-        for view in _views(instance):
+        for view in _build_views(instance):
             for share in _SHARES:
                 keep = 1 + round(share * (view.count - 2))
                 _check_view(instance, view, keep)
@@ -58,18 +58,20 @@ def _check_class(policy: Policy) -> None:
 
 def _check_view(policy: Policy, view: PolicyView, keep: int) -> None:
     before = {name: value.clone() for name, value in vars(view).items() if isinstance(value, Tensor)}
-    chosen = _chosen(policy, view, keep)
-    changed = [name for name, value in before.items() if not torch.equal(_bits(value), _bits(getattr(view, name)))]
+    chosen = _select_checked(policy, view, keep)
+    changed = [
+        name for name, value in before.items() if not torch.equal(_comparable(value), _comparable(getattr(view, name)))
+    ]
     require(not changed, f"it modifies its input {', '.join(changed)}")
-    _chosen(policy, _view(policy, frames=3, seed=7), 5)
+    _select_checked(policy, _build_view(policy, frames=3, seed=7), 5)
     for seed in (1, 2):
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
-            same = torch.equal(_chosen(policy, view, keep), chosen)
+            same = torch.equal(_select_checked(policy, view, keep), chosen)
         require(same, "it selects other entries when called again. Keep no state, and use only view.generator().")
 
 
-def _chosen(policy: Policy, view: PolicyView, keep: int) -> Tensor:
+def _select_checked(policy: Policy, view: PolicyView, keep: int) -> Tensor:
     chosen = policy.select(view, keep)
     try:
         check_choice(policy, chosen, view, keep)
@@ -78,22 +80,26 @@ def _chosen(policy: Policy, view: PolicyView, keep: int) -> Tensor:
     return chosen
 
 
-def _bits(values: Tensor) -> Tensor:
+def _comparable(values: Tensor) -> Tensor:
     return values.nan_to_num() if values.is_floating_point() else values
 
 
-def _views(policy: Policy) -> list[PolicyView]:
-    views = [_view(policy, frames=frames, wrapped=wrapped, dtype=dtype)
+def _build_views(policy: Policy) -> list[PolicyView]:
+    views = [_build_view(policy, frames=frames, wrapped=wrapped, dtype=dtype)
              for frames in (1, 6) for wrapped in (False, True) for dtype in _DTYPES]  # fmt: skip
-    views += [_view(policy, axes=3), _ragged(_view(policy, frames=8)), _ragged(_view(policy, frames=8, axes=3))]
+    views += [
+        _build_view(policy, axes=3),
+        _make_ragged(_build_view(policy, frames=8)),
+        _make_ragged(_build_view(policy, frames=8, axes=3)),
+    ]
     for name in ("keys", "values"):
-        view = _view(policy)
+        view = _build_view(policy)
         getattr(view, name)[0, 5:7] = torch.nan
         views.append(view)
     return views
 
 
-def _view(
+def _build_view(
     policy: Policy, frames: int = 6, axes: int = 1, wrapped: bool = False, dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> PolicyView:  # fmt: skip
@@ -111,7 +117,7 @@ def _view(
     )  # fmt: skip
 
 
-def _ragged(view: PolicyView) -> PolicyView:
+def _make_ragged(view: PolicyView) -> PolicyView:
     """Return the view after a compression: each head holds different entries, and the same number of them."""
     g = torch.Generator("cpu").manual_seed(1)
     few = view.count * 2 // 3

@@ -70,18 +70,18 @@ def visual_tokens(
     counts = [hidden.shape[1]] * len(hidden) if counts is None else list(counts)
     if len(counts) != len(hidden) or not all(1 <= count <= hidden.shape[1] for count in counts):
         raise OptionError(f"counts={counts} do not fit hidden {list(hidden.shape)}. Pass S numbers in [1, N].")
-    segments = _segments(hidden, counts, rows, grids, modality, observables.get("frames"))
+    segments = _build_segments(hidden, counts, rows, grids, modality, observables.get("frames"))
     of_text = dict(text or {})
     for name in [name for name in observables if name.startswith("text_") and find_observable(name) is None]:
         of_text[name.removeprefix("text_")] = observables.pop(name)
     for name, value in observables.items():
-        _check(name, value, hidden)
+        _check_observable(name, value, hidden)
     source = _TensorSource(observables | {"hidden": hidden}, of_text, final_norm)
     source.carry.update(carry or {})
-    return VisualTokens(segments, _kept(keep, counts), source)
+    return VisualTokens(segments, _resolve_keep(keep, counts), source)
 
 
-def _check(name: str, value: Any, hidden: Tensor) -> None:
+def _check_observable(name: str, value: Any, hidden: Tensor) -> None:
     reading = find_observable(name)
     if reading is None:
         raise OptionError(f"unknown observable {name!r}. {suggest_names(name) or 'See available_observables().'}")
@@ -96,7 +96,7 @@ def _check(name: str, value: Any, hidden: Tensor) -> None:
             raise OptionError(f"{name} must be {expected}, not {list(tensor.shape)}")
 
 
-def _kept(keep: Any, counts: list[int]) -> list[int]:
+def _resolve_keep(keep: Any, counts: list[int]) -> list[int]:
     if isinstance(keep, (list, tuple)):
         fine = len(keep) == len(counts) and all(
             1 <= budget_ <= count for budget_, count in zip(keep, counts, strict=True)
@@ -110,7 +110,7 @@ def _kept(keep: Any, counts: list[int]) -> list[int]:
     return [budget.resolve_keep(count) for count in counts]
 
 
-def _segments(
+def _build_segments(
     hidden: Tensor,
     counts: list[int],
     rows: Sequence[int] | None,
@@ -137,11 +137,11 @@ def _segments(
         mask=mask,
         grids=grids,
         modality=modality,
-        frames=list(frames or []) or [_frames(*facts) for facts in zip(counts, grids, modality, strict=True)],
+        frames=list(frames or []) or [_frame_sizes(*facts) for facts in zip(counts, grids, modality, strict=True)],
     )
 
 
-def _frames(count: int, grid: tuple[int, int, int] | None, modality: str) -> list[int] | None:
+def _frame_sizes(count: int, grid: tuple[int, int, int] | None, modality: str) -> list[int] | None:
     """Return the number of tokens per frame. An image is one frame, and a video needs a grid."""
     if modality == "image":
         return [count]
@@ -172,9 +172,9 @@ class _TensorSource(TokenSource):
             return self.final_norm(tokens.hidden)
         if reading.where is ObservedAt.FRAMES and reading.name not in self.visual:
             return super().read(reading, tokens)
-        value = _given(self.visual, reading.name, reading.name)
+        value = _lookup(self.visual, reading.name, reading.name)
         if isinstance(value, Mapping):
-            return _given(value, layer[0], f"{reading.name} of block {layer[0]}")
+            return _lookup(value, layer[0], f"{reading.name} of block {layer[0]}")
         return value
 
     def note(self, text: str) -> None:
@@ -188,7 +188,7 @@ class _TensorSource(TokenSource):
     def read_text(self, reading: Readable, text: TextView) -> Any:
         if reading.text_name == "normed" and "normed" not in self.of_text:
             return self.final_norm(text.hidden)
-        return _given(self.of_text, reading.text_name, f"text.{reading.text_name}")
+        return _lookup(self.of_text, reading.text_name, f"text.{reading.text_name}")
 
     def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         if not self.of_text:
@@ -199,7 +199,7 @@ class _TensorSource(TokenSource):
         return torch.arange(mask.shape[1], device=mask.device).expand_as(mask), mask
 
 
-def _given(values: Mapping[Any, Any], key: Any, what: str) -> Any:
+def _lookup(values: Mapping[Any, Any], key: Any, what: str) -> Any:
     if key not in values:
         raise TokenPruneError(f"The method reads {what}, which was not passed to visual_tokens().")
     return values[key]

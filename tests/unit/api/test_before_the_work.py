@@ -28,7 +28,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(models, "load", load)
+    monkeypatch.setattr(models, "load_model", load)
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,9 @@ def test_empty_file_and_folder_have_own_messages(tmp_path: Path) -> None:
         assert "the file is empty" in refused("bench", "--data", path)
     for command in (("show", empty), ("profile", "--image", empty)):
         assert "the file is empty" in refused(*command)
-    assert "it is a folder: name a file in it" in refused("profile", "--image", folder)
+    assert "it is a folder; use a file" in refused("profile", "--image", folder)
     rows["image"].write_text('{"image": "folder.jpg", "question": "q", "answer": "a"}')
-    assert "it is a folder: name a file in it" in refused("bench", "--data", rows["image"])
+    assert "it is a folder; use a file" in refused("bench", "--data", rows["image"])
 
 
 def test_python_keyword_is_rejected_as_method_name() -> None:

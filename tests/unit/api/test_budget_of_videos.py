@@ -20,7 +20,7 @@ from tokenprune.integrations.hf.sequence.segments import Tempo
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.kept import counts_after
+from tokenprune_bench.profiling.kept_tokens import count_kept_tokens
 from zoo import FAMILIES, IMAGE, VIDEO
 
 VIDEOS = [name for name, family in FAMILIES.items() if family.video is not None]
@@ -360,4 +360,4 @@ def test_invalid_video_budgets_are_rejected(given: dict[str, Any], said: str) ->
 def test_video_budget_without_video_is_rejected() -> None:
     with pytest.raises(BudgetError, match="videos of this prompt are unknown"):
         Budget.per_second(3, fps=1.0).resolve([36], layer=0, shape=DecoderShape(2, 8, 8, 1, 1, 8), text_tokens=4)
-    assert counts_after([Budget.per_second(3)], 36) == [36]  # an image keeps all
+    assert count_kept_tokens([Budget.per_second(3)], 36) == [36]  # an image keeps all

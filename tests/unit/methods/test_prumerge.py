@@ -68,5 +68,5 @@ def test_clusters_are_attention_weighted_means() -> None:
 def test_many_kept_tokens_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tower_tokens(LAYOUTS[1], [30, 9])
     whole = select("prumerge", tokens, merge="clusters").assign
-    monkeypatch.setattr("tokenprune.kernels.clusters._AT_ONCE", 3 * tokens.mask.numel())
+    monkeypatch.setattr("tokenprune.kernels.clusters._MAX_ELEMENTS", 3 * tokens.mask.numel())
     assert torch.equal(select("prumerge", tokens, merge="clusters").assign, whole)

@@ -30,7 +30,7 @@ def test_every_budget_is_exact(count: int) -> None:
 def test_long_lines_are_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = [([(6, 5), (4, 7)], 1), ([(5, 5)], 0)]
     whole = chosen(tower_tokens(layout, [20, 9]))
-    monkeypatch.setattr("tokenprune.kernels.clusters._AT_ONCE", 1)
+    monkeypatch.setattr("tokenprune.kernels.clusters._MAX_ELEMENTS", 1)
     assert chosen(tower_tokens(layout, [20, 9])) == whole
 
 

@@ -164,7 +164,7 @@ def test_merging_conserves_the_sum() -> None:
 
 def test_long_sequences_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     _, whole = scan([144], [30], [(1, 12, 12)])
-    monkeypatch.setattr("tokenprune.kernels.match._AT_ONCE", 7 * 30)
+    monkeypatch.setattr("tokenprune.kernels.match._MAX_ELEMENTS", 7 * 30)
     assert torch.equal(scan([144], [30], [(1, 12, 12)])[1].assign, whole.assign)
 
 

@@ -122,7 +122,7 @@ SLOW = {
     "scripts/test_screenshots.py::test_what_is_wrong_with_a_page_is_said",
     "scripts/test_speed_benchmarks.py",
     "session/test_reanchor.py::test_a_shipped_model_sees_more_images_than_it_has_positions",
-    "tower/test_packed_encoder.py::test_generate_and_composition",
+    "tower/test_packed_encoder.py::test_generate_and_combined_methods",
     "tuning/test_promise.py::test_it_is_wrong_no_more_often_than_it_says",
     "tuning/test_search.py",
     "tuning/test_tune.py",

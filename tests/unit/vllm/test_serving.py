@@ -121,7 +121,7 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"method": "view_select"}, OptionError, "Let clients leave out"),
         ({"method": "vispruner"}, OptionError, "it needs encoder_features"),
         ({"method": "flowcut"}, OptionError, "it needs encoder_flow"),
-        ({"method": "prumerge", "exact": False}, OptionError, "vLLM must know before"),
+        ({"method": "prumerge", "exact": False}, OptionError, "vLLM must know it before"),
     ],
 )
 def test_bad_settings(bad, error, says) -> None:
@@ -238,7 +238,7 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
     try:
         with pytest.raises(OptionError, match="acts at several stages"):
             ServedSetting.from_json({"method": "twofold", "keep": 0.5})
-        with pytest.raises(OptionError, match="has to follow from the shape alone"):
+        with pytest.raises(OptionError, match="must depend only on the shape"):
             ServedSetting.from_json({"method": "moody", "keep": 0.5})
         with pytest.raises(OptionError, match="it reads the text"):
             ServedSetting.from_json({"method": "reader", "keep": 0.5})
@@ -265,7 +265,7 @@ def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> 
     for attribute, value in declared.items():
         setattr(BySight, attribute, value)
     try:
-        with pytest.raises(OptionError, match="the content decides how many tokens stay"):
+        with pytest.raises(OptionError, match="the number of kept tokens depends on the content"):
             ServedSetting.from_json({"method": name, "keep": 0.5} | ({IN_LLM: True} if site is Site.IN_LLM else {}))
         assert name not in servable() and name not in servable(in_llm=True)
     finally:

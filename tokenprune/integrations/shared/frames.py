@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell whether the module call that a hook belongs to is still running.
+"""Detect whether the module call that a hook belongs to is still running.
 
-torch skips `always_call` hooks after a BaseException and while compiling or exporting, so a hook on the way out of a
-module cannot be relied on. A frame on the stack of the thread can.
+PyTorch skips `always_call` hooks after a BaseException, and while compiling or exporting. A patch therefore cannot rely
+on a hook at the end of a module call. It looks for the frame of the call on the stack of the thread instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def find_module_frame() -> FrameType:
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_back is not None:
         frame = frame.f_back
-    # `Module.__call__` consists of several functions. An error unwinds the inner ones before the last hooks run.
+    # `Module.__call__` consists of several functions. An error unwinds the inner functions before the last hooks run.
     while (caller := frame.f_back) is not None and caller.f_code.co_filename == _MODULE_CALL:
         frame = caller
     return frame
