@@ -58,7 +58,7 @@ FAILING = {
     "keep zero": dict(method="fastv", keep=0.0),
     "keep twice": dict(method="fastv", keep=(0.5, 0.5)),
     "no method": dict(method=[]),
-    "both act at": dict(method=["fastv", "dart"]),
+    "same layer": dict(method=["fastv", "dart"]),
     "needs a processor": dict(method="downsample", keep=0.5),
     "processor for nothing": dict(method="dart", processor=object()),
     "budgets of different scope": dict(
