@@ -78,7 +78,7 @@ class MethodInfo:
         """True if a CUDA graph can hold the choice, by default options: it is made before or inside the language model,
         the budget alone decides how many tokens stay, and no value of the device is asked for."""
         method = self.cls()
-        checked = isinstance(method, Pruner) and type(method).select is Pruner.select and not method.never_nan
+        checked = isinstance(method, Pruner) and method.ranks_by_score and not method.never_nan
         asks = method.asks_device or method.by_content_count or checked
         return self.site in (Site.PRE_LLM, Site.IN_LLM) and not asks
 

@@ -25,8 +25,7 @@ from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Plan, Step, plan_cuts
 from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
-from tokenprune.integrations.hf.forward.token_state import TokenState
-from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.forward.token_state import Layout, TokenState
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.attachment import attachment_of
 from tokenprune.models.decoder_shape import DecoderShape
@@ -232,7 +231,7 @@ def test_planning_again_says_nothing(caplog):
     model = family.build()
     with tokenprune.patched(model, "fastv", keep=0.1, layer=1, guard="warn"), torch.no_grad():
         engine = attachment_of(model).engine
-        engine.planner._on_plan.append(Watch().on_plan)
+        engine._on_plan.append(Watch().on_plan)
         model(**family.make_inputs())
     (call,) = calls
     assert call.plan.cuts == {1}

@@ -12,7 +12,7 @@ from torch import nn
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.hf.checks import check_methods, check_steps
-from tokenprune.integrations.hf.engine.call_check import CallCheck
+from tokenprune.integrations.hf.engine.call_check import CallCheck, ChunkedPrefillCheck
 from tokenprune.integrations.hf.engine.decode_pruning import DecodePruning
 from tokenprune.integrations.hf.engine.drafts import Drafts
 from tokenprune.integrations.hf.engine.engine import Engine
@@ -31,7 +31,6 @@ from tokenprune.integrations.hf.towers.attention_scores import BlockReader
 from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.build import tower_part
 from tokenprune.integrations.hf.towers.frame_merging import FrameMerging
-from tokenprune.integrations.hf.towers.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.shared import checks
 from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
 from tokenprune.selection.method import Method, Pruner, Site

@@ -20,8 +20,8 @@ from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
+    from tokenprune.integrations.hf.forward.token_state import Layout
     from tokenprune.integrations.hf.forward.trace import Trace
-    from tokenprune.integrations.hf.sequence.layout import Layout
 
 
 class _ThreadStats(threading.local):

@@ -22,12 +22,12 @@ from tokenprune.integrations.hf.attention_observer import Tap
 from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part, PerCall
-from tokenprune.integrations.hf.sequence.alignment import align_per_image, check_rows
-from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.forward.token_state import Layout
+from tokenprune.integrations.hf.sequence.alignment import check_rows
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import align_per_image, record_of
 from tokenprune.integrations.hf.sequence.segments import find_segments
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.kernels.transfer import to_device

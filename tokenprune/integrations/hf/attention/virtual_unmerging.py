@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.checks import check_arguments
 from tokenprune.integrations.hf.compat import reruns_layers
+from tokenprune.integrations.hf.engine.call_check import check_arguments
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part, PerCall
-from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
+from tokenprune.integrations.hf.forward.token_state import Layout, gather_tokens
 from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import Selection
@@ -32,7 +32,7 @@ from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 
 _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
@@ -146,7 +146,7 @@ class VirtualUnmerging(Part):
         if call.merged is None:
             return
         (step, selection), call.merged = call.merged, None
-        check_arguments(self.adapter, inputs.arguments())
+        check_arguments(self.adapter, inputs)
         if reruns_layers(self.decoder):
             raise UnsupportedSetupError(
                 "gradient checkpointing runs decoder layers a second time, when it is forgotten which tokens are one; "

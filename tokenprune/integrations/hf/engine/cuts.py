@@ -4,30 +4,34 @@ states (IN_LLM)."""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
-from tokenprune.integrations.hf.engine.method_inputs import DecoderSource
 from tokenprune.integrations.hf.families.base import STATEFUL, Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs, LayerInputs
 from tokenprune.integrations.hf.forward.part import Observations
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.forward.token_state import StageMemory
-from tokenprune.integrations.hf.sequence import masks
-from tokenprune.integrations.hf.sequence.layout import gather_tokens
+from tokenprune.integrations.hf.forward.token_state import StageMemory, TokenState, gather_token_mask, gather_tokens
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
+from tokenprune.integrations.hf.towers.attention_scores import EncodedTokens
+from tokenprune.kernels.compact import partition
+from tokenprune.kernels.observation import Observation
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.apply import merge_tokens, validate_selection
 from tokenprune.selection.method import Pruner, Selection
+from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.row_ends import keep_row_ends
+from tokenprune.selection.segments import LayerInput, Patches, Segments
+from tokenprune.selection.source import TokenSource
 from tokenprune.selection.tokens import VisualTokens
 
 
@@ -84,7 +88,7 @@ def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Decode
     if inputs.cache is None and (adapter.text_config.use_cache if wanted is None else wanted):
         cache = DynamicCache(config=adapter.text_config)
         inputs = DecoderInputs(inputs.embeds, inputs.mask, inputs.positions, cache, inputs.extras, inputs.given)
-        call.take_cache(cache)
+        call.cached.cache = cache  # it is empty, so nothing else of the view changes
     return inputs, functions
 
 
@@ -145,7 +149,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     elif group is not None:
         mask = _mask_of_pairs(group, mask, embeds.dtype, adapter)
     elif mask is not None:
-        mask = masks.gather_token_mask(mask[:, -inputs.embeds.shape[1] :], index, layout.valid)
+        mask = gather_token_mask(mask[:, -inputs.embeds.shape[1] :], index, layout.valid)
     elif layout.valid is not None:
         mask = layout.valid.long()
     if mask is None and call.cached.cache is None:
@@ -181,3 +185,114 @@ def _mask_of_pairs(group: LayerInputs, mask: Any, dtype: torch.dtype, adapter: A
         return group.attention_mask(mask, keys, adapter, dtype)
 
     return {kind: remaining(kind, one) for kind, one in mask.items()} if isinstance(mask, dict) else remaining("", mask)
+
+
+# -- what methods may read
+
+
+@dataclass
+class DecoderSource(TokenSource):
+    """Backs a `VisualTokens` in the decoder.
+
+    state: the tokens that arrive at the cut. hidden: `[B, W, D]`, in their layout. needs: of the method. observed: the
+    attention, inputs and records of the layers around the cut, as far as the method reads them.
+    """
+
+    call: Call
+    state: TokenState
+    hidden: Tensor
+    adapter: Adapter
+    needs: frozenset[str] = frozenset()
+    carry: StageMemory = field(default_factory=StageMemory)
+    observed: Observations = field(default_factory=dict)
+
+    def remember(self, name: str, value: Any, per_token: bool | None) -> None:
+        self.carry.remember(name, value, per_token)
+
+    def note(self, text: str) -> None:
+        if text not in self.call.notes:
+            self.call.notes.append(text)
+
+    def slots(self, position: Tensor, segments: Segments) -> Tensor:
+        layout = self.state.layout
+        return position if layout.whole else layout.inverse[segments.row_index, position].clamp(min=0)
+
+    def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
+        return super().at(values.to(self.hidden.device), position, segments)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        norm = getattr(self.adapter.decoder, self.adapter.family.norm_name)
+        return hidden if norm is None else norm(hidden)  # some OPT models have none
+
+    @property
+    def before(self) -> Observation:
+        return _shown(self.observed.get(ObservedAt.LAYER_BEFORE))
+
+    @property
+    def after(self) -> Observation:
+        return _shown(self.observed.get(ObservedAt.NEXT_LAYER))
+
+    @property
+    def input_before(self) -> LayerInput:
+        value = self.observed.get(ObservedAt.INPUT_BEFORE)
+        return super().input_before if value is None else value
+
+    @property
+    def unrotated(self) -> Observation:
+        return _shown(self.observed.get(ObservedAt.UNROTATED))
+
+    def recorded(self, name: str) -> list[Any]:
+        values = self.observed.get(ObservedAt.OWN, {}).get(name, [None])
+        return super().recorded(name) if any(value is None for value in values) else values
+
+    @property
+    def first_layer(self) -> nn.Module:
+        return self.adapter.decoder.layers[0]
+
+    def entered(self, position: Tensor, segments: Segments) -> Tensor:
+        entry = self.observed.get(ObservedAt.ENTRY)
+        if entry is None:  # the cut is at the entry
+            return self.at(self.hidden, position, segments)
+        embeds, layout = entry
+        slots = layout.inverse.to(position.device)[segments.row_index, position].clamp(min=0)
+        return embeds.to(position.device)[segments.row_index, slots]
+
+    @cached_property
+    def encoded(self) -> EncodedTokens:
+        return EncodedTokens(self.call, self.hidden.device)
+
+    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
+        return self.encoded.values(key, segments)
+
+    def patches(self, segments: Segments) -> Patches:
+        return self.encoded.patches(segments)
+
+    def real(self) -> Tensor:
+        layout = self.state.layout
+        real = to_device(self.call.prompt.is_real, self.hidden.device).gather(1, layout.index)
+        return real if layout.valid is None else real & layout.valid
+
+    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+        return segments.recent.get("text", lambda: self._text_after(segments))
+
+    def _text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+        # The same for all images of a row, as many as the host can tell: all text after the row's first placeholder.
+        text, width = self.call.prompt.text_after_image
+        text = to_device(text, self.hidden.device)
+        order, row = partition(text)[:, :width], segments.row_index.squeeze(1)
+        last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
+        order, mask = order[row], text.gather(1, order)[row] & (order[row] > last)
+        # Removed visual tokens have no slot; point the padding at a token that is certainly there.
+        return torch.where(mask, order, segments.position[:, :1]), mask
+
+    def last_slot(self) -> Tensor:
+        layout, segments = self.state.layout, self.state.segments
+        device = layout.index.device
+        last = segments.recent.get("last", lambda: to_device(self.call.prompt.last_index, device)[:, None])
+        return last if layout.whole else layout.inverse.gather(1, last)
+
+
+def _shown(observation: Observation | None) -> Observation:
+    if observation is None:
+        raise TokenPruneError("the decoder layer at this cut showed no attention: it was left out of this call")
+    return observation

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers.generation import CandidateGenerator
 
     from tokenprune.integrations.hf.forward.call import Call
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 
 logger = logging.getLogger("tokenprune")
 
@@ -37,18 +37,19 @@ class Drafts(Part):
 
     def __init__(self, model: nn.Module, decides: str | None = None) -> None:
         super().__init__()
-        self.model, self.decides = model, decides
-        self.unknown = False  # whether this version of transformers makes drafts elsewhere
+        self.decides = decides
+        self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
+        # Whether this version of transformers makes drafts elsewhere.
+        self.unknown = any(getattr(module, _MAKES_DRAFTS, None) is None for module in self.generating)
+        if decides is not None or self.unknown:
+            self.before_decoder = self._add_notes
 
     def _attach(self) -> None:
-        for module in self.model.modules():
-            if not isinstance(module, GenerationMixin):
-                continue
-            self.unknown = getattr(module, _MAKES_DRAFTS, None) is None
-            if not self.unknown:
+        for module in self.generating:
+            if getattr(module, _MAKES_DRAFTS, None) is not None:
                 self.wrap(module, _MAKES_DRAFTS, partial(partial, self._generator))
 
-    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
+    def _add_notes(self, call: Call, inputs: DecoderInputs) -> None:
         drafts = states().pop(self, None)
         if not call.has_images:
             return

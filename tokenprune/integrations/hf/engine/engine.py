@@ -17,23 +17,23 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import needs_masks_alone
-from tokenprune.integrations.hf.checks import Places, check_call
+from tokenprune.integrations.hf.checks import Places
+from tokenprune.integrations.hf.engine.call_check import check_call
 from tokenprune.integrations.hf.engine.cuts import apply_selection, cut_entry, prepare, select_tokens
-from tokenprune.integrations.hf.engine.planner import Planner
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call, CallStack
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Observations, Part, acting
-from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.forward.plan import Planner, Step
 from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
-from tokenprune.integrations.hf.forward.token_state import TokenState
+from tokenprune.integrations.hf.forward.token_state import Layout, TokenState
+from tokenprune.integrations.hf.forward.trace import Trace
 from tokenprune.integrations.hf.sequence.alignment import check_rows
-from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
 from tokenprune.integrations.hf.statistics import LatestStats, stats_after
 from tokenprune.integrations.hf.towers.feature_hook import MODALITIES, EncoderHook
@@ -69,13 +69,16 @@ class Engine(Attachable):
         self.model, self.owner = adapter.model, getattr(adapter.base, "_orig_mod", adapter.base)  # of torch.compile
         self.shape = DecoderShape.from_config(adapter.text_config)
         self.steps = {step.layer: step for step in sorted(steps, key=lambda step: step.layer)}
-        self.planner = Planner(adapter, self.shape, list(self.steps.values()), self.parts, record)
+        row, in_order = adapter.family, list(self.steps.values())
+        self.planner = Planner(row, adapter.config, adapter.runs_per_image, self.shape, in_order)
+        self.record = record
         self.reading = list(dict.fromkeys(reading))
         self._latest, self._places = LatestStats(), Places()
         self._reads_text = adapter.family.square == "runs" or any(part.reads_text for part in self.parts)
         self._on_static_step = acting(part.on_static_step for part in self.parts)
         self._before_call = acting(part.before_call for part in self.parts)
         self._before_decoder = acting(part.before_decoder for part in self.parts)
+        self._on_plan = acting(part.on_plan for part in self.parts)
         self._before_cut = acting(part.before_cut for part in self.parts)
         self._after_cut = acting(part.after_cut for part in self.parts)
         self._on_layer = acting(part.on_layer for part in self.parts)
@@ -208,15 +211,36 @@ class Engine(Attachable):
         start, inputs = time.perf_counter(), DecoderInputs.of(arguments)
         call.take_cache(inputs.cache)
         if call.outputs and inputs.embeds.shape[1] > 1:
-            self.planner.find_segments(call, inputs.embeds)
+            self._find_segments(call, inputs.embeds)
         for before_decoder in self._before_decoder:
             inputs = before_decoder(call, inputs) or inputs
-        cutting = call.has_images and self.planner.plan(call)
+        cutting = call.has_images and self._plan(call)
         if cutting or call.cached.reduction is not None:
             inputs = self._activate(call, inputs, cutting)
         if call.has_images:
             call.trace.add_time(time.perf_counter() - start)
         return args, inputs.arguments()
+
+    def _find_segments(self, call: Call, embeds: Tensor) -> None:
+        """Start the token state and the trace of a call that has visual tokens."""
+        prompt = call.prompt
+        segments, notes = self.planner.find_segments(prompt, call.outputs, call.arguments, embeds.device)
+        call.notes += notes
+        if segments is not None:
+            call.has_images, call.state = True, TokenState(segments, call.state.layout)
+            call.trace = Trace(self.shape, segments, prompt, call.past, embeds.shape[1], self.record)
+            call.trace.stats.notes = call.notes
+
+    def _plan(self, call: Call) -> bool:
+        """Plan the cuts of a call. Return True if tokens are dropped."""
+        segments = call.state.segments
+        counts = segments.counts if call.merged is None else call.merged[1].counts
+        assert counts is not None  # known for selections in a tower
+        plan = self.planner.plan(segments, call.prompt, counts)
+        for on_plan in self._on_plan:
+            plan = on_plan(call, plan)
+        call.plan = plan
+        return bool(plan.cuts) or call.merged is not None
 
     def _activate(self, call: Call, inputs: DecoderInputs, cutting: bool) -> DecoderInputs:
         """Prepare a call in which tokens are missing: in its cache, or (`cutting`) by cuts of its own. Those at the
@@ -232,7 +256,7 @@ class Engine(Attachable):
         if cutting:
             if batch > 1:
                 check_rows(call.prompt.placeholders_per_row, call.outputs)
-            check_call(self.steps.values(), self.adapter, inputs.arguments(), bool(call.maskless))
+            check_call(self.steps.values(), self.adapter, inputs, bool(call.maskless))
             inputs, functions = prepare(call, inputs, self.adapter)
         if call.has_images and self.adapter.extra_arguments:
             arguments = inputs.arguments()

@@ -24,7 +24,7 @@ from tokenprune.selection.segments import LayerInput
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.plan import Step
-    from tokenprune.integrations.hf.sequence.layout import Layout
+    from tokenprune.integrations.hf.forward.token_state import Layout
 
 
 class KeptInputs(Part):

@@ -13,7 +13,6 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, span_of
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.shared import eager
@@ -31,7 +30,7 @@ class StaticSteps(Part):
     def _attach(self) -> None:
         self.ahead = list(enumerate(self.decoder.layers))
 
-    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
+    def before_call(self, call: Call, arguments: dict[str, Any]) -> None:
         if call.cached.capacity is not None:
             self.watch()
 

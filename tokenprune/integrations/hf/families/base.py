@@ -20,7 +20,7 @@ from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import keys_of
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.forward.token_state import Layout
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.integrations.shared.towers.patch_grid import PatchSource
 from tokenprune.kernels.transfer import to_device

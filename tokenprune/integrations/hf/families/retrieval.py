@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, register_adapter
+from tokenprune.integrations.hf.forward.call import find_module_frame, is_running
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.shared.attachable import refuse_replica, states
-from tokenprune.integrations.shared.frames import find_module_frame, is_running
 from tokenprune.statistics import Stats
 
 # Models that nothing holds: the walk over all objects takes a quarter of a second, and a model is patched many times.

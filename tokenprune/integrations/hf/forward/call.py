@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,7 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.view import CacheView, view_of
 from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
 from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
-from tokenprune.integrations.hf.forward.token_state import TokenState
-from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.shared.frames import find_module_frame, is_running
+from tokenprune.integrations.hf.forward.token_state import Layout, TokenState
 from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
@@ -151,6 +151,10 @@ class Call:
 
 # -- the stack of active calls
 
+# Frames between the call of a module and a hook of a patch: this library, and torch.compile.
+_BETWEEN = (str(Path(__file__).parents[3]), str(Path(torch.__file__).parent / "_dynamo"))
+_MODULE_CALL = torch.nn.Module.__call__.__code__.co_filename
+
 
 @dataclass(eq=False)
 class _Entry:
@@ -183,9 +187,9 @@ _thread = _ThreadCalls()
 class CallStack:
     """The active calls of one engine. Every thread has a stack of its own.
 
-    A call may end without notice (KeyboardInterrupt, an error during export, a thread that dies). Whatever enters the
-    model therefore asks `running`, which drops calls whose forward has ended. A copy of the model starts with an empty
-    stack.
+    A call may end without notice (KeyboardInterrupt, an error during export, a thread that dies), because torch skips
+    `always_call` hooks after a BaseException and while compiling or exporting. Whatever enters the model therefore asks
+    `running`, which drops calls whose frame is no longer on the stack. A copy of the model starts with an empty stack.
 
     active: The calls of all threads. Compiled code reads whether the list is empty, and nothing else.
     at_layers: The active calls that may act at a decoder layer. While it is empty, a graph continues across layers.
@@ -256,3 +260,22 @@ class CallStack:
         for entries, item in places:
             with suppress(ValueError):
                 entries.remove(item)
+
+
+def find_module_frame() -> FrameType:
+    """Return the frame of the module call whose hook is running."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_back is not None:
+        frame = frame.f_back
+    # `Module.__call__` consists of several functions. An error unwinds the inner ones before the last hooks run.
+    while (caller := frame.f_back) is not None and caller.f_code.co_filename == _MODULE_CALL:
+        frame = caller
+    return frame
+
+
+def is_running(frame: FrameType) -> bool:
+    """Return True if `frame` is on the stack of this thread."""
+    current: FrameType | None = sys._getframe(1)
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None

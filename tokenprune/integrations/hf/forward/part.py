@@ -15,7 +15,7 @@ from tokenprune.selection.observable import ObservedAt
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call, RestoreOutput
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Plan, Step
     from tokenprune.statistics import Stats
 

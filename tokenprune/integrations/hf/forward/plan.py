@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan the number of visual tokens that each cut of a call keeps."""
+"""Find the visual tokens of a prompt, and plan the number of tokens that each cut keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tokenprune.budgets import Budget
 from tokenprune.budgets.video import Clip
+from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
+from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, encoding_key, find_segments
+from tokenprune.kernels.transfer import Recent
 from tokenprune.models.decoder_shape import DecoderShape
+from tokenprune.models.families import Family
 from tokenprune.selection.method import Method
-from tokenprune.selection.segments import Segments
+from tokenprune.selection.segments import Segments, square_grid
 
 
 @dataclass(frozen=True)
@@ -167,3 +175,71 @@ def plan_cuts(
         text[row] -= count
     plan = Plan(shape, segments.row, segments.ordinal, text, arrived, segments.clips)
     return plan.of(step for step in steps if step.acts)
+
+
+# (token ids of a row, (first, last + 1) of each run of placeholders) -> number of runs of each image.
+ReadRuns = Callable[[list[int], list[tuple[int, int]]], list[int]]
+
+
+class Planner:
+    """Finds the segments of prompts and plans their cuts. Prompts of the same shape share the results.
+
+    Args:
+        family: The model's row in the table of families.
+        config: Config of the model.
+        runs_per_image: See `Adapter.runs_per_image`.
+        shape: Shape of the decoder.
+        steps: The cuts, by layer.
+    """
+
+    def __init__(
+        self, family: Family, config: Any, runs_per_image: ReadRuns, shape: DecoderShape, steps: Sequence[Step]
+    ) -> None:
+        self.family, self.config, self.runs_per_image = family, config, runs_per_image
+        self.shape, self.steps = shape, steps
+        self.per = steps[0].budget.per if steps else "image"
+        self._has_video_budget = any(step.budget.video is not None for step in steps)
+        self._segments = Recent()
+        self._plans = Recent()
+
+    def _image_grid(self, count: int) -> tuple[int, int, int] | None:
+        """Return (1, height, width) of an image of `count` tokens if the family's images are square."""
+        return square_grid(count) if self.family.is_square(count, self.config) else None
+
+    def _runs_of_row(self, ids: Tensor, row: int, runs: list[tuple[int, int]]) -> list[int]:
+        return self.runs_per_image(ids[row].tolist(), runs)
+
+    def find_segments(
+        self, prompt: PromptInfo, outputs: dict[str, Any], arguments: dict[str, Any], device: torch.device
+    ) -> tuple[Segments | None, list[str]]:
+        """Return the segments of a prompt, and notes for the statistics. The segments are None without visual tokens.
+
+        Args:
+            outputs: Output of the encoder for each modality.
+            arguments: Arguments of the base model's forward.
+            device: Device of the segments' tensors.
+        """
+        family, notes = self.family, list[str]()
+        outputs = outputs if family.features_per_image else {}
+        runs: RunsPerImage | None = None
+        if family.square == "runs" and prompt.input_ids is not None:
+            runs = partial(self._runs_of_row, prompt.input_ids)
+        elif family.square == "runs":
+            notes.append(
+                "the prompt came as embeddings, which do not tell which tiles make up an image: each tile counts as one"
+            )
+        tempo = Tempo.from_arguments(arguments, self.config) if self._has_video_budget else None
+        # Tensors are freed, and given away again, in the order of one stream.
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        key = (prompt, encoding_key(outputs), device, stream, *(tempo.seconds if tempo else ()))
+        find = partial(find_segments, prompt.placeholders, outputs, self.per, device, family.step_within_image, runs)
+        segments = self._segments.get(key, partial(find, self._image_grid, family.after_video, tempo))
+        if segments is not None and self._has_video_budget and "image" in segments.modality:
+            budgets = [step.budget for step in self.steps if step.budget.video and step.budget.keep is None]
+            notes += [f"images keep all tokens: {budget} is for videos" for budget in budgets]
+        return segments, notes
+
+    def plan(self, segments: Segments, prompt: PromptInfo, counts: list[int]) -> Plan:
+        """Plan the cuts of a prompt. counts: Tokens of each segment that reach the first cut."""
+        make = partial(plan_cuts, self.steps, self.shape, segments, counts, prompt.tokens_per_row)
+        return self._plans.get((segments, prompt, *counts), make)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.forward.token_state import Layout
 from tokenprune.kernels.transfer import to_device
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.selection.method import Selection

@@ -32,7 +32,7 @@ from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Plan
 
 logger = logging.getLogger("tokenprune")

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.guard.images import SIDE, blocks_of, text_shares
-from tokenprune.integrations.hf.sequence.alignment import align_per_image
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import align_per_image, record_of
 from tokenprune.integrations.hf.sequence.segments import feature_total, pieces_of
 from tokenprune.kernels.transfer import AsyncValues, to_device
 

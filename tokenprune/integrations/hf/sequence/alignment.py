@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, islice, pairwise
-from typing import Any, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import features_per_image, record_of
-
-T = TypeVar("T")
 
 
 def placeholder_to_feature(modality: str, mask: Tensor, count: int) -> Tensor:
@@ -40,21 +38,6 @@ def placeholder_to_feature(modality: str, mask: Tensor, count: int) -> Tensor:
             "tokens: the two cannot be matched"
         )
     return numbers
-
-
-def align_per_image(known: Sequence[T], rows: Sequence[int]) -> list[T | None]:
-    """Return what is known of each piece of a prompt, None of each where the two cannot be matched.
-
-    known: of each image of one modality that was encoded; rows: the row of each of its pieces, in order.
-    """
-    copies, rest = divmod(len(rows), max(1, len(known)))
-    if copies and not rest:
-        left = iter(known)
-        firsts = {row: list(islice(left, rows.count(row))) for row in dict.fromkeys(rows) if row % copies == 0}
-        found: list[T | None] = [one for row in dict.fromkeys(rows) for one in firsts.get(row - row % copies, [])]
-        if len(found) == len(rows):
-            return found
-    return [None] * len(rows)
 
 
 def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, Any]) -> None:

@@ -57,18 +57,6 @@ def gather_mask(mask: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
     return made
 
 
-def gather_token_mask(mask: Tensor | None, rows: Tensor, valid: Tensor | None) -> Tensor | None:
-    """Return the mask of the tokens that remain, bool or int `[B, Q']`, where it tells of tokens alone (None = all).
-
-    mask: the same before, `[B, Q]`. rows: long `[B, Q']`, which tokens remain. valid: bool `[B, Q']`, which of these
-    are no empty slots (None = all).
-    """
-    if mask is None:
-        return valid
-    mask = mask.gather(1, rows.to(mask.device))
-    return mask if valid is None else mask.masked_fill(~valid.to(mask.device), 0)
-
-
 def causal_mask(queries: Tensor, keys: Tensor, attention: str, dtype: torch.dtype) -> Tensor:
     """Return a causal mask, for where transformers gave none.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from tokenprune.errors import UnsupportedSetupError
 if TYPE_CHECKING:
     from tokenprune.integrations.shared.towers.tower_scores import Encoded
     from tokenprune.kernels.transfer import AsyncValues
+
+T = TypeVar("T")
 
 KEY = "tokenprune_record"
 
@@ -107,3 +110,18 @@ def features_per_image(output: Any) -> list[Tensor] | None:
         # Granite 4 Vision returns only pairs of a decoder layer and the features for it.
         features = levels[0][1] if isinstance(levels[0], tuple) else None
     return list(features) if isinstance(features, (list, tuple)) else None
+
+
+def align_per_image(known: Sequence[T], rows: Sequence[int]) -> list[T | None]:
+    """Return what is known of each piece of a prompt, None of each where the two cannot be matched.
+
+    known: of each image of one modality that was encoded; rows: the row of each of its pieces, in order.
+    """
+    copies, rest = divmod(len(rows), max(1, len(known)))
+    if copies and not rest:
+        left = iter(known)
+        firsts = {row: list(islice(left, rows.count(row))) for row in dict.fromkeys(rows) if row % copies == 0}
+        found: list[T | None] = [one for row in dict.fromkeys(rows) for one in firsts.get(row - row % copies, [])]
+        if len(found) == len(rows):
+            return found
+    return [None] * len(rows)

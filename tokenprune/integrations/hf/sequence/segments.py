@@ -16,8 +16,7 @@ from torch import Tensor
 
 from tokenprune.budgets.video import Clip
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.alignment import align_per_image
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import align_per_image, record_of
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.frames import frame_counts, tokens_per_frame
