@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describe methods, observables and families in tables: for the site, which dev/mkdocs_hooks.py puts together, the
-head of each method's page, the index of methods, the list of observables and what vLLM serves; and in docs/families.md
-the families.
+head of each method's page, the index of methods, the list of observables and what vLLM serves; and in
+docs/reference/families.md the families.
 
 python dev/docs.py            # rewrite the table of families
 python dev/docs.py --check    # exit with 1 where it is not what this would write (the test suite checks the same)
@@ -27,11 +27,11 @@ from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORT
 from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.selection.observable import Backend
 from tokenprune.selection.observable_registry import find_observable
-from tokenprune.selection.options import in_words, option_types
+from tokenprune.selection.options import describe_type, get_option_types
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
 COMPARISON = FOLDER.parent.parent / "benchmarks/tokenprune_bench/tuning/for_comparison.json"
-FAMILIES = FOLDER.parent / "families.md"
+FAMILIES = FOLDER.parent / "reference/families.md"
 SITES = {
     "PRE_ENCODER": "on pixels, before the vision tower",
     "IN_ENCODER": "inside the vision tower",
@@ -61,10 +61,10 @@ def head(name: str) -> str:
     lines = [cell(info.summary), "", "| | |", "|---|---|", *(f"| {a} | {cell(b)} |" for a, b in rows)]
     if info.options:
         meaning = meanings(info.cls.__doc__, info.options)
-        types = option_types(info.cls)
+        types = get_option_types(info.cls)
         lines += ["", "| option | default | takes | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{one}` | `{default!r}` | {cell(in_words(types[one]))} | {cell(meaning[one])} |"
+            f"| `{one}` | `{default!r}` | {cell(describe_type(types[one]))} | {cell(meaning[one])} |"
             for one, default in info.options.items()
         ]
     return "\n".join(lines)
@@ -215,7 +215,7 @@ def served() -> str:
     return "\n".join(lines)
 
 
-def not_served() -> str:
+def list_unserved() -> str:
     """Return the table of architectures that the plugin refuses by name."""
     rows: dict[str, list[str]] = {}
     for name, reason in REFUSED_IN_VLLM.items():

@@ -4,7 +4,7 @@
 python dev/house.py                # print the table, circles, imports that point upward, and sizes beside their limits
 python dev/house.py --root DIR     # the same of another checkout
 
-The site shows the table in docs/architecture.md (dev/mkdocs_hooks.py). To fill it no file is imported: imports are read
+The site shows the table in docs/extend/architecture.md (dev/mkdocs_hooks.py). To fill it no file is imported: imports are read
 from the code, wherever they stand in a file, but under `if TYPE_CHECKING`, which never runs. A circle is a set of files
 (or folders) each of which reaches the others by imports; files that lie in a distribution's own folder, or beside the
 folders that a contract of `[tool.importlinter]` in pyproject.toml names, count as folders of their own there. Upward is
@@ -271,7 +271,7 @@ def longest_mro(folder: Path) -> int:
 
 
 # Targets of the measures that dev/one_cut.py takes; see its docstring for what they count. Today's 13 files with 2,976
-# lines are above the first two. Nine of them hold one moment or value of the page in docs/architecture.md each (engine,
+# lines are above the first two. Nine of them hold one moment or value of the page in docs/extend/architecture.md each (engine,
 # cuts, call, prompt_info, segments, plan, token_state, layer_inputs, trace) and have 2,270 lines. The others are the
 # adapter of the family, the checks of a call, the record on the encoder's output, and `run_eagerly`. Further merges
 # would make files of more than 350 lines, and would not lower the number of lines.
@@ -325,9 +325,9 @@ def table(now: Mapping[str, Any]) -> str:
         lines.append(_row(f"**all of {package}**", [f"**{one}**" for one in sums]))
     note = (
         "An import is a pair of files, one of which imports the other at run time; *out* leads into another folder, "
-        f"*in* comes from one. Circles of files: {in_words(now['circles of files'])}, with the imports of type "
-        f"checkers {in_words(now['circles of files, types counted'])}; of folders: "
-        f"{in_words(now['circles of folders'])}."
+        f"*in* comes from one. Circles of files: {describe_type(now['circles of files'])}, with the imports of type "
+        f"checkers {describe_type(now['circles of files, types counted'])}; of folders: "
+        f"{describe_type(now['circles of folders'])}."
     )
     return "\n\n".join(["\n".join(lines), note])
 
@@ -346,7 +346,7 @@ def contracts(root: Path = ROOT) -> list[dict[str, Any]]:
     return tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
-def in_words(found: list[list[str]]) -> str:
+def describe_type(found: list[list[str]]) -> str:
     return f"{len(found)} ({sum(map(len, found))} in them)" if found else "none"
 
 

@@ -65,7 +65,7 @@ MADE: dict[str, Callable[[], str]] = {
     "comparison": docs.comparison,
     "observables": docs.observables,
     "served": docs.served,
-    "not-served": docs.not_served,
+    "not-served": docs.list_unserved,
     "house": lambda: house.table(house.in_numbers()),
 }
 MARKER = re.compile(r"^<!-- made: ([\w-]+) -->$", re.MULTILINE)

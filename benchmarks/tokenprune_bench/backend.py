@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.settings import Setting
@@ -113,7 +113,7 @@ class HfBackend:
         """Return True if a setting answers questions one by one. A method that looks at an image to size it does: in a
         batch, LLaVA's processor would make all images one size. Two passes take one prompt at a time."""
         return escalates(setting) or any(
-            isinstance(method, ResizeMethod) and method.by_content for method in methods_in(setting)
+            isinstance(method, ResizeMethod) and method.depends_on_content for method in methods_in(setting)
         )
 
     @contextmanager
@@ -156,7 +156,7 @@ class HfBackend:
         return self.subject.environment()
 
     def fingerprint(self) -> str:
-        return fingerprint(self.subject.model)
+        return compute_fingerprint(self.subject.model)
 
     def _answer(self, setting: Setting | None, inputs: dict[str, Any], batch: list[Any]) -> Batch:
         with Prefill(self.subject) as prefill:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenprune.errors import BudgetError
 from tokenprune.selection.method import Method, Site
-from tokenprune.selection.options import option_types
+from tokenprune.selection.options import get_option_types
 from tokenprune.selection.sites.encoder import EncoderMethod
 from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.settings import Setting
@@ -34,7 +34,7 @@ def setting_for(setting: Setting, share: float) -> Setting:
     why = "it may ask twice, and the first answer decides" if escalates(setting) else None
     method = None if why else setting.methods[0]
     options: dict[str, Any] = {}
-    if isinstance(method, EncoderMethod) and method.inexact and "exact" in option_types(type(method)):
+    if isinstance(method, EncoderMethod) and method.inexact and "exact" in get_option_types(type(method)):
         options = {"exact": True}
         method = dataclasses.replace(method, **options)
     why = why or _no_promise(method)
@@ -50,7 +50,7 @@ def _no_promise(method: Method) -> str | None:
         return "it removes no tokens"
     if isinstance(method, ImageChooser):
         return "it takes or leaves whole images"
-    if isinstance(method, ResizeMethod) and method.by_content:
+    if isinstance(method, ResizeMethod) and method.depends_on_content:
         return "content decides how many tokens an image gets"
     return method.inexact if isinstance(method, EncoderMethod) else None
 
@@ -70,7 +70,7 @@ def missed(setting: Setting, share: float, spent: float, images: float, tokens: 
     )
 
 
-def in_words(setting: dict[str, Any], per_layer: list[float], whole: float) -> str:
+def describe_type(setting: dict[str, Any], per_layer: list[float], whole: float) -> str:
     """Return a setting, and what it left to the decoder's layers: "average_share=0.5: 100 %, 25 % from layer 2".
 
     per_layer, whole: visual tokens that each layer saw, and those of the unpatched model.

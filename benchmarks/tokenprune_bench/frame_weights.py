@@ -26,7 +26,7 @@ def frame_weights(model: Any, *, layers: Sequence[int] | None = None, **inputs: 
     once over the prompt and generates nothing. The attention of the last token to a video is averaged over heads, over
     the tokens of each frame, and over layers.
 
-    model:  an unpatched model of transformers whose frames are known (docs/guide/video.md), such as a small one of the
+    model:  an unpatched model of transformers whose frames are known (docs/guides/video.md), such as a small one of the
             family.
     layers: indices of decoder layers, at least 1; None: the last third.
     inputs: the model's arguments, as its processor makes them.
@@ -77,7 +77,7 @@ class _LookAtFrames(Pruner):
     name: ClassVar[str] = "frame_weights"
     site: ClassVar[Site] = Site.IN_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"next_row_attention"})
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     layer: int
     found: dict[tuple[int, int], list[Tensor]] = field(repr=False, compare=False)

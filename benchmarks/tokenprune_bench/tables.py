@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokenprune.cli.table import Cell, Table, to_markdown, to_rich
-from tokenprune_bench.equal_cost import in_words
+from tokenprune_bench.equal_cost import describe_type
 from tokenprune_bench.lost import signed
 from tokenprune_bench.metrics import METRICS, Metric
 from tokenprune_bench.paired import RESAMPLES
@@ -40,7 +40,7 @@ def _settings(results: Results) -> Table:
         [
             *map(Cell, _label(row)),
             Cell(f"{100 * row.tokens_average / row.tokens_in:.1f} %"),
-            Cell(in_words(row.setting, row.stats["visual_tokens_per_layer"], row.stats["visual_tokens_in"])),
+            Cell(describe_type(row.setting, row.stats["visual_tokens_per_layer"], row.stats["visual_tokens_in"])),
         ]
         for row in results.rows
         if row.setting

@@ -17,7 +17,7 @@ import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.settings.servable import KEY
-from tokenprune.models.model_config import shipped_folder
+from tokenprune.models.model_config import get_shipped_folder
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.vllm_backend import OFF, Chat, Reply, adds_special
 
@@ -183,7 +183,7 @@ def _write_shipped(folder: Path) -> Path:
     others."""
     from safetensors.torch import load_file, save_file
 
-    shipped = shipped_folder("demo_vlm")
+    shipped = get_shipped_folder("demo_vlm")
     if not (shipped / "model.safetensors").is_file():
         raise TokenPruneError("this installation lacks the shipped model; name another one with --model")
     for file in shipped.iterdir():

@@ -25,7 +25,7 @@ from tokenprune.integrations.vllm.settings.plan import MODALITIES
 from tokenprune.integrations.vllm.settings.servable import check_method
 from tokenprune.integrations.vllm.worker.tower import blocks_of
 from tokenprune.methods.registry import available_methods, method_class, register
-from tokenprune.models.families import SUPPORTED, TOWERS, family_of, tower_of
+from tokenprune.models.families import SUPPORTED, TOWERS, get_family, get_tower
 from tokenprune.selection.observable_registry import compares_frames
 from tokenprune.selection.sites.encoder import Tower
 from tokenprune.selection.sites.units import UnitDropper
@@ -72,7 +72,7 @@ class Loudest(UnitDropper):
     """Somebody else's: keep the units whose hidden states are the largest, at the input of block `at`."""
 
     sees: ClassVar[str] = "hidden"
-    by_content_count: ClassVar[bool] = False
+    chooses_count: ClassVar[bool] = False
     at: int = 0
 
     def block(self, depth: int) -> int:
@@ -112,7 +112,7 @@ def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Call
         tower, blocks = next(filter(None, places)), towers.depth_of(model.config.vision_config)
         values = {0.5: torch.tensor([0.9, 0.5, 1.0, 0.7][:blocks])}
         path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
-        unit = family_of(model.config.model_type).side(model.config) ** 2
+        unit = get_family(model.config.model_type).get_unit_side(model.config) ** 2
         Thresholds(values, Tower(1, 0, blocks, blocks, tower, unit).fingerprint, 1).save(path)
         return path
 
@@ -238,7 +238,7 @@ def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Ch
     engine.forget()
     last: list[int] = []  # patches in the tower's last MLP
     config = engine.model.config
-    ahead = tower_of(config).class_tokens  # of each tile
+    ahead = get_tower(config).class_tokens  # of each tile
 
     def count(module: Any, args: tuple, output: Tensor) -> None:
         last.append(args[0][:, ahead:].shape[:-1].numel())
@@ -250,7 +250,7 @@ def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Ch
         check(reference(checkpoint.name), output, *one)
     tokens = [token for output in outputs for token in output.prompt_token_ids]
     shown = [getattr(config, f"{kind}_token_id", None) for kind in MODALITIES]
-    side = getattr(config.vision_config, "spatial_merge_size", family_of(config.model_type).side(config))
+    side = getattr(config.vision_config, "spatial_merge_size", get_family(config.model_type).get_unit_side(config))
     assert sum(last) == side**2 * sum(map(tokens.count, shown))
     assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
 
@@ -326,7 +326,7 @@ def test_towerdrop_leaves_as_much_of_each_tile(
     asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one) for n, one in cases]
     engine.forget()
     config, blocks = engine.model.config, blocks_of(engine.model)
-    ahead, last = tower_of(config).class_tokens, list[int]()  # patches in the tower's last block
+    ahead, last = get_tower(config).class_tokens, list[int]()  # patches in the tower's last block
     handle = blocks[-1].mlp.register_forward_hook(
         lambda module, args, out: last.append(args[0][:, ahead:].shape[:-1].numel())
     )
@@ -335,7 +335,7 @@ def test_towerdrop_leaves_as_much_of_each_tile(
     for one, output in zip(asked, outputs, strict=True):
         check(reference(checkpoint.name), output, *one)
     tokens = [token for output in outputs for token in output.prompt_token_ids]
-    assert sum(last) == family_of(config.model_type).side(config) ** 2 * tokens.count(config.image_token_id)
+    assert sum(last) == get_family(config.model_type).get_unit_side(config) ** 2 * tokens.count(config.image_token_id)
     prompt, images, read = *asked[-1][:2], read_block(config, towers.depth_of(config.vision_config)) + 1
     for more, says in (
         ({"layer": read}, f"has {read} blocks, and no block {read}"),

@@ -52,7 +52,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServedSetting, int]]:
         found.append((setting, rest[-1]))
         run(model, vllm_config, device, setting, *rest)
 
-    monkeypatch.setattr(warm_up, "compiles", lambda device: True)
+    monkeypatch.setattr(warm_up, "uses_kernels", lambda device: True)
     monkeypatch.setattr(warm_up, "_run", spy)
     return found
 

@@ -18,7 +18,7 @@ from tokenprune.integrations.shared.towers.reducer import Host, TowerReducer
 from tokenprune.integrations.shared.towers.rows import RowLayout
 from tokenprune.integrations.shared.towers.run import Block
 from tokenprune.selection.method import Method
-from tokenprune.selection.sites import check_places
+from tokenprune.selection.sites import check_sites
 from tokenprune.selection.sites.encoder import EncoderMethod, Tower
 from tokenprune.statistics import Stats
 
@@ -32,7 +32,7 @@ def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Bu
     """Return the patch of a timm model; raises UnsupportedModelError for anything but merging in a plain one."""
     if unmerging := [method.name for method in methods if isinstance(method, EncoderMethod) and method.vtu != "off"]:
         raise OptionError(f"{unmerging[0]}: a model of timm has no language model to unmerge tokens in: no vtu=")
-    check_places(methods)
+    check_sites(methods)
     others = [method.name for method in methods if not isinstance(method, EncoderMethod)]
     if others:
         raise UnsupportedModelError(

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from tokenprune.kernels.attention import check_starts
 from tokenprune.kernels.attention_triton import (
+    KEY_MASK,
     LENGTHS,
-    OF_KEYS,
-    as_bytes,
-    as_logits,
-    finite,
-    mask_arguments,
-    masked,
-    products,
-    rows_contiguous,
-    scales,
+    apply_mask,
+    dot_products,
+    get_mask_arguments,
+    make_rows_contiguous,
+    replace_neg_inf,
+    scale_logits,
+    split_scaling,
+    view_as_bytes,
 )
-from tokenprune.kernels.target_triton import multipliable, precision, shared_memory
+from tokenprune.kernels.target_triton import cast_for_dot, get_dot_precision, get_shared_memory
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -67,15 +67,15 @@ def _row_sums_kernel(
             k = tl.load(k_at + wide[:, None], mask=(column < keys)[None, :] & (wide < width)[:, None], other=0.0)
             x = tl.dot(q, k, input_precision=PRECISION)
         else:
-            x = products(q_at, k_at, real[:, None], (column < keys)[None, :], width, PRECISION, BLOCK_WIDTH)
-        x, _ = masked(
-            as_logits(x, scaling, softcap, SOFTCAP), mask, batch, head, row.to(tl.int64)[:, None],
+            x = dot_products(q_at, k_at, real[:, None], (column < keys)[None, :], width, PRECISION, BLOCK_WIDTH)
+        x, _ = apply_mask(
+            scale_logits(x, scaling, softcap, SOFTCAP), mask, batch, head, row.to(tl.int64)[:, None],
             column.to(tl.int64)[None, :], queries, keys, mask_b, mask_h, mask_q, mask_k, lowest, CAUSAL, MASK,
         )  # fmt: skip
         if PACKED:
             x = tl.where((column[None, :] >= begin[:, None]) & (column[None, :] < end[:, None]), x, float("-inf"))
         higher = tl.maximum(top, tl.max(x, axis=1))
-        base = finite(higher)
+        base = replace_neg_inf(higher)
         total = total * tl.exp2(top - base) + tl.sum(tl.exp2(x - base[:, None]), axis=1)
         top = higher
     counts = total != 0
@@ -126,10 +126,10 @@ def _column_means_kernel(
             q = tl.load(q_at + wide[:, None], mask=(row < queries)[None, :] & (wide < width)[:, None], other=0.0)
             x = tl.dot(k, q, input_precision=PRECISION)
         else:
-            x = products(k_at, q_at, real[:, None], (row < queries)[None, :], width, PRECISION, BLOCK_WIDTH)
+            x = dot_products(k_at, q_at, real[:, None], (row < queries)[None, :], width, PRECISION, BLOCK_WIDTH)
         base = tl.load(sums + (batch * heads + head) * queries + row, mask=row < queries, other=float("inf"))
-        x, seen = masked(
-            as_logits(x, scaling, softcap, SOFTCAP), mask, batch, head, row.to(tl.int64)[None, :],
+        x, seen = apply_mask(
+            scale_logits(x, scaling, softcap, SOFTCAP), mask, batch, head, row.to(tl.int64)[None, :],
             column.to(tl.int64)[:, None], queries, keys, mask_b, mask_h, mask_q, mask_k, lowest, CAUSAL, MASK,
         )  # fmt: skip
         seen = seen & (base != float("inf"))[None, :]
@@ -160,9 +160,9 @@ def attention_column_means(
     out = torch.empty_like(sums)
     if not out.numel():
         return out
-    query, key = multipliable(rows_contiguous(query)), multipliable(rows_contiguous(key))
-    mask, kind, strides, lowest = mask_arguments(mask, query, key)
-    scaling, cap = scales(scaling, softcap)
+    query, key = cast_for_dot(make_rows_contiguous(query)), cast_for_dot(make_rows_contiguous(key))
+    mask, kind, strides, lowest = get_mask_arguments(mask, query, key)
+    scaling, cap = split_scaling(scaling, softcap)
     begins = ends = query  # not read
     if starts is not None:
         token = torch.arange(keys, device=query.device)
@@ -172,18 +172,18 @@ def attention_column_means(
     # Halves: whole vectors of the longer side stay on the chip while the other one is streamed, where they have room.
     # Float32: parts of vectors at a time, since three products of each take three times the registers.
     half = query.element_size() == 2
-    whole = half and 512 * triton.next_power_of_2(width) <= shared_memory()
+    whole = half and 512 * triton.next_power_of_2(width) <= get_shared_memory()
     long, short = block or ((128, 64) if whole else (64, 32))
     common = dict(
-        CAUSAL=causal and kind <= OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
-        PRECISION=precision(query), PACKED=starts is not None, WHOLE=whole,
+        CAUSAL=causal and kind <= KEY_MASK, MASK=kind, SOFTCAP=softcap is not None,
+        PRECISION=get_dot_precision(query), PACKED=starts is not None, WHOLE=whole,
         BLOCK_WIDTH=max(16, triton.next_power_of_2(width)) if whole else 16,
         num_warps=8, num_stages=3 if whole else 2,
     )  # fmt: skip
     lengths: tuple[float, ...] = heads, heads // key.shape[1], queries, keys, width, scaling, cap, lowest
     lengths += *query.stride()[:3], *key.stride()[:3]
     _row_sums_kernel[(triton.cdiv(queries, long) * heads * batch,)](
-        query, key, as_bytes(checked), mask, begins, ends, sums, *lengths, *checked.stride()[:2], *strides,
+        query, key, view_as_bytes(checked), mask, begins, ends, sums, *lengths, *checked.stride()[:2], *strides,
         VALID=valid is not None, BLOCK_ROWS=long, BLOCK_KEYS=short, **common,
     )  # fmt: skip
     _column_means_kernel[(triton.cdiv(queries, long) * heads * batch,)](

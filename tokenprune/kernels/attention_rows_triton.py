@@ -15,17 +15,17 @@ from torch import Tensor
 
 from tokenprune.kernels.attention import check_heads
 from tokenprune.kernels.attention_triton import (
+    KEY_MASK,
     LENGTHS,
-    OF_KEYS,
-    as_logits,
-    finite,
-    mask_arguments,
-    masked,
-    products,
-    rows_contiguous,
-    scales,
+    apply_mask,
+    dot_products,
+    get_mask_arguments,
+    make_rows_contiguous,
+    replace_neg_inf,
+    scale_logits,
+    split_scaling,
 )
-from tokenprune.kernels.target_triton import multipliable, precision
+from tokenprune.kernels.target_triton import cast_for_dot, get_dot_precision
 
 _HEADS = {None: 0, "sum": 1, "mean": 2, "max": 3}
 
@@ -53,17 +53,17 @@ def _row_logits_kernel(
     place = tl.load(index + batch * index_b + row * index_r, mask=real, other=queries)
     column = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     inside = column < keys
-    x = products(
+    x = dot_products(
         query + batch * query_b + head[:, None] * query_h + place[:, None] * query_q,
         key + batch * key_b + kv_head.to(tl.int64) * key_h + column.to(tl.int64)[None, :] * key_k,
         real[:, None], inside[None, :], width, PRECISION, BLOCK_WIDTH,
     )  # fmt: skip
-    x, _ = masked(
-        as_logits(x, scaling, softcap, SOFTCAP), mask, batch, head[:, None], place[:, None],
+    x, _ = apply_mask(
+        scale_logits(x, scaling, softcap, SOFTCAP), mask, batch, head[:, None], place[:, None],
         column.to(tl.int64)[None, :], queries, keys, mask_b, mask_h, mask_q, mask_k, lowest, CAUSAL, MASK,
     )  # fmt: skip
     top = tl.max(x, axis=1)
-    total = tl.sum(tl.exp2(x - finite(top)[:, None]), axis=1)
+    total = tl.sum(tl.exp2(x - replace_neg_inf(top)[:, None]), axis=1)
 
     line = (batch * heads + head) * rows + row
     tl.store(logits + line[:, None] * keys + column[None, :], x, mask=real[:, None] & inside[None, :])
@@ -96,14 +96,14 @@ def _row_weights_kernel(
             at = line[:, None] * blocks + part[None, :]
             some = tl.load(tops + at, mask=there, other=float("-inf"))
             higher = tl.maximum(top, tl.max(some, axis=1))
-            base = finite(higher)
+            base = replace_neg_inf(higher)
             shares = tl.load(sums + at, mask=there, other=0.0) * tl.exp2(some - base[:, None])
             total = total * tl.exp2(top - base) + tl.sum(shares, axis=1)
             top = higher
         there = real[:, None] & inside[None, :]
         at = line[:, None] * keys + column[None, :]
         x = tl.load(logits + at, mask=there, other=float("-inf"))
-        x = tl.exp2(x - finite(top)[:, None]) / tl.where(total == 0, 1.0, total)[:, None]
+        x = tl.exp2(x - replace_neg_inf(top)[:, None]) / tl.where(total == 0, 1.0, total)[:, None]
         if HEADS == 0:
             tl.store(out + at, x, mask=there)
         elif HEADS == 3:
@@ -139,16 +139,16 @@ def attention_rows(
     out = logits if heads is None else torch.empty(batch, rows, keys, dtype=torch.float32, device=query.device)
     if not out.numel():
         return out
-    query, key = multipliable(rows_contiguous(query)), multipliable(rows_contiguous(key))
-    mask, kind, strides, lowest = mask_arguments(mask, query, key)
-    scaling, cap = scales(scaling, softcap)
+    query, key = cast_for_dot(make_rows_contiguous(query)), cast_for_dot(make_rows_contiguous(key))
+    mask, kind, strides, lowest = get_mask_arguments(mask, query, key)
+    scaling, cap = split_scaling(scaling, softcap)
     block_rows = min(64, max(16, triton.next_power_of_2(group * rows)))
     grid = (blocks * key.shape[1] * batch, triton.cdiv(group * rows, block_rows))
     _row_logits_kernel[grid](
         query, key, index, mask, logits, tops, sums, count, group, rows, queries, keys, width, blocks, scaling, cap,
         lowest, *query.stride()[:3], *key.stride()[:3], *index.stride(), *strides,
-        CAUSAL=causal and kind <= OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
-        PRECISION=precision(query), BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys,
+        CAUSAL=causal and kind <= KEY_MASK, MASK=kind, SOFTCAP=softcap is not None,
+        PRECISION=get_dot_precision(query), BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys,
         BLOCK_WIDTH=16 if width <= 16 else 32, num_warps=4, num_stages=3,
     )  # fmt: skip
     tile = 64

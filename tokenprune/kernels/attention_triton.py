@@ -18,11 +18,11 @@ from tokenprune.kernels.attention import lowest_bias
 _LOG2E = math.log2(math.e)
 # Lengths change with every prompt and step, heads with every model: a kernel compiled for one of them serves all.
 LENGTHS = ["heads", "group", "rows", "keys", "queries", "blocks", "index_b", "index_r", "valid_b", "valid_q", "mask_b"]
-_NO_MASK, OF_KEYS, _BOOL, _BIAS = range(4)
+_NO_MASK, KEY_MASK, _BOOL, _BIAS = range(4)
 
 
 @triton.jit
-def products(a, b, real_a, real_b, width, PRECISION: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+def dot_products(a, b, real_a, real_b, width, PRECISION: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """float32 `[M, N]`: products of vectors, which begin at the addresses a `[M, 1]` and b `[1, N]`, a part of their
     width at a time. Vectors that are not real are 0."""
     total = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
@@ -35,7 +35,7 @@ def products(a, b, real_a, real_b, width, PRECISION: tl.constexpr, BLOCK_WIDTH: 
 
 
 @triton.jit
-def as_logits(x, scaling, softcap, SOFTCAP: tl.constexpr):
+def scale_logits(x, scaling, softcap, SOFTCAP: tl.constexpr):
     """Logits to base 2 of products; `scales` made the factors."""
     x = x * scaling
     if SOFTCAP:
@@ -44,7 +44,7 @@ def as_logits(x, scaling, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def masked(
+def apply_mask(
     x, mask, batch, head, row, column, queries, keys, mask_b, mask_h, mask_q, mask_k, lowest,
     CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
@@ -68,20 +68,20 @@ def masked(
 
 
 @triton.jit
-def finite(top):
+def replace_neg_inf(top):
     """0 in place of the maximum of nothing, so that it can be subtracted."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
-def rows_contiguous(x: Tensor) -> Tensor:
+def make_rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def as_bytes(x: Tensor) -> Tensor:
+def view_as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
-def mask_arguments(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor, int, tuple[int, ...], float]:
+def get_mask_arguments(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor, int, tuple[int, ...], float]:
     """Return a mask's arguments for the kernels: memory, kind, strides over `[B, H, Q, K]`, and the bias that hides a
     key."""
     if mask is None:
@@ -89,13 +89,13 @@ def mask_arguments(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Ten
     (batch, heads, queries), keys = query.shape[:3], key.shape[2]
     if mask.ndim == 2:
         mask = mask[:, -keys:].expand(batch, keys)
-        return as_bytes(mask), OF_KEYS, (mask.stride(0), 0, 0, mask.stride(1)), 0.0
+        return view_as_bytes(mask), KEY_MASK, (mask.stride(0), 0, 0, mask.stride(1)), 0.0
     mask = mask[..., :keys].expand(batch, heads, queries, keys)
     if mask.is_floating_point():
         return mask, _BIAS, mask.stride(), lowest_bias(mask.dtype)
-    return as_bytes(mask), _BOOL, mask.stride(), 0.0
+    return view_as_bytes(mask), _BOOL, mask.stride(), 0.0
 
 
-def scales(scaling: float, softcap: float | None) -> tuple[float, float]:
+def split_scaling(scaling: float, softcap: float | None) -> tuple[float, float]:
     """Factors of a logit before and after the softcap, to base 2."""
     return (scaling * _LOG2E, 0.0) if softcap is None else (scaling / softcap, softcap * _LOG2E)

@@ -30,7 +30,7 @@ class Parts:
     after: int
 
     @staticmethod
-    def of(ids: Tensor) -> Parts:
+    def from_ids(ids: Tensor) -> Parts:
         """Read the parts of a row from its block ids (long `[L]`, on the CPU)."""
         values, counts = (x.tolist() for x in torch.unique_consecutive(ids, return_counts=True))
         runs = list(zip(values, counts, strict=True))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.coverage import cover
-from tokenprune.kernels.pairs import LEAST, PickedRows, Products, Relation, distances, finite, unit
+from tokenprune.kernels.coverage import greedy_cover
+from tokenprune.kernels.pairs import MIN_ROWS, PickedRows, Products, Relation, distances, is_finite, normalize
 from tokenprune.kernels.picks import Picks
 from tokenprune.kernels.temporal import density_peaks
 
@@ -29,24 +29,26 @@ _BROAD = 256  # columns of a product at least: with few a BLAS rounds otherwise
 _PAIRS, _ASKED = 32, 64  # pairs that are known of a token, about; tokens that tell from which cosine on
 
 
-def in_parts(rows: int, entries: int) -> Iterator[slice]:
+def split_rows(rows: int, entries: int) -> Iterator[slice]:
     """Yield slices of `rows` rows, of which each needs a matrix of so many entries."""
     step = max(1, _AT_ONCE // max(1, entries))
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-def peaks_and_members(x: Tensor, mask: Tensor, number: Tensor, most: int, capped: bool = True) -> tuple[Tensor, Tensor]:
+def cluster_density_peaks(
+    x: Tensor, mask: Tensor, number: Tensor, most: int, capped: bool = True
+) -> tuple[Tensor, Tensor]:
     """Cluster tokens around peaks of density (DPC-KNN): bool `[R, N]`, the centres, and long `[R, N]`, for each token
     the centre that is nearest; a centre is its own, and -1 stands for padding and where a row has no centre.
 
     x: `[R, N, D]`; mask: bool `[R, N]`; number: long `[R]`, how many centres, at most `most`. The density counts 7
     neighbours, and, if `capped`, no more than there are centres.
     """
-    centres = peaks(x, mask, number, most, capped=capped)
-    return centres, nearest(x, mask, centres, most)
+    centres = find_density_peaks(x, mask, number, most, capped=capped)
+    return centres, assign_to_centres(x, mask, centres, most)
 
 
-def peaks(
+def find_density_peaks(
     x: Tensor, mask: Tensor, number: Tensor, most: int, neighbours: int = _NEIGHBOURS, capped: bool = True
 ) -> Tensor:
     """bool `[R, N]`: see `density_peaks`; a few rows at a time."""
@@ -54,20 +56,20 @@ def peaks(
     def of(x: Tensor, mask: Tensor, number: Tensor) -> Tensor:
         return density_peaks(x, mask, number, neighbours, most, capped)
 
-    return by_rows(of, x.shape[1] ** 2, x, mask, number)
+    return map_rows(of, x.shape[1] ** 2, x, mask, number)
 
 
-def nearest(x: Tensor, mask: Tensor, centres: Tensor, most: int) -> Tensor:
+def assign_to_centres(x: Tensor, mask: Tensor, centres: Tensor, most: int) -> Tensor:
     """long `[R, N]`: for each token the centre at the least Euclidean distance, of equal ones the first; a centre is
     its own, and -1 stands for padding and where a row has none.
 
     x: `[R, N, D]`; mask, centres: bool `[R, N]`; most: at least the largest number of centres.
     """
-    x = x.float().masked_fill(~finite(x).unsqueeze(-1), 0)
+    x = x.float().masked_fill(~is_finite(x).unsqueeze(-1), 0)
     place = partition(centres)[:, : max(1, most)]
     allowed = centres.gather(1, place)
     found = torch.empty_like(mask, dtype=torch.long)
-    for rows in in_parts(len(x), x.shape[1] * place.shape[1]):
+    for rows in split_rows(len(x), x.shape[1] * place.shape[1]):
         distance = distances(x[rows], gather_tokens(x[rows], place[rows], 1))
         distance = distance.masked_fill(~allowed[rows].unsqueeze(1), torch.inf)
         found[rows] = place[rows].gather(1, distance.min(2).indices)
@@ -75,7 +77,7 @@ def nearest(x: Tensor, mask: Tensor, centres: Tensor, most: int) -> Tensor:
     return found.masked_fill(~mask | ~centres.any(1, keepdim=True), -1)
 
 
-def farthest_weighted(
+def select_farthest_weighted(
     x: Tensor, mask: Tensor, weight: Tensor, number: Tensor, most: int, weigh_first: bool = True
 ) -> Tensor:
     """bool `[R, N]`: take the token whose nearest other is farthest away, then again and again the one farthest from
@@ -86,7 +88,7 @@ def farthest_weighted(
     """
 
     def of(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor) -> Tensor:
-        products = Products(unit(x))
+        products = Products(normalize(x))
 
         def nearest_other(alike: Tensor, segment: int, start: int) -> Tensor:
             others = alike.masked_fill(~mask[segment], -torch.inf)
@@ -94,19 +96,19 @@ def farthest_weighted(
             return others.amax(1)
 
         # A token that has no other is as far as can be.
-        distance, row_of = 1 - products.of_rows(nearest_other).clamp(min=-1), PickedRows(products)
+        distance, row_of = 1 - products.reduce_rows(nearest_other).clamp(min=-1), PickedRows(products)
         picks = Picks(mask)
         for step in range(most):
-            score = picks.among_left(distance * weight if step or weigh_first else distance)
+            score = picks.mask_taken(distance * weight if step or weigh_first else distance)
             new = 1 - row_of(picks.take_best(score), score)
             distance = new if step == 0 else torch.minimum(distance, new)
-        return picks.first(number)
+        return picks.first_picks(number)
 
     weight = weight.float().nan_to_num(nan=0.0)
-    return by_rows(of, x.shape[1] ** 2, x, mask, weight, number)
+    return map_rows(of, x.shape[1] ** 2, x, mask, weight, number)
 
 
-def covering(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor, most: int) -> Tensor:
+def facility_location(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor, most: int) -> Tensor:
     """bool `[R, N]`: again and again the token that adds most to how well all are covered, the sum over tokens of
     their weight times the largest cosine, at least 0, to one that is taken (a facility location, taken greedily).
 
@@ -115,13 +117,13 @@ def covering(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor, most: int)
     """
 
     def of(x: Tensor, mask: Tensor, weight: Tensor, number: Tensor) -> Tensor:
-        return cover([Relation(Products(unit(x)), torch.mul, weight)], mask, number, most)
+        return greedy_cover([Relation(Products(normalize(x)), torch.mul, weight)], mask, number, most)
 
     weight = weight.float().nan_to_num(nan=0.0).masked_fill(~mask, 0)
-    return by_rows(of, 2 * x.shape[1] ** 2, x, mask, weight, number)
+    return map_rows(of, 2 * x.shape[1] ** 2, x, mask, weight, number)
 
 
-def roots(parent: Tensor, steps: int) -> Tensor:
+def find_roots(parent: Tensor, steps: int) -> Tensor:
     """long `[R, N]`: where the chain of parents of each token ends. parent: long `[R, N]`, itself where it ends; steps:
     at least the length of the longest chain."""
     for _ in range(max(1, steps).bit_length()):
@@ -129,13 +131,13 @@ def roots(parent: Tensor, steps: int) -> Tensor:
     return parent
 
 
-def by_rows(of: Callable[..., Tensor], entries: int, *given: Tensor) -> Tensor:
+def map_rows(of: Callable[..., Tensor], entries: int, *given: Tensor) -> Tensor:
     """Return `of(*given)`, computed a few rows at a time; entries: of the matrix that each row needs."""
-    parts = [of(*(one[rows] for one in given)) for rows in in_parts(len(given[0]), entries)]
+    parts = [of(*(one[rows] for one in given)) for rows in split_rows(len(given[0]), entries)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def components(near: Tensor, threshold: float | None = None) -> Tensor:
+def connected_components(near: Tensor, threshold: float | None = None) -> Tensor:
     """Return for each node the lowest index of its connected component, long `[..., n]`. Waits for the device.
 
     near: bool `[..., n, n]`, symmetric, whether two nodes are connected; or float `[n, D]`, vectors of length 1, which
@@ -158,13 +160,13 @@ def components(near: Tensor, threshold: float | None = None) -> Tensor:
 def _upper(near: Tensor) -> Iterator[tuple[Tensor, slice, slice]]:
     """Yield the cosines of vectors `[n, D]` of length 1, a block of rows after the other, with its rows and columns;
     columns before the rows are left out, as far as what is left is broad."""
-    step = max(LEAST, _AT_ONCE // max(1, len(near)))
+    step = max(MIN_ROWS, _AT_ONCE // max(1, len(near)))
     for start in range(0, len(near), step):
         left = max(0, min(start, len(near) - _BROAD))
         yield near[start : start + step] @ near[left:].T, slice(start, start + step), slice(left, None)
 
 
-class LikePairs:
+class SimilarPairs:
     """Pairs of tokens of high cosine, found once: components of groups, most of which are a token alone, need not
     compare all of them for each threshold. Waits for the device.
 
@@ -182,14 +184,14 @@ class LikePairs:
         """Return `components(near, threshold)`. token: long `[n]`, the token that each vector is, -1 for another."""
         mixed = (token < 0).nonzero().flatten()
         if 2 * len(mixed) > len(near) or threshold < self.least or threshold >= 1 or threshold < self._pairs[0]:
-            return components(near, threshold)
+            return connected_components(near, threshold)
         _, first, second, alike = self._pairs
         place = torch.full((len(self._unit) + 1,), -1, dtype=torch.long, device=near.device)
         place[token] = torch.arange(len(near), device=near.device)
         first, second = place[first], place[second]
         known = (alike > threshold) & (first >= 0) & (second >= 0)
         label = _united(torch.arange(len(near), device=near.device), first[known], second[known])
-        for some in mixed.split(max(LEAST, _AT_ONCE // max(1, len(near)))):
+        for some in mixed.split(max(MIN_ROWS, _AT_ONCE // max(1, len(near)))):
             row, second = (Products(near[None]).rows(0, some) > threshold).nonzero().unbind(1)
             label = _united(label, label[some[row]], label[second])
         return label

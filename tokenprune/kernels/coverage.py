@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.dispatch import operation
-from tokenprune.kernels.pairs import Known, Products, Relation, rounded, unit
+from tokenprune.kernels.pairs import Products, Relation, TableRelation, normalize, round_cosines
 from tokenprune.kernels.picks import Picks
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ def cosines(a: Tensor, b: Tensor | None = None, mask: Tensor | None = None) -> T
     equal cosines. A vector of zeros, or with NaN in it, is similar to nothing; so is padding of `a` (mask: bool `[S,
     A]`, False there).
     """
-    first = unit(a, mask)
+    first = normalize(a, mask)
     if b is not None:
-        return first @ unit(b).transpose(1, 2)
-    return rounded(first @ first.transpose(1, 2))
+        return first @ normalize(b).transpose(1, 2)
+    return round_cosines(first @ first.transpose(1, 2))
 
 
-def alike(x: Tensor, mask: Tensor) -> Products:
+def cosine_products(x: Tensor, mask: Tensor) -> Products:
     """`cosines(x, mask=mask)`, row by row."""
-    return Products(unit(x, mask), round_=True)
+    return Products(normalize(x, mask), round_=True)
 
 
 def _limits_of_gain(table: Tensor, cover: Tensor) -> str | None:
@@ -69,9 +69,9 @@ class Coverage:
     def __init__(self, parts: Sequence[Relation], start: float = 0.0) -> None:
         self._parts, (segments, _, count), device = parts, parts[0].shape, parts[0].device
         for part in parts:
-            if part.fits:
+            if part.fits_in_memory:
                 part.table  # noqa: B018 (rows are read from it then)
-        self._anew = device.type != "cpu" and all(part.fits for part in parts)
+        self._anew = device.type != "cpu" and all(part.fits_in_memory for part in parts)
         self.cover = [
             torch.full((segments, part.shape[1]), start, dtype=torch.float32, device=device) for part in parts
         ]
@@ -139,13 +139,15 @@ def most_covering(table: Tensor, mask: Tensor, number: Tensor, most: int, factor
     can be taken; number: long `[S]`, how many to take, at most `most` and those of the mask. factor: float `[S, N]` or
     None, at least 0: what is added is multiplied with it. Of equal ones the lower index.
     """
-    return _greedy([Known(table)], mask, number, most, factor)
+    return _greedy([TableRelation(table)], mask, number, most, factor)
 
 
-def cover(parts: Sequence[Relation], mask: Tensor, number: Tensor, most: int, factor: Tensor | None = None) -> Tensor:
+def greedy_cover(
+    parts: Sequence[Relation], mask: Tensor, number: Tensor, most: int, factor: Tensor | None = None
+) -> Tensor:
     """bool `[S, N]`: `most_covering`, of rows of which there may be too many for a table; on a GPU that waits for the
     device with each pick."""
-    if not all(part.fits for part in parts):
+    if not all(part.fits_in_memory for part in parts):
         return _greedy(parts, mask, number, most, factor)
     tables = [part.table for part in parts]
     return most_covering(tables[0] if len(tables) == 1 else torch.cat(tables, dim=1), mask, number, most, factor)
@@ -155,7 +157,7 @@ def _greedy(parts: Sequence[Relation], mask: Tensor, number: Tensor, most: int, 
     coverage, picks = Coverage(parts), Picks(mask)
     for step in range(most):
         gain = coverage.gain if factor is None else coverage.gain * factor
-        pick = picks.take_best(picks.among_left(gain))
+        pick = picks.take_best(picks.mask_taken(gain))
         if step + 1 < most:
             coverage.take(pick)
-    return picks.first(number)
+    return picks.first_picks(number)

@@ -36,7 +36,7 @@ _CHOICES = ("auto", "triton", "reference")
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operations() -> dict[str, Operation]:
+def list_operations() -> dict[str, Operation]:
     """Return all operations by name, those of modules that nobody imported yet too."""
     package = importlib.import_module("tokenprune.kernels")
     for module in pkgutil.iter_modules(package.__path__):
@@ -45,7 +45,7 @@ def operations() -> dict[str, Operation]:
     return dict(sorted(OPERATIONS.items()))
 
 
-def choice() -> str:
+def get_backend() -> str:
     """Return what TOKENPRUNE_KERNELS asks for; raise OptionError for what it does not know."""
     value = os.environ.get(VARIABLE, "auto")
     if value not in _CHOICES:
@@ -63,9 +63,9 @@ def has_triton() -> bool:
     return True
 
 
-def compiles(device: torch.device) -> bool:
+def uses_kernels(device: torch.device) -> bool:
     """Return whether kernels run, and are compiled at first, for tensors on a device."""
-    return choice() == "triton" or (choice() == "auto" and device.type == "cuda" and has_triton())
+    return get_backend() == "triton" or (get_backend() == "auto" and device.type == "cuda" and has_triton())
 
 
 @functools.cache
@@ -104,7 +104,7 @@ class Operation:
         module, _, name = self._kernel.partition(":")
         return on_device_of_tensors(getattr(importlib.import_module(module), name))
 
-    def obstacle(self, *args: Any, **kwargs: Any) -> str | None:
+    def get_unsupported_reason(self, *args: Any, **kwargs: Any) -> str | None:
         """Return why the kernel cannot run on this input, or None."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         if not has_triton():
@@ -121,7 +121,7 @@ class Operation:
             return "gradients are wanted, which kernels do not have (use torch.no_grad)"
         return None if self._limits is None else self._limits(*args, **kwargs)
 
-    def takes(self, *args: Any, **kwargs: Any) -> bool:
+    def accepts(self, *args: Any, **kwargs: Any) -> bool:
         """Return whether the kernel takes input of such a kind and size, wherever it is."""
         return self._limits is None or self._limits(*args, **kwargs) is None
 
@@ -134,8 +134,8 @@ class Operation:
         wanted = os.environ.get(VARIABLE, "auto")
         if wanted == "reference" or (wanted == "auto" and not args[0].is_cuda):
             return self.reference(*args, **kwargs)
-        choice()  # what is not known raises
-        reason = self.obstacle(*args, **kwargs)
+        get_backend()  # what is not known raises
+        reason = self.get_unsupported_reason(*args, **kwargs)
         if reason is None:
             return self.triton(*args, **kwargs)
         if wanted == "auto":

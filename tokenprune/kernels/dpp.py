@@ -22,7 +22,7 @@ def _limits(a: Tensor, b: Tensor, *args: object, **kwargs: object) -> str | None
     return None if fine else f"it takes float32, not {a.dtype} and {b.dtype}"
 
 
-def order_of_dependents(own: Tensor) -> Tensor:
+def rank_dependent(own: Tensor) -> Tensor:
     """float32 `[S, N]`, below 0: what tokens that say nothing new are taken by, the largest of `own` `[S, N]` first."""
     place = torch.arange(own.shape[1], device=own.device)
     order = own.argsort(dim=1, descending=True, stable=True)
@@ -46,13 +46,13 @@ def greedy_dpp(
     products = Products(a, b)
     row_of, picks = PickedRows(products), Picks(mask)
     own = (products.diagonal() if own is None else own).clamp(min=0)
-    last, least = order_of_dependents(own), DEPENDENT * own
+    last, least = rank_dependent(own), DEPENDENT * own
     # What a token adds to those taken, beside the ridge: 1 + a little would lose the little.
     left, rows = own.clone(), torch.arange(len(own), device=own.device)
     factor = own.new_zeros(len(own), most, own.shape[1])
     for step in range(most):
         new = left > least
-        score = picks.among_left(torch.where(new, left, last))
+        score = picks.mask_taken(torch.where(new, left, last))
         pick = picks.take_best(score)
         if own.device.type == "cpu" and not new.gather(1, pick.unsqueeze(1)).any():
             continue  # its row is 0, and so are all to come
@@ -62,4 +62,4 @@ def greedy_dpp(
         row = torch.where(new.gather(1, one), (row_of(pick, score) - explained) / length, 0)
         factor[:, step] = row
         left = (left - row.square()).clamp_(min=0)
-    return picks.first(number)
+    return picks.first_picks(number)

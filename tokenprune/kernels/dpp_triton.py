@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenprune.kernels.dpp import DEPENDENT, order_of_dependents
+from tokenprune.kernels.dpp import DEPENDENT, rank_dependent
 
 
 @triton.jit(do_not_specialize=["step", "N", "most", "segments", "groups"])
@@ -89,7 +89,7 @@ def greedy_dpp(
     factor = torch.empty(segments, most, count, dtype=torch.float32, device=a.device)
     value = torch.empty(2, segments, groups, dtype=torch.float32, device=a.device)
     place = torch.empty_like(value, dtype=torch.int32)
-    last, left = order_of_dependents(own), own.clone()
+    last, left = rank_dependent(own), own.clone()
     for step in range(-1, most):
         _factor_row[groups, segments](
             a, b, own, last, left, mask, number, factor, taken, value, place, ridge, step, count, width, most, segments,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.dispatch import operation
-from tokenprune.kernels.farthest_blocks import farthest_of_many
+from tokenprune.kernels.farthest_blocks import select_farthest_blocked
 from tokenprune.kernels.match import best_match
 
 if TYPE_CHECKING:
@@ -48,10 +48,12 @@ def _of_table(unit: Tensor, number: int) -> Tensor:
     return torch.zeros_like(apart, dtype=torch.bool).index_fill_(0, index, True)
 
 
-def nearest_other(features: Tensor, mask: Tensor, match: Callable[..., tuple[Tensor, Tensor]] = best_match) -> Tensor:
+def distance_to_nearest(
+    features: Tensor, mask: Tensor, match: Callable[..., tuple[Tensor, Tensor]] = best_match
+) -> Tensor:
     """float32 `[S, N]`: cosine distance of each token to its nearest other token; +inf for one that has none, NaN for
     all of a segment with a token that is not finite. The matrix of distances is never in memory."""
-    nearest = 1 - match(features, features, mask, others=True)[0]
+    nearest = 1 - match(features, features, mask, exclude_self=True)[0]
     broken = (~torch.isfinite(features).all(dim=2) & mask).any(dim=1, keepdim=True)
     return nearest.masked_fill(broken & nearest.isfinite(), torch.nan)
 
@@ -75,7 +77,7 @@ def farthest(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> Tenso
         taken = torch.zeros_like(mask)
         for row, number in enumerate(budget.tolist()):
             real = mask[row].nonzero().flatten()
-            taken[row, real] = farthest_of_many(unit[row, real], number)
+            taken[row, real] = select_farthest_blocked(unit[row, real], number)
         return taken
     if len(unit) == 1 and unit.device.type == "cpu" and unit[mask].isfinite().all():
         taken = torch.zeros_like(mask)

@@ -26,15 +26,15 @@ _STEPS = 32  # in which the tokens that may be most alone see all others
 class Leaders(NamedTuple):
     """The first tokens by value, among equals by index.
 
-    place: long `[n]`, ascending. value, last: the value of the last of them, and its index.
+    indices: long `[n]`, ascending. value, last: the value of the last of them, and its index.
     """
 
-    place: Tensor
+    indices: Tensor
     value: float
     last: int
 
     @staticmethod
-    def of(value: Tensor, number: int) -> Leaders:
+    def from_values(value: Tensor, number: int) -> Leaders:
         """Return the first `number` of the tokens with these values, float `[N]`."""
         least = value.topk(number).values[-1]
         above, equal = (value > least).nonzero().flatten(), (value == least).nonzero().flatten()
@@ -42,11 +42,11 @@ class Leaders(NamedTuple):
         return Leaders(torch.cat([above, equal]).sort().values, float(least), int(equal[-1]))
 
 
-def distances(a: Tensor, b: Tensor) -> Tensor:
+def cosine_distances(a: Tensor, b: Tensor) -> Tensor:
     """float32 `[n, m]`: cosine distances of vectors of length 1, `[n, D]` and `[m, D]`. The distance of two vectors is
     the same number wherever they stand."""
     out = a.new_empty(-(-len(a) // ROWS) * ROWS, -(-len(b) // COLUMNS) * COLUMNS)
-    rows, columns = filled(a, ROWS), filled(b, COLUMNS)
+    rows, columns = pad_rows(a, ROWS), pad_rows(b, COLUMNS)
     for i in range(0, len(rows), ROWS):
         for j in range(0, len(columns), COLUMNS):
             part = out[i : i + ROWS, j : j + COLUMNS]
@@ -54,13 +54,13 @@ def distances(a: Tensor, b: Tensor) -> Tensor:
     return out[: len(a), : len(b)].neg_().add_(1)
 
 
-def filled(x: Tensor, multiple: int) -> Tensor:
+def pad_rows(x: Tensor, multiple: int) -> Tensor:
     """Return `x` `[n, D]` with zeros after it up to a multiple of so many rows."""
     missing = -len(x) % multiple
     return torch.cat([x, x.new_zeros(missing, x.shape[1])]) if missing else x
 
 
-def most_alone(unit: Tensor) -> int:
+def find_most_isolated(unit: Tensor) -> int:
     """Return the token whose nearest other is farthest away, of equal ones the first. unit: float32 `[N, D]`, finite,
     of length 1 or 0; N is at least 2."""
     count, index = len(unit), torch.arange(len(unit), device=unit.device)
@@ -72,7 +72,7 @@ def most_alone(unit: Tensor) -> int:
 
     def compare_with_all(place: Tensor) -> Tensor:
         nonlocal best, first
-        apart = distances(unit, unit[place])
+        apart = cosine_distances(unit, unit[place])
         apart.scatter_(0, place.unsqueeze(0), torch.inf)
         torch.minimum(near, apart.amin(1), out=near)
         near[place] = exact = torch.minimum(near[place], apart.amin(0))
@@ -90,7 +90,7 @@ def most_alone(unit: Tensor) -> int:
     seeds = index[:: -(-count // COLUMNS)]
     order = compare_with_all(seeds).argmin(1).argsort(stable=True)
     for group in order.split(ROWS):
-        apart = distances(unit[group], unit[group]).fill_diagonal_(torch.inf)
+        apart = cosine_distances(unit[group], unit[group]).fill_diagonal_(torch.inf)
         near[group] = torch.minimum(near[group], apart.amin(1))
 
     for some in index.split(max(COLUMNS, -(-count // _STEPS))):
@@ -99,18 +99,18 @@ def most_alone(unit: Tensor) -> int:
         if number == 0:
             return first
         # The most promising are finished, so that others can be ruled out.
-        compare_with_all(Leaders.of(near.masked_fill(~wanted, -torch.inf), min(number, COLUMNS)).place)
+        compare_with_all(Leaders.from_values(near.masked_fill(~wanted, -torch.inf), min(number, COLUMNS)).indices)
         left = candidates().nonzero().flatten()
         for columns in some.split(COLUMNS):
-            apart = distances(unit[left], unit[columns])
+            apart = cosine_distances(unit[left], unit[columns])
             apart.masked_fill_(left[:, None] == columns, torch.inf)
             near[left] = torch.minimum(near[left], apart.amin(1))
     # What is still wanted has seen all.
     near.masked_fill_(~candidates(), -torch.inf)[first] = best
-    return Leaders.of(near, 1).last
+    return Leaders.from_values(near, 1).last
 
 
-def farthest_of_many(unit: Tensor, number: int) -> Tensor:
+def select_farthest_blocked(unit: Tensor, number: int) -> Tensor:
     """bool `[N]`: which `number` tokens are taken; see `farthest`. Waits for the device, for each block of picks.
 
     unit: float32 `[N, D]`, of length 1 or 0, or NaN; number: at most N.
@@ -127,28 +127,28 @@ def farthest_of_many(unit: Tensor, number: int) -> Tensor:
         return taken
     if len(unit) == 1:
         return ~taken
-    first, done = most_alone(unit), 1
+    first, done = find_most_isolated(unit), 1
     picks = unit.new_zeros(number, unit.shape[1])
     picks[0] = unit[first]
-    bound = distances(unit, picks[:1])[:, 0].clone()  # -inf for what is taken
+    bound = cosine_distances(unit, picks[:1])[:, 0].clone()  # -inf for what is taken
     bound[first] = -torch.inf
     seen = torch.ones(len(unit), dtype=torch.long, device=unit.device)  # so many picks are in the bound
     block = max(ROWS, len(unit) // _PARTS)
     while done < number:
-        place, value, last = Leaders.of(bound, min(block, len(unit) - done))
+        place, value, last = Leaders.from_values(bound, min(block, len(unit) - done))
         start = int(seen[place].min())
         apart = bound[place]
         if start < done:
-            apart = torch.minimum(apart, distances(unit[place], picks[start:done]).amin(1))
+            apart = torch.minimum(apart, cosine_distances(unit[place], picks[start:done]).amin(1))
             bound[place], seen[place] = apart, done
         # Those that still beat all outside of the block.
         ahead = ((apart > value) | ((apart == value) & (place <= last))).nonzero().flatten()
         if len(ahead) > ROWS:
-            leaders = Leaders.of(apart[ahead], ROWS)
+            leaders = Leaders.from_values(apart[ahead], ROWS)
             value, last = leaders.value, int(place[ahead[leaders.last]])
-            ahead = ahead[leaders.place]
+            ahead = ahead[leaders.indices]
         place, apart = place[ahead], apart[ahead]
-        among = distances(unit[place], unit[place]).cpu()
+        among = cosine_distances(unit[place], unit[place]).cpu()
         chosen, apart = _walk(among, apart.cpu(), place.tolist(), value, last, number - done)
         bound[place] = apart.to(unit.device)
         picks[done : done + len(chosen)] = unit[place[chosen]]

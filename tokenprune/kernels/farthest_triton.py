@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenprune.kernels.farthest import fits_table, nearest_other
-from tokenprune.kernels.match_triton import best_match, block_sizes, inverse_norm, likeness
-from tokenprune.kernels.target_triton import multipliable
+from tokenprune.kernels.farthest import distance_to_nearest, fits_table
+from tokenprune.kernels.match_triton import best_match, choose_block_sizes, cosine_tile, inverse_norm
+from tokenprune.kernels.target_triton import cast_for_dot
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -23,7 +23,7 @@ def _table(
     columns = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     x += s * segment
     inverse += s * N
-    alike = likeness(
+    alike = cosine_tile(
         x, x, inverse, inverse, rows, columns, N, N, D, row, feature, row, feature, BLOCK_A, BLOCK_B, BLOCK_D
     )
     real = tl.load(mask + s * N + columns, columns < N, 0) != 0
@@ -120,8 +120,8 @@ def farthest(
         return taken
     inverse = inverse_norm(features)
     if fits_table(features) if table is None else table:
-        features = multipliable(features)
-        block_a, block_b, block_d = blocks or block_sizes(features)
+        features = cast_for_dot(features)
+        block_a, block_b, block_d = blocks or choose_block_sizes(features)
         alike = torch.empty(segments, count, count, dtype=torch.float32, device=features.device)
         _table[triton.cdiv(count, block_a), triton.cdiv(count, block_b), segments](
             features, inverse, mask, alike, count, width, *features.stride(),
@@ -133,7 +133,7 @@ def farthest(
             alike, nearest, mask, budget, taken, count, BLOCK=block, num_warps=min(32, max(4, block // 512))
         )
         return taken
-    nearest = nearest_other(features, mask, lambda *a, **k: best_match(*a, **k, blocks=blocks))
+    nearest = distance_to_nearest(features, mask, lambda *a, **k: best_match(*a, **k, blocks=blocks))
     groups = triton.cdiv(count, rows)
     value = torch.empty(2, segments, groups, dtype=torch.float32, device=features.device)
     place = torch.empty_like(value, dtype=torch.int32)

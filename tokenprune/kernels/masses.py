@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def evenly(mask: Tensor) -> Tensor:
+def uniform_weights(mask: Tensor) -> Tensor:
     """Return float32 weights, alike where a bool mask is True and 0 elsewhere, that add up to 1 along its last axis."""
     # In float32: counts divided by counts take a process's default dtype.
     return mask.float() / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def transport(cost: Tensor, rows: Tensor, columns: Tensor, blur: float = 0.01, steps: int = 200) -> Tensor:
+def optimal_transport(cost: Tensor, rows: Tensor, columns: Tensor, blur: float = 0.01, steps: int = 200) -> Tensor:
     """float32 `[R, n, m]`: how much mass goes from each of n places to each of m at the least cost, with an entropic
     `blur`. Each of `steps` rounds fits the columns and then the rows, so that what leaves each row is exact, and what
     comes to each column is near its mass.

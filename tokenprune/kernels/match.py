@@ -42,7 +42,7 @@ def best_match(
     *,
     group_a: Tensor | None = None,
     group_b: Tensor | None = None,
-    others: bool = False,
+    exclude_self: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Find for each token of `a` the token of `b` that is most similar by cosine, in float32.
 
@@ -66,7 +66,7 @@ def best_match(
         likeness = unit[:, rows] @ units
         if not finite:
             likeness.nan_to_num_(nan=-2.0)
-        if others:
+        if exclude_self:
             likeness.diagonal(start, 1, 2).fill_(-torch.inf)
         if allowed is not None:
             likeness.masked_fill_(~allowed[:, None], -torch.inf)

@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenprune.kernels.target_triton import multipliable, shared_memory
+from tokenprune.kernels.target_triton import cast_for_dot, get_shared_memory
 
 _PROGRAMS = 264  # enough to fill the largest GPUs twice
 
 
 @triton.jit
-def likeness(
+def cosine_tile(
     a, b, inverse_a, inverse_b, rows, columns, A, B, D, row_a, feature_a, row_b, feature_b,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def _rows_max(value, first):
 def _best(
     a, b, inverse_a, inverse_b, allowed, group_a, group_b, value, place, A, B, D, share, segments,
     segment_a, row_a, feature_a, segment_b, row_b, feature_b,
-    ALLOWED: tl.constexpr, GROUPS: tl.constexpr, OTHERS: tl.constexpr,
+    ALLOWED: tl.constexpr, GROUPS: tl.constexpr, EXCLUDE_SELF: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # Program (i, s, p) finds the best of the p-th share of b for the i-th block of a of segment s.
@@ -55,7 +55,7 @@ def _best(
     own, own_where = best, where
     for first in range(part * share, tl.minimum(part * share + share, B), BLOCK_B):
         columns = first + tl.arange(0, BLOCK_B)
-        alike = likeness(
+        alike = cosine_tile(
             a + s * segment_a, b + s * segment_b, inverse_a + s * A, inverse_b + s * B, rows, columns, A, B, D,
             row_a, feature_a, row_b, feature_b, BLOCK_A, BLOCK_B, BLOCK_D,
         )  # fmt: skip
@@ -66,7 +66,7 @@ def _best(
         if ALLOWED:
             can = can & (tl.load(allowed + s * B + columns, can, 0) != 0)
         alike = tl.where(can[None, :], alike, float("-inf"))
-        if OTHERS:
+        if EXCLUDE_SELF:
             alike = tl.where(rows[:, None] == columns[None, :], float("-inf"), alike)
         found, at = _rows_max(alike, first)
         # Strictly better only: of equals the first one stays.
@@ -130,14 +130,14 @@ def _combine(value, place, best, where, parts, N, GROUPS: tl.constexpr, BLOCK: t
     tl.store(where + at, found.to(tl.int64), inside)
 
 
-def block_sizes(*tensors: Tensor) -> tuple[int, int, int]:
+def choose_block_sizes(*tensors: Tensor) -> tuple[int, int, int]:
     """Rows, columns and features of a tile of products of tokens `[S, N, D]`."""
     if tensors[0].dtype == torch.float32:
         return 64, 32, 16
     # Three stages of the larger tiles take 96 KiB of shared memory; vectors that begin at odd places (a width of 72)
     # are read element by element, which takes more registers than the larger tiles leave.
     even = all(size % 16 == 0 for x in tensors for size in (x.shape[2], *x.stride()[:2]))
-    return (128, 128, 64) if even and shared_memory() >= 2**17 else (64, 64, 64)
+    return (128, 128, 64) if even and get_shared_memory() >= 2**17 else (64, 64, 64)
 
 
 def best_match(
@@ -147,17 +147,17 @@ def best_match(
     *,
     group_a: Tensor | None = None,
     group_b: Tensor | None = None,
-    others: bool = False,
+    exclude_self: bool = False,
     blocks: tuple[int, int, int] | None = None,
     parts: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `match.best_match`. blocks: rows, columns and features of a tile. parts: shares of b that programs of their
     own go through."""
     same = b is a
-    a = multipliable(a)
-    b = a if same else multipliable(b)
+    a = cast_for_dot(a)
+    b = a if same else cast_for_dot(b)
     (segments, count, width), others_count = a.shape, b.shape[1]
-    block_a, block_b, block_d = blocks or block_sizes(a, b)
+    block_a, block_b, block_d = blocks or choose_block_sizes(a, b)
     groups = group_a is not None and group_b is not None
     if groups and blocks is None:
         block_b = min(block_b, 64)  # what is best in a row's own group takes registers too
@@ -175,7 +175,7 @@ def best_match(
         _best[triton.cdiv(count, block_a), segments, parts](
             a, b, inverse_a, inverse_a if b is a else inverse_norm(b), flags, of_a, of_b, value, place, count,
             others_count, width, share, segments, *a.stride(), *b.stride(), ALLOWED=allowed is not None, GROUPS=groups,
-            OTHERS=others, BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8, num_stages=3,
+            EXCLUDE_SELF=exclude_self, BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_D=block_d, num_warps=8, num_stages=3,
         )  # fmt: skip
     if whole:
         return value[0, 0], place[0, 0].long()
@@ -196,7 +196,7 @@ def _cosines(
     s = tl.program_id(2).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_A + tl.arange(0, BLOCK_A)
     columns = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
-    alike = likeness(
+    alike = cosine_tile(
         a + s * segment_a, b + s * segment_b, inverse_a + s * A, inverse_b + s * B, rows, columns, A, B, D,
         row_a, feature_a, row_b, feature_b, BLOCK_A, BLOCK_B, BLOCK_D,
     )  # fmt: skip
@@ -206,7 +206,7 @@ def _cosines(
 
 def cosines(a: Tensor, b: Tensor, *, blocks: tuple[int, int, int] = (64, 16, 32)) -> Tensor:
     """See `match.cosines`. blocks: rows, columns and features of a tile."""
-    a, b = multipliable(a), multipliable(b)
+    a, b = cast_for_dot(a), cast_for_dot(b)
     (segments, count, width), others = a.shape, b.shape[1]
     out = torch.empty(segments, count, others, dtype=torch.float32, device=a.device)
     if out.numel():

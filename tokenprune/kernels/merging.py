@@ -39,33 +39,33 @@ class Merge:
     keep: Tensor
     source: Tensor
     target: Tensor
-    count: int
-    left: list[int] | None = None
-    gone: Tensor | None = None
-    drops: bool = False
+    num_tokens: int
+    num_kept: list[int] | None = None
+    num_merged: Tensor | None = None
+    is_drop: bool = False
 
     @staticmethod
-    def dropping(stays: Tensor, left: list[int]) -> Merge:
+    def from_kept(stays: Tensor, left: list[int]) -> Merge:
         """Return what drops all but the tokens in `stays`, bool `[B, n]`; these keep their order. left: how many stay
         in each row."""
         keep = (~stays).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(left)]
         nobody = keep[:, :0]
-        return Merge(keep, nobody, nobody, stays.shape[1], left, drops=True)
+        return Merge(keep, nobody, nobody, stays.shape[1], left, is_drop=True)
 
     @cached_property
     def assign(self) -> Tensor:
         """long `[B, n]`: for each token its place in the output (of padding: any), -1 where it is dropped."""
         rows, width = self.keep.shape
         places = torch.arange(width, device=self.keep.device).expand_as(self.keep)
-        if self.drops:
+        if self.is_drop:
             real = places if self._padding is None else places.masked_fill(self._padding, -1)
-            return self.keep.new_full((rows, self.count), -1).scatter(1, self.keep, real)
+            return self.keep.new_full((rows, self.num_tokens), -1).scatter(1, self.keep, real)
         source, target = self._moves
         # One entry more than asked for takes what goes nowhere: no boolean indexing, so no device sync.
-        place = self.keep.new_zeros(rows * self.count + 1).index_copy_(0, self._stays, places.flatten())
-        if self.gone is not None:
-            source = source.masked_fill(target == rows * width, rows * self.count)
-        return place.index_copy_(0, source, self.target.flatten())[:-1].view(rows, self.count)
+        place = self.keep.new_zeros(rows * self.num_tokens + 1).index_copy_(0, self._stays, places.flatten())
+        if self.num_merged is not None:
+            source = source.masked_fill(target == rows * width, rows * self.num_tokens)
+        return place.index_copy_(0, source, self.target.flatten())[:-1].view(rows, self.num_tokens)
 
     def sum(self, x: Tensor) -> Tensor:
         """`[B, n]` -> `[B, m]`: each token of the output is the sum of its members; padding is 0."""
@@ -74,7 +74,7 @@ class Merge:
         if self._padding is not None:
             stays = stays.masked_fill(self._padding, 0)
         total = stays.flatten()
-        if self.gone is not None:
+        if self.num_merged is not None:
             total = torch.cat([total, total.new_zeros(1)])
         return total.index_add(0, target, x.flatten()[source])[: stays.numel()].view_as(stays)
 
@@ -94,25 +94,25 @@ class Merge:
     @cached_property
     def _stays(self) -> Tensor:
         """`keep`, in rows laid end to end."""
-        return _end_to_end(self.keep, self.count)
+        return _end_to_end(self.keep, self.num_tokens)
 
     @cached_property
     def _moves(self) -> tuple[Tensor, Tensor]:
         """`source` and `target` in rows laid end to end; the target of padding is after the last row."""
-        source, target = _end_to_end(self.source, self.count), _end_to_end(self.target, self.keep.shape[1])
-        if self.gone is None:
+        source, target = _end_to_end(self.source, self.num_tokens), _end_to_end(self.target, self.keep.shape[1])
+        if self.num_merged is None:
             return source, target
-        real = (torch.arange(self.source.shape[1], device=source.device) < self.gone[:, None]).flatten()
+        real = (torch.arange(self.source.shape[1], device=source.device) < self.num_merged[:, None]).flatten()
         return source, torch.where(real, target, self.keep.numel())
 
     @cached_property
     def _padding(self) -> Tensor | None:
         """bool `[B, m]`: what no token of the output is; None if there is none."""
         width = self.keep.shape[1]
-        if self.left is None or min(self.left) == width:
+        if self.num_kept is None or min(self.num_kept) == width:
             return None
         device = self.keep.device
-        return torch.arange(width, device=device) >= to_device(self.left, device)[:, None]
+        return torch.arange(width, device=device) >= to_device(self.num_kept, device)[:, None]
 
 
 def _end_to_end(index: Tensor, count: int) -> Tensor:
@@ -122,7 +122,7 @@ def _end_to_end(index: Tensor, count: int) -> Tensor:
     return index.flatten()
 
 
-def most(count: int, protected: int = 0) -> int:
+def max_merges(count: int, protected: int = 0) -> int:
     """Return the most tokens of `count` that one bipartite step can merge."""
     return max(0, (count - protected) // 2)
 
@@ -153,7 +153,7 @@ def bipartite_match(metric: Tensor, r: int, protected: int = 0) -> Merge | None:
     others; what is left of A is in order of place where there is a protected token, else of similarity.
     """
     count = metric.shape[1]
-    r = min(r, most(count, protected))
+    r = min(r, max_merges(count, protected))
     if r <= 0:
         return None
     best, partner = best_partners(metric, protected)
@@ -182,7 +182,7 @@ def threshold_match(
     counts = counts or [metric.shape[1]] * len(metric)
     merged = []
     for count, above in zip(counts, (best > threshold).sum(dim=1).tolist(), strict=True):
-        cap = most(count, protected) if limit is None else min(limit, most(count, protected))
+        cap = max_merges(count, protected) if limit is None else min(limit, max_merges(count, protected))
         least = 0 if ceiling is None else count - ceiling
         merged.append(min(max(above, least), cap, max(0, count - floor)))
     return ragged_merge(best, partner, merged, protected, counts)
@@ -198,8 +198,8 @@ def ragged_merge(best: Tensor, partner: Tensor, r: list[int], protected: int, co
         return None
     left = [count - gone for count, gone in zip(counts, r, strict=True)]
     ragged = min(r) < max(r)
-    there = None
+    on_device = None
     if ragged or min(counts) < max(counts):
-        there = to_device(r, best.device), to_device(counts, best.device)
-    keep, source, target = pairing(best, partner, r, counts, protected, there=there)
-    return Merge(keep, source, target, max(counts), left, there[0] if there and ragged else None)
+        on_device = to_device(r, best.device), to_device(counts, best.device)
+    keep, source, target = pairing(best, partner, r, counts, protected, on_device=on_device)
+    return Merge(keep, source, target, max(counts), left, on_device[0] if on_device and ragged else None)

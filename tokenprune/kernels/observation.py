@@ -67,12 +67,12 @@ class Observation:
         without gradient; 0 for queries that see nothing."""
         return self._of_all(attention_rows(self.query, self.key, index, self.mask, **self._options))
 
-    def visible(self, index: Tensor) -> Tensor:
+    def visible_keys(self, index: Tensor) -> Tensor:
         """bool `[B, 1 or H, R, K]`: which keys the queries at `index` (long `[B, R]`) may attend to."""
         return visible_keys(self.query, self.key, index, self.mask, causal=self.causal)
 
     @torch.no_grad()
-    def received(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+    def column_means(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """float32 `[B, H, Q]`: mean attention that each of this call's tokens receives from the tokens that see it,
         without gradient.
 

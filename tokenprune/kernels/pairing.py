@@ -41,12 +41,12 @@ def as_sources(best: Tensor, partner: Tensor, protected: int, real: Tensor | Non
 @operation(kernel="tokenprune.kernels.pairing_triton:pairing", limits=_limits)
 def pairing(
     best: Tensor, partner: Tensor, gone: Sequence[int], counts: Sequence[int], protected: int, by_place: bool = True,
-    *, there: tuple[Tensor, Tensor] | None = None,
+    *, on_device: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Let in each row the sources that are most similar to their partners join these.
 
     best, partner: of `as_sources`. gone: how many leave each row, at most half of what is not protected. counts: the
-    real tokens of each row. protected: the first tokens, which stay. there: `gone` and `counts` on the device, long
+    real tokens of each row. protected: the first tokens, which stay. on_device: `gone` and `counts` on the device, long
     `[B]`; asked for where rows differ.
 
     Returns long `[B, m]`, the places of the tokens that stay: the protected, what is left at even places, then those at
@@ -55,9 +55,9 @@ def pairing(
     behind a row's own numbers is padding: any place that there is. by_place=False has what is left at even places by
     falling similarity, where nothing is protected, and as many leave every row.
     """
-    if there is None:
+    if on_device is None:
         return _even(best, partner, gone[0], counts[0], protected, by_place)
-    rows, device, width, (fewer, real) = len(gone), best.device, max(counts), there
+    rows, device, width, (fewer, real) = len(gone), best.device, max(counts), on_device
     left = [count - less for count, less in zip(counts, gone, strict=True)]
     order = best.argsort(dim=1, descending=True, stable=True)
     ranks = torch.arange(order.shape[1], device=device)

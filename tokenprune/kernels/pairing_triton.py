@@ -107,7 +107,7 @@ def _pair(
 
 def pairing(
     best: Tensor, partner: Tensor, gone: Sequence[int], counts: Sequence[int], protected: int, by_place: bool = True,
-    *, there: tuple[Tensor, Tensor] | None = None, alone: int = _ALONE,
+    *, on_device: tuple[Tensor, Tensor] | None = None, alone: int = _ALONE,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `pairing.pairing`. alone: sources of a row that its own program ranks at most."""
     best, partner = best.contiguous(), partner.contiguous()
@@ -115,12 +115,12 @@ def pairing(
     most, left = max(gone), max(count - less for count, less in zip(counts, gone, strict=True))
     keep = partner.new_empty(rows, left)
     source, target = partner.new_empty(2, rows, most)
-    fewer, real = there or (best, best)
+    fewer, real = on_device or (best, best)
     block = max(16, triton.next_power_of_2(width))
     ranks = partner if width <= alone else rank(best)
     _pair[(rows,)](
         best, partner, ranks, fewer, real, keep, source, target, gone[0], counts[0], protected, width, left, most,
-        EVEN=there is None, BY_PLACE=by_place, RANKED=width > alone, BLOCK=block,
+        EVEN=on_device is None, BY_PLACE=by_place, RANKED=width > alone, BLOCK=block,
         CHUNK=max(16, min(64, _MATRIX // block)), num_warps=8,
     )  # fmt: skip
     return keep, source, target

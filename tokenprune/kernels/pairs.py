@@ -18,7 +18,7 @@ from tokenprune.kernels import farthest
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEAST = 16  # rows of a product
+MIN_ROWS = 16  # rows of a product
 _SQUARE = 256  # tokens whose products with themselves are made at a time
 _AT_ONCE = 2**22  # products in memory at a time, where there is no table
 _STEPS = 2.0**20
@@ -26,12 +26,12 @@ _CANCELLED = 2.0**-40
 _TINY = 1e-12
 
 
-def finite(x: Tensor) -> Tensor:
+def is_finite(x: Tensor) -> Tensor:
     """Return bool, True where all of the last axis is finite."""
     return torch.linalg.vector_norm(x, torch.inf, dim=-1) < torch.inf
 
 
-def unit(x: Tensor, mask: Tensor | None = None) -> Tensor:
+def normalize(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """float32, of length 1 along the last axis; zeros where there is nothing to point at, or a mask (bool, an axis
     less) is False."""
     x = x.float()
@@ -42,7 +42,7 @@ def unit(x: Tensor, mask: Tensor | None = None) -> Tensor:
     return (x / length.clamp(min=_TINY)).masked_fill_(~real, 0)
 
 
-def rounded(x: Tensor) -> Tensor:
+def round_cosines(x: Tensor) -> Tensor:
     """`x`, which is changed, to a multiple of 2**-20: so that equal vectors have cosines of exactly 1."""
     return x.mul_(_STEPS).round_().div_(_STEPS)
 
@@ -74,7 +74,7 @@ class Products:
         self.shape = (len(a), a.shape[1], self.b.shape[1])
 
     @property
-    def fits(self) -> bool:
+    def fits_in_memory(self) -> bool:
         """Return True if all products are to be held in memory."""
         return self.shape[1] * self.shape[2] <= max(self.b.shape[1] * self.b.shape[2], farthest.TABLE**2)
 
@@ -87,16 +87,16 @@ class Products:
         """float32 `[n, N]`: the rows of a segment with these indices, long `[n]`."""
         if "table" in self.__dict__:
             return self.table[segment].index_select(0, index)
-        short = LEAST - len(index)
+        short = MIN_ROWS - len(index)
         few = index if short <= 0 or not len(index) else torch.cat([index, index[:1].expand(short)])
         return self._done(self.a[segment, few] @ self.b[segment].T)[: len(index)]
 
     def column(self, segment: int, place: int) -> Tensor:
         """float32 `[R]`: of all vectors of a segment with the one of b at this place."""
-        one = self.b[segment, place].expand(LEAST, -1)
+        one = self.b[segment, place].expand(MIN_ROWS, -1)
         return self._done(one @ self.a[segment].T)[0]
 
-    def row_of_each(self, place: Tensor) -> Tensor:
+    def segment_rows(self, place: Tensor) -> Tensor:
         """float32 `[S, N]`: the row of each segment with its index, long `[S]`; asks the device nothing."""
         segment = torch.arange(len(place), device=place.device)
         if "table" in self.__dict__:
@@ -113,19 +113,19 @@ class Products:
             found.append(square.diagonal(dim1=1, dim2=2)[:, start - first :])
         return self._done(torch.cat(found, dim=1)) if found else self.a.new_zeros(self.shape[0], 0)
 
-    def of_rows(self, reduce: Callable[[Tensor, int, int], Tensor]) -> Tensor:
+    def reduce_rows(self, reduce: Callable[[Tensor, int, int], Tensor]) -> Tensor:
         """`[S, R]`: `reduce(rows, segment, start)` of all rows, `[n]` for float32 `[n, N]`, those from `start` on. They
         are a few at a time, where there is no table; else it is made and kept."""
-        step = max(LEAST, _AT_ONCE // max(1, self.shape[2]))
+        step = max(MIN_ROWS, _AT_ONCE // max(1, self.shape[2]))
         index, found = torch.arange(self.shape[1], device=self.a.device), []
         for segment in range(self.shape[0]):
             made = (self.rows(segment, some) for some in index.split(step))
-            blocks = self.table[segment].split(step) if self.fits else made
+            blocks = self.table[segment].split(step) if self.fits_in_memory else made
             found.append(torch.cat([reduce(rows, segment, at * step) for at, rows in enumerate(blocks)]))
         return torch.stack(found)
 
     def _done(self, x: Tensor) -> Tensor:
-        return rounded(x) if self._round else x
+        return round_cosines(x) if self._round else x
 
 
 class Relation:
@@ -137,7 +137,7 @@ class Relation:
 
     def __init__(self, products: Products, value: Callable[..., Tensor] = lambda x: x, *each: Tensor) -> None:
         self.products, self._value, self._each = products, value, each
-        self.shape, self.fits, self.device = products.shape, products.fits, products.a.device
+        self.shape, self.fits_in_memory, self.device = products.shape, products.fits_in_memory, products.a.device
 
     @cached_property
     def table(self) -> Tensor:
@@ -160,12 +160,12 @@ class Relation:
         return self._value(column, *(x[segment].unsqueeze(1) for x in self._each)).squeeze(1)
 
 
-class Known(Relation):
+class TableRelation(Relation):
     """A relation that is given as a table, `[S, R, N]`."""
 
     def __init__(self, table: Tensor) -> None:
         segments, rows, columns = table.shape
-        self.table, self.shape, self.fits, self.device = table, (segments, rows, columns), True, table.device
+        self.table, self.shape, self.fits_in_memory, self.device = table, (segments, rows, columns), True, table.device
 
 
 class PickedRows:
@@ -182,7 +182,7 @@ class PickedRows:
     def __call__(self, pick: Tensor, score: Tensor) -> Tensor:
         """float32 `[S, N]`: the row of each segment's pick, long `[S]`. score: `[S, N]`, that picks are chosen by."""
         if pick.device.type != "cpu":
-            return self.products.row_of_each(pick)
+            return self.products.segment_rows(pick)
         places = enumerate(pick.tolist())
         return torch.stack([self.row(segment, place, score[segment]) for segment, place in places])
 
@@ -190,7 +190,7 @@ class PickedRows:
         """float32 `[N]`: the row of one segment's pick, on the host. score: `[N]`."""
         held = self._held[segment]
         if place not in held:
-            likely = score.topk(min(LEAST, len(score)) - 1).indices
+            likely = score.topk(min(MIN_ROWS, len(score)) - 1).indices
             index = torch.cat([likely.new_tensor([place]), likely])
             held = dict(zip(index.tolist(), self.products.rows(segment, index), strict=True))
             self._held[segment] = held

@@ -20,23 +20,23 @@ class Picks:
         # Added to a score it bars what cannot be taken: several times faster than filling by a mask.
         self._bar = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -torch.inf)
 
-    def among_left(self, score: Tensor) -> Tensor:
+    def mask_taken(self, score: Tensor) -> Tensor:
         """float32 `[S, N]`: `score`, which is finite; -inf for what cannot be taken any more."""
         return score + self._bar
 
     def take_best(self, score: Tensor) -> Tensor:
-        """long `[S]`: take the highest of `among_left` of each segment, of equal ones the first."""
+        """long `[S]`: take the highest of `mask_taken` of each segment, of equal ones the first."""
         pick = score.argmax(1)
         self._bar.scatter_(1, pick.unsqueeze(1), -torch.inf)
         self._taken.append(pick)
         return pick
 
     @property
-    def left(self) -> Tensor:
+    def available(self) -> Tensor:
         """bool `[S, N]`: what can still be taken."""
         return self._bar == 0
 
-    def first(self, number: Tensor) -> Tensor:
+    def first_picks(self, number: Tensor) -> Tensor:
         """bool `[S, N]`: the first `number` (long `[S]`) tokens that each segment took."""
         keep = torch.nn.functional.pad(torch.zeros_like(self._mask), (0, 1))  # the last entry is for those after them
         if self._taken:

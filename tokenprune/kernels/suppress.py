@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _BLOCK = 256  # tokens whose fate is settled together
 
 
-def unsuppressed(near: Relation, score: Tensor, mask: Tensor) -> Tensor:
+def non_maximum_suppression(near: Relation, score: Tensor, mask: Tensor) -> Tensor:
     """bool `[S, N]`: go through the tokens by falling score; one that is still there stays, and removes all after it
     that it is near.
 
@@ -28,7 +28,7 @@ def unsuppressed(near: Relation, score: Tensor, mask: Tensor) -> Tensor:
     rank = torch.empty_like(order)
     rank.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
     there, rows = mask.clone(), torch.arange(len(mask), device=mask.device)
-    if mask.device.type == "cpu" or not near.fits:
+    if mask.device.type == "cpu" or not near.fits_in_memory:
         for segment, one in enumerate(there):
             _settle(near, segment, order[segment], rank[segment], one)
         return there

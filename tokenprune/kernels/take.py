@@ -36,7 +36,7 @@ def top_mask(score: Tensor, mask: Tensor, count: Tensor, most: int) -> Tensor:
     return take_in_turn(score[:, None], mask, count[:, None], most)
 
 
-def settle(keep: Tensor, score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+def adjust_count(keep: Tensor, score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
     """bool `[S, N]`: `keep` with exactly `count` (long `[S]`) tokens a row: the worst of the kept are dropped, or the
     best of the dropped are added.
 

@@ -11,19 +11,19 @@ import triton
 from torch import Tensor
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Return True if kernels run in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def multipliable(x: Tensor) -> Tensor:
+def cast_for_dot(x: Tensor) -> Tensor:
     """`x`, in a dtype that `tl.dot` can take: the interpreter (Triton 3.9) multiplies the bits of bfloat16 instead."""
-    return x.float() if interpreted() and x.dtype == torch.bfloat16 else x
+    return x.float() if is_interpreted() and x.dtype == torch.bfloat16 else x
 
 
-def shared_memory() -> int:
+def get_shared_memory() -> int:
     """Bytes of shared memory that a block may have."""
-    if interpreted():
+    if is_interpreted():
         return 2**17
     return _shared_memory(triton.runtime.driver.active.get_current_device())
 
@@ -33,9 +33,13 @@ def _shared_memory(device: int) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
-def precision(x: Tensor) -> str:
+def get_dot_precision(x: Tensor) -> str:
     """Return the precision of `tl.dot` on float32: exact where there are instructions for it (AMD), else three products
     of TF32, which leaves an error of about 2^-22. Products of halves are exact in either."""
-    if x.dtype != torch.float32 or interpreted() or triton.runtime.driver.active.get_current_target().backend == "hip":
+    if (
+        x.dtype != torch.float32
+        or is_interpreted()
+        or triton.runtime.driver.active.get_current_target().backend == "hip"
+    ):
         return "ieee"
     return "tf32x3"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.kernels.pairs import distances, finite, unit
+from tokenprune.kernels.pairs import distances, is_finite, normalize
 from tokenprune.kernels.take import top_mask
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _TINY = 1e-12
 _STEPS = 2.0**20
 
 
-def by_frame(x: Tensor, frame: Tensor, place: Tensor, frames: int, places: int) -> tuple[Tensor, Tensor]:
+def group_by_frame(x: Tensor, frame: Tensor, place: Tensor, frames: int, places: int) -> tuple[Tensor, Tensor]:
     """Return `x` `[S, N, ...]` as `[S, F, P, ...]`, zeros where there is no token, and where there is one, bool `[S, F,
     P]`.
 
@@ -40,16 +40,16 @@ def by_frame(x: Tensor, frame: Tensor, place: Tensor, frames: int, places: int) 
     return dense[:, :-1].reshape(rows, frames, places, *x.shape[2:]), there[:, :-1].view(rows, frames, places)
 
 
-def cosine(a: Tensor, b: Tensor) -> Tensor:
+def cosine_similarity(a: Tensor, b: Tensor) -> Tensor:
     """float32 `[...]`: cosine of the vectors `[..., D]` of a and b, to a multiple of 2**-20: what does not change has
     exactly 1 everywhere, and not here a little more than there."""
-    return (unit(a) * unit(b)).sum(-1).mul(_STEPS).round().div(_STEPS)
+    return (normalize(a) * normalize(b)).sum(-1).mul(_STEPS).round().div(_STEPS)
 
 
-def same_place(x: Tensor, mask: Tensor) -> Tensor:
+def previous_frame_similarity(x: Tensor, mask: Tensor) -> Tensor:
     """float32 `[S, F - 1, P]`: cosine of each token `[S, F, P, D]` to the one at the same place of the frame before; 0
     where either is padding (mask: bool `[S, F, P]`, False there)."""
-    return cosine(x[:, 1:], x[:, :-1]).masked_fill(~(mask[:, 1:] & mask[:, :-1]), 0)
+    return cosine_similarity(x[:, 1:], x[:, :-1]).masked_fill(~(mask[:, 1:] & mask[:, :-1]), 0)
 
 
 def frame_means(x: Tensor, mask: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def frame_means(x: Tensor, mask: Tensor) -> Tensor:
     return x.float().masked_fill(~real, 0).sum(2) / real.sum(2).clamp(min=1)
 
 
-def quiet_channels(x: Tensor, mask: Tensor, seen: Tensor) -> Tensor:
+def select_stable_channels(x: Tensor, mask: Tensor, seen: Tensor) -> Tensor:
     """float32 `[S, F, P, D // 2]`: the tokens `[S, F, P, D]` on the half of the channels that varies least over those
     in `seen`; zeros for padding (VidCom2).
 
@@ -72,7 +72,7 @@ def quiet_channels(x: Tensor, mask: Tensor, seen: Tensor) -> Tensor:
     return x.gather(3, least[:, None, None].expand(*x.shape[:3], -1)).masked_fill(~mask.unsqueeze(-1), 0)
 
 
-def likeness(x: Tensor, centre: Tensor) -> Tensor:
+def gaussian_similarity(x: Tensor, centre: Tensor) -> Tensor:
     """float32 `[...]`: how near the vectors `[..., D]` of `x` are to those of `centre`, broadcast: the sum of Gaussians
     of the distance, of variances from 1/8 to 2 (VidCom2)."""
     squared = (x - centre).square().sum(-1)
@@ -82,7 +82,7 @@ def likeness(x: Tensor, centre: Tensor) -> Tensor:
 # -- where a video falls into segments ---------------------------------------------------------------------------------
 
 
-def segments_at(similarity: Tensor, frames: Tensor, least: int | Tensor = 1, threshold: float = -2.0) -> Tensor:
+def find_segment_ends(similarity: Tensor, frames: Tensor, least: int | Tensor = 1, threshold: float = -2.0) -> Tensor:
     """bool `[S, F - 1]`: whether a segment ends after each frame, by how similar that is to the next.
 
     similarity: float `[S, F - 1]`. frames: long `[S]`, of each video. It ends where the similarity is below
@@ -97,7 +97,7 @@ def segments_at(similarity: Tensor, frames: Tensor, least: int | Tensor = 1, thr
     return real & ((value < threshold) | (rank < least - 1))
 
 
-def segments_by_stillness(
+def find_static_segment_ends(
     similarity: Tensor, mask: Tensor, frames: Tensor, threshold: float, most: int = 1024
 ) -> Tensor:
     """bool `[S, F - 1]`: whether a segment ends after each frame, in the partition that saves most (HoliTom).
@@ -140,7 +140,7 @@ def curvature(means: Tensor, frames: Tensor, eps: float = 1e-6) -> Tensor:
 
     means: `[S, F, D]`, see `frame_means`; frames: long `[S]`. A step shorter than `eps` points nowhere.
     """
-    path = unit(means)
+    path = normalize(means)
     step = path.diff(dim=1)
     step = step / step.norm(dim=-1, keepdim=True).clamp(min=eps)
     turn = torch.ones(means.shape[:2], dtype=torch.float32, device=means.device)
@@ -153,7 +153,7 @@ def curvature(means: Tensor, frames: Tensor, eps: float = 1e-6) -> Tensor:
 # -- budgets -----------------------------------------------------------------------------------------------------------
 
 
-def shares(weight: Tensor, total: Tensor, most: Tensor, least: int = 0, remainder: str = "fraction") -> Tensor:
+def split_budget(weight: Tensor, total: Tensor, most: Tensor, least: int = 0, remainder: str = "fraction") -> Tensor:
     """long `[S, F]`: split `total` (long `[S]`) among F frames in proportion to `weight` (float `[S, F]`, at least 0).
 
     most: long `[S, F]`, what each can take at most, 0 for padding: what is above that goes to the others in
@@ -181,7 +181,7 @@ def shares(weight: Tensor, total: Tensor, most: Tensor, least: int = 0, remainde
     return first + _add_remainder(whole, claim, left, whole < room)
 
 
-def shares_in_rounds(weight: Tensor, total: Tensor, most: Tensor) -> Tensor:
+def split_budget_in_rounds(weight: Tensor, total: Tensor, most: Tensor) -> Tensor:
     """Split a total among frames in proportion to their weights, and share the surplus of full frames again (OTT-Vid).
 
     Each round splits the rest among the frames below their limit, rounded by largest fractions (ties go to the earlier
@@ -243,7 +243,7 @@ def density_peaks(x: Tensor, mask: Tensor, number: Tensor, neighbours: int, most
     capped: a density counts no more neighbours than there are centres.
     """
     count = x.shape[1]
-    usable = mask & finite(x)
+    usable = mask & is_finite(x)
     barred = ~usable
     points = x.float().masked_fill(barred.unsqueeze(-1), 0)
     distance = distances(points, points) / x.shape[-1] ** 0.5

@@ -2,7 +2,7 @@
 """Numbers on their way to a device or from it, without the host waiting for it.
 
 Between a host and an accelerator everything is cheap but waiting: a plain copy, or the question for one number, lets
-the device run dry. docs/performance.md lists the few times that the library does wait; tests count them.
+the device run dry. docs/results/speed.md lists the few times that the library does wait; tests count them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ def to_device(values: Sequence | torch.Tensor, device: torch.device, dtype: torc
     return values.to(device, non_blocking=True)
 
 
-class Recent:
-    """Values by all that they follow from, the last `MOST` that were made: a prompt of the same shape finds them. They
-    are not to be changed. A copy, as one of the model has, is empty."""
+class FIFOCache:
+    """Cache of the last `MAX_ENTRIES` computed values, shared by prompts of the same shape. Entries are read-only.
 
-    MOST = 16
+    A copy starts empty, so `copy.deepcopy(model)` does not share entries.
+    """
+
+    MAX_ENTRIES = 16
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, Any] = {}
+        self._entries: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returned for `key`; it is called where that is not known."""
-        found: T | None = self._made.get(key)
+        found: T | None = self._entries.get(key)
         if found is None:
             with torch.inference_mode(False):  # a tensor made in inference could not serve training later
                 found = make()
             # One assignment: threads share it.
-            self._made = dict([*self._made.items(), (key, found)][-self.MOST :])
+            self._entries = dict([*self._entries.items(), (key, found)][-self.MAX_ENTRIES :])
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -57,17 +59,17 @@ class AsyncValues:
             event.record(torch.accelerator.current_stream(values.device))
             self._event = event
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Return True once the values have arrived, so that reading them waits for nothing."""
         return self._values.device.type == "cpu" and (self._event is None or self._event.query())
 
     def read(self) -> list[float]:
         """Return the values; waits for them where they have not arrived."""
-        if not self.ready() and self._event is not None:
+        if not self.is_ready() and self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
 
-    def only(self, index: int) -> AsyncValues:
+    def select(self, index: int) -> AsyncValues:
         """Return one of the values, as late as all of them."""
         one = AsyncValues.__new__(AsyncValues)
         one.__dict__ |= self.__dict__ | {"count": 1, "_values": self._values[index : index + 1]}
@@ -84,8 +86,8 @@ class JoinedValues(AsyncValues):
     def __init__(self, parts: Sequence[AsyncValues]) -> None:
         self.count, self.parts = sum(part.count for part in parts), list(parts)
 
-    def ready(self) -> bool:
-        return all(part.ready() for part in self.parts)
+    def is_ready(self) -> bool:
+        return all(part.is_ready() for part in self.parts)
 
     def read(self) -> list[float]:
         return [value for part in self.parts for value in part.read()]

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import is_fake
 _TRACING_MODES = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL, _TorchDispatchModeKey.PROXY)
 
 
-def lack_values(arguments: Iterable[Any]) -> bool:
+def has_unreadable_values(arguments: Iterable[Any]) -> bool:
     """Return True if the host cannot read some tensors among `arguments`, or the results of operations on them.
 
     This is so under torch.export, make_fx and FakeTensorMode, inside the transforms of torch.func, and on the meta

@@ -12,11 +12,11 @@ import torch
 from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError, require
-from tokenprune.models.fingerprint import fingerprint
-from tokenprune.selection.files import File, reason
+from tokenprune.models.fingerprint import compute_fingerprint
+from tokenprune.selection.files import File, describe_error
 
 
-class FitAt:
+class LazyFit:
     """Stand for a method's `fit` that runs the whole model, and so lives in tokenprune-bench: it is imported when `fit`
     is read."""
 
@@ -28,7 +28,7 @@ class FitAt:
 
 
 @dataclass(frozen=True, eq=False)
-class Fitted:
+class FittedTable:
     """Base of what was fitted. table: float32. layer: decoder layer at which it was read; 0 where that says nothing.
     model: `fingerprint` of the decoder.
 
@@ -57,7 +57,7 @@ class Fitted:
     def load(cls, path: str | Path) -> Self:
         """Read what `save` wrote; raises OptionError for any other file."""
         try:
-            tensors, metadata = File.of(path).tensors()
+            tensors, metadata = File.from_path(path).tensors()
             if metadata.get("kind") != cls.kind:
                 raise OptionError(f"{path} was not made by `tokenprune {cls.command}`")
             table = tensors["table"]
@@ -67,11 +67,13 @@ class Fitted:
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):
                 raise
-            raise OptionError(f"cannot read {path}, which `tokenprune {cls.command}` makes: {reason(error)}") from error
+            raise OptionError(
+                f"cannot read {path}, which `tokenprune {cls.command}` makes: {describe_error(error)}"
+            ) from error
 
-    def check(self, name: str, path: str | Path, decoder: torch.nn.Module) -> None:
+    def check_decoder(self, name: str, path: str | Path, decoder: torch.nn.Module) -> None:
         """Raise OptionError if this was fitted to another decoder. name: of the method."""
-        if self.model != fingerprint(decoder):
+        if self.model != compute_fingerprint(decoder):
             raise OptionError(
                 f"{name}: {path} was fitted to another model (or to this one in another dtype): run `tokenprune "
                 f"{self.command}` with this model"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.models.per_layer import alike, keyless_layers, mlp_matrices, per_layer
+from tokenprune.models.per_layer import count_mlp_matrices, find_keyless_layers, get_layer_values, merge_equal
 
 # One number for all layers, or one for each.
 Size = int | tuple[int, ...]
@@ -43,26 +43,26 @@ class DecoderShape:
     @classmethod
     def from_config(cls, config: Any) -> DecoderShape:
         layers, hidden = range(config.num_hidden_layers), config.hidden_size
-        keyless = keyless_layers(config)
-        heads = per_layer(config, "num_attention_heads")
-        kv_heads = per_layer(config, "num_key_value_heads")
-        head_dim = per_layer(config, "head_dim")
+        keyless = find_keyless_layers(config)
+        heads = get_layer_values(config, "num_attention_heads")
+        kv_heads = get_layer_values(config, "num_key_value_heads")
+        head_dim = get_layer_values(config, "head_dim")
         own_name = next((name for name in _WIDTHS if getattr(config, name, None)), None)  # of GPT's kin
         default = getattr(config, own_name) if own_name else 4 * hidden
-        intermediate = [width or default for width in per_layer(config, "intermediate_size")]
+        intermediate = [width or default for width in get_layer_values(config, "intermediate_size")]
         if getattr(config, "use_double_wide_mlp", False):  # Gemma 4, beside keys that are shared
             intermediate = [width * (2 if layer in keyless else 1) for layer, width in enumerate(intermediate)]
-        kinds = per_layer(config, "layer_types")
+        kinds = get_layer_values(config, "layer_types")
         joined = getattr(config, "attention_k_eq_v", False)  # Gemma 4 again, where attention is no sliding window
         return cls(
             layers=len(layers),
             hidden=hidden,
-            intermediate=alike(intermediate),
-            heads=alike(heads),
-            kv_heads=alike([0 if layer in keyless else kv_heads[layer] or heads[layer] for layer in layers]),
-            head_dim=alike([head_dim[layer] or hidden // heads[layer] for layer in layers]),
-            kv_projections=alike([1 if joined and kind != "sliding_attention" else 2 for kind in kinds]),
-            mlp_matrices=mlp_matrices(config),
+            intermediate=merge_equal(intermediate),
+            heads=merge_equal(heads),
+            kv_heads=merge_equal([0 if layer in keyless else kv_heads[layer] or heads[layer] for layer in layers]),
+            head_dim=merge_equal([head_dim[layer] or hidden // heads[layer] for layer in layers]),
+            kv_projections=merge_equal([1 if joined and kind != "sliding_attention" else 2 for kind in kinds]),
+            mlp_matrices=count_mlp_matrices(config),
         )
 
     def layer_flops(self, tokens: float, attention: float = 1.0, layer: int = 0) -> float:
@@ -89,7 +89,7 @@ class DecoderShape:
         return 2 * bytes_per_number * sum(tokens * width for tokens, width in widths)
 
     @property
-    def weights(self) -> int:
+    def num_weights(self) -> int:
         """Numbers in the matrices of all layers; norms, embeddings and the output head are left out."""
         total = 0
         for layer in range(self.layers):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.models.per_layer import of_config
+from tokenprune.models.per_layer import get_config_value
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +29,7 @@ class Fingerprint:
     digest: str
 
     @staticmethod
-    def of(module: nn.Module, **facts: int) -> Fingerprint:
+    def from_module(module: nn.Module, **facts: int) -> Fingerprint:
         """Return the fingerprint of a tower. facts: what else makes a difference, and is no weight.
 
         Names and order of parameters do not count: transformers changes them between versions.
@@ -39,7 +39,7 @@ class Fingerprint:
         if config is None:
             settings = {"heads": [m.num_heads for m in module.modules() if hasattr(m, "num_heads")]}
         else:
-            settings = {name: of_config(config, name, _NOT_THERE) for name in _SETTINGS}
+            settings = {name: get_config_value(config, name, _NOT_THERE) for name in _SETTINGS}
             settings = {name: value for name, value in settings.items() if value is not _NOT_THERE}
         parts = sorted(_digest(parameter) for parameter in parameters)
         whole = repr((type(module).__name__, sorted((settings | facts).items()), parts))
@@ -54,7 +54,7 @@ def _digest(parameter: torch.Tensor) -> str:
     return hashlib.sha256(f"{tuple(parameter.shape)}".encode() + sample).hexdigest()
 
 
-def fingerprint(module: nn.Module) -> str:
+def compute_fingerprint(module: nn.Module) -> str:
     """Return dtype and digest of the `Fingerprint` of `module` as one string."""
-    made = Fingerprint.of(module)
+    made = Fingerprint.from_module(module)
     return f"{made.dtype}:{made.digest}"

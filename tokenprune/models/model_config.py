@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune.errors import TokenPruneError, require
-from tokenprune.models.torch_import import torch_hidden
+from tokenprune.models.torch_import import hide_torch
 
 # Models of tokenprune-demo; the first is the default of commands.
 SHIPPED = ("demo_vlm", "demo_qwen", "demo_video", "demo_smol")
 _PATIENCE = 10  # seconds for the hub to say whether it has a model
 
 
-def known_images(model: str) -> str:
+def describe_known_images(model: str) -> str:
     """Return what has to be known of the answers of a model that ships, as "demo_vlm" or "demo_vlm (shipped)"."""
     smol = model.startswith(SHIPPED[-1])
     known = "drawn scenes, and photographs and pages with things drawn on them," if smol else "drawn scenes"
     return f"knows {known} only: what it answers about other images says nothing of a method; name a model with --model"
 
 
-def shipped_folder(model: str | Path) -> Path | None:
+def get_shipped_folder(model: str | Path) -> Path | None:
     """Return the folder with the config of a model that tokenprune-demo brings, None for any other.
 
     Raises MissingPackageError.
@@ -32,14 +32,14 @@ def shipped_folder(model: str | Path) -> Path | None:
     return require("tokenprune_demo", f"{model} is a model of another package").MODELS[str(model)]
 
 
-def shipped_checkpoint(model: str | Path) -> Path | None:
+def get_shipped_checkpoint(model: str | Path) -> Path | None:
     """Return the folder with the whole checkpoint of such a model, None for any other. Raises MissingPackageError."""
     if str(model) not in SHIPPED:
         return None
     return require("tokenprune_demo", f"{model} is a model of another package").checkpoint(str(model))
 
 
-def sentence_tokens(model: str | Path) -> int | None:
+def get_max_answer_tokens(model: str | Path) -> int | None:
     """Return the most tokens of an answer of a model that ships and answers in sentences, None for any other.
 
     Raises MissingPackageError.
@@ -94,9 +94,9 @@ def _missing(name: str) -> str | None:
 def read_model_config(model: str | Path) -> Any:
     """Return the config of a model on disk or in the hub's cache, or of one that ships; raises TokenPruneError where it
     cannot be read."""
-    source = shipped_folder(model) or model
+    source = get_shipped_folder(model) or model
     check_source(source)
-    with torch_hidden():
+    with hide_torch():
         from transformers import AutoConfig
 
         try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def per_layer(config: Any, name: str, default: Any = None) -> list[Any]:
+def get_layer_values(config: Any, name: str, default: Any = None) -> list[Any]:
     """Return the value of `name` in each decoder layer of `config`, `default` where it has none."""
     layers = config.num_hidden_layers
     own = getattr(config, "per_layer_config", None) if getattr(config, "is_heterogeneous", False) else None
@@ -22,19 +22,19 @@ def per_layer(config: Any, name: str, default: Any = None) -> list[Any]:
     ]
 
 
-def alike(values: Sequence[Any]) -> Any:
+def merge_equal(values: Sequence[Any]) -> Any:
     """Return the one value that all layers have, or a tuple of them all."""
     return values[0] if all(value == values[0] for value in values) else tuple(values)
 
 
-def of_config(config: Any, name: str, default: Any = None) -> Any:
+def get_config_value(config: Any, name: str, default: Any = None) -> Any:
     """Return the value of `name` in any config, a tuple with one for each layer where layers differ."""
     if getattr(config, "is_heterogeneous", False):
-        return alike(per_layer(config, name, default))
+        return merge_equal(get_layer_values(config, name, default))
     return getattr(config, name, default)
 
 
-def keyless_layers(config: Any) -> set[int]:
+def find_keyless_layers(config: Any) -> set[int]:
     """Return the layers that attend to keys and values of earlier ones, and make none of their own."""
     layers = config.num_hidden_layers
     return set(range(layers - (getattr(config, "num_kv_shared_layers", None) or 0), layers))
@@ -45,7 +45,7 @@ _GATED = ("llama", "gemma", "bitnet", "zamba2")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "activation")
 
 
-def mlp_matrices(config: Any) -> int:
+def count_mlp_matrices(config: Any) -> int:
     """Return how many matrices an MLP of the decoder has: 3 if it is gated (a gate, up, down), 2 if not (up, down).
 
     No config says it. The activation tells: SiLU stands in gated MLPs, others do not but in the families of `_GATED`.

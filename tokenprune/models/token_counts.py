@@ -18,7 +18,7 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 
 
 @dataclass(frozen=True)
-class Reader:
+class SettingsReader:
     """Reads settings as a processor's call would see them: keyword of the call, else of the image processor."""
 
     processor: Any
@@ -26,7 +26,7 @@ class Reader:
 
     @property
     def image(self) -> Any:
-        return image_processor_of(self.processor)
+        return get_image_processor(self.processor)
 
     def __call__(self, name: str) -> Any:
         value = self.overrides.get(name)
@@ -41,7 +41,7 @@ class Reader:
             value = get_size_dict(value, default_to_square=square, param_name=name)
         return {edge: length for edge, length in dict(value).items() if length}
 
-    def whole(self, name: str) -> Any:
+    def get_processor_setting(self, name: str) -> Any:
         """Return a setting that only the whole processor has."""
         value = getattr(self.processor, name, None)
         if value is None:
@@ -52,11 +52,11 @@ class Reader:
         return value
 
 
-Count = Callable[[Reader, int, int, int], int]
+Count = Callable[[SettingsReader, int, int, int], int]
 
 
 @dataclass(frozen=True)
-class Rule:
+class CountRule:
     """The token count of a kind of image processor.
 
     count:    (settings, height, width, images in the prompt) -> visual tokens.
@@ -68,23 +68,23 @@ class Rule:
 
     count: Count
     resizing: str | None
-    grid: Callable[[Reader, int, int], tuple[int, int, int, int, int]] | None = None
+    grid: Callable[[SettingsReader, int, int], tuple[int, int, int, int, int]] | None = None
 
 
-def image_processor_of(processor: Any) -> Any:
+def get_image_processor(processor: Any) -> Any:
     """Return the image processor inside a processor, or what was given."""
     return getattr(processor, "image_processor", processor)
 
 
-def rule_for(processor: Any) -> Rule | None:
+def find_rule(processor: Any) -> CountRule | None:
     """Return the rule of a processor or image processor, None if its tokens cannot be counted here."""
-    for cls in type(image_processor_of(processor)).__mro__:
+    for cls in type(get_image_processor(processor)).__mro__:
         if rule := _RULES.get(cls.__name__.removesuffix("Pil").removesuffix("Fast")):
             return rule
     return None
 
 
-def countable_processors() -> list[str]:
+def list_countable_processors() -> list[str]:
     """Return the names of the image processors whose tokens can be counted, sorted."""
     return sorted(_RULES)
 
@@ -99,21 +99,21 @@ def count_visual_tokens(processor: Any, height: int, width: int, *, images: int 
     Tokens that only frame an image (start, end, row marks) are not counted. Raises UnsupportedSetupError for a
     processor it does not know, OptionError for an image processor that does not tell enough.
     """
-    rule = rule_for(processor)
+    rule = find_rule(processor)
     if rule is None:
         raise UnsupportedSetupError(
             f"cannot count the tokens that {type(processor).__name__} makes; known image processors: "
-            f"{', '.join(countable_processors())}"
+            f"{', '.join(list_countable_processors())}"
         )
     if height < 1 or width < 1:
         raise OptionError(f"an image of {height} x {width} pixels has no tokens")
-    return rule.count(Reader(processor, images_kwargs), int(height), int(width), images)
+    return rule.count(SettingsReader(processor, images_kwargs), int(height), int(width), images)
 
 
 # -- Qwen2-VL, Qwen2.5-VL, Qwen3-VL
 
 
-def _qwen(read: Reader, height: int, width: int, images: int) -> int:
+def _qwen(read: SettingsReader, height: int, width: int, images: int) -> int:
     limits, merge = _limits(read), read("merge_size")
     settings = dict(min_pixels=limits[0], max_pixels=limits[1], patch_size=read("patch_size"), merge_size=merge)
     with _of_this_size(height, width):
@@ -129,7 +129,7 @@ def _of_this_size(height: int, width: int) -> Iterator[None]:
         raise OptionError(f"the model's processor takes no image of {height} x {width} pixels: {error}") from error
 
 
-def _qwen_grid(read: Reader, height: int, width: int) -> tuple[int, int, int, int, int]:
+def _qwen_grid(read: SettingsReader, height: int, width: int) -> tuple[int, int, int, int, int]:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     least, most = _limits(read)
@@ -139,7 +139,7 @@ def _qwen_grid(read: Reader, height: int, width: int) -> tuple[int, int, int, in
     return high // factor, wide // factor, factor, least, most
 
 
-def _limits(read: Reader) -> tuple[int, int]:
+def _limits(read: SettingsReader) -> tuple[int, int]:
     """Least and most pixels; transformers spells them as edges, but they are areas."""
     size = read.size()
     return (
@@ -151,7 +151,7 @@ def _limits(read: Reader) -> tuple[int, int]:
 # -- SigLIP2 NaFlex
 
 
-def _naflex(read: Reader, height: int, width: int, images: int) -> int:
+def _naflex(read: SettingsReader, height: int, width: int, images: int) -> int:
     from transformers.models.siglip2.image_processing_siglip2 import get_image_size_for_max_num_patches
 
     patch = read("patch_size")
@@ -162,7 +162,7 @@ def _naflex(read: Reader, height: int, width: int, images: int) -> int:
 # -- LFM2-VL
 
 
-def _lfm2(read: Reader, height: int, width: int, images: int) -> int:
+def _lfm2(read: SettingsReader, height: int, width: int, images: int) -> int:
     patch, down, most = read("encoder_patch_size"), read("downsample_factor"), read("max_image_tokens")
     factor = patch * down
     wide, high = read.image.smart_resize(height, width, down, read("min_image_tokens"), most, patch)
@@ -199,8 +199,9 @@ def _closest_grid(height: int, width: int, tile: int, least: int, most: int) -> 
 # -- Pixtral and Mistral 3
 
 
-def _pixtral(read: Reader, height: int, width: int, images: int) -> int:
-    size, side = read.size(), read.whole("patch_size") * read.whole("spatial_merge_size")
+def _pixtral(read: SettingsReader, height: int, width: int, images: int) -> int:
+    size = read.size()
+    side = read.get_processor_setting("patch_size") * read.get_processor_setting("spatial_merge_size")
     most = [size.get("longest_edge") or size[edge] for edge in ("height", "width")]
     ratio = max(1.0, height / most[0], width / most[1])
     return math.prod((math.floor(edge / ratio) - 1) // side + 1 for edge in (height, width))
@@ -209,7 +210,7 @@ def _pixtral(read: Reader, height: int, width: int, images: int) -> int:
 # -- LLaVA-NeXT and LLaVA-OneVision
 
 
-def _anyres_grid(read: Reader, height: int, width: int, side: int) -> tuple[int, int]:
+def _anyres_grid(read: SettingsReader, height: int, width: int, side: int) -> tuple[int, int]:
     """Rows and columns of features that are left of the tiles after padding is removed; side: of a tile's features."""
     from transformers.image_processing_utils import select_best_resolution
 
@@ -226,51 +227,51 @@ def _anyres_grid(read: Reader, height: int, width: int, side: int) -> tuple[int,
     return rows, columns
 
 
-def _llava_next(read: Reader, height: int, width: int, images: int) -> int:
-    size, patch = read.size(), read.whole("patch_size")
+def _llava_next(read: SettingsReader, height: int, width: int, images: int) -> int:
+    size, patch = read.size(), read.get_processor_setting("patch_size")
     side = (size.get("height") or size["shortest_edge"]) // patch
     rows, columns = _anyres_grid(read, height, width, side)
-    return side**2 + read.whole("num_additional_image_tokens") + rows * (columns + 1) - _dropped(read)
+    return side**2 + read.get_processor_setting("num_additional_image_tokens") + rows * (columns + 1) - _dropped(read)
 
 
-def _onevision(read: Reader, height: int, width: int, images: int) -> int:
-    base = read.whole("num_image_tokens")
+def _onevision(read: SettingsReader, height: int, width: int, images: int) -> int:
+    base = read.get_processor_setting("num_image_tokens")
     if images > 1:
         return base + 1 - _dropped(read)
     side = math.isqrt(base)
     rows, columns = _anyres_grid(read, height, width, side)
-    most = int(read.whole("vision_aspect_ratio").removeprefix("anyres_max_"))
+    most = int(read.get_processor_setting("vision_aspect_ratio").removeprefix("anyres_max_"))
     ratio = math.sqrt(rows * columns / (most * side**2))
     if ratio > 1.1:
         rows, columns = int(rows // ratio), int(columns // ratio)
     return base + rows * (columns + 1) - _dropped(read)
 
 
-def _dropped(read: Reader) -> int:
-    return int(read.whole("vision_feature_select_strategy") == "default")
+def _dropped(read: SettingsReader) -> int:
+    return int(read.get_processor_setting("vision_feature_select_strategy") == "default")
 
 
 # -- Families whose images all become the same number of tokens, or a number that follows their shape only
 
 
-def _llava(read: Reader, height: int, width: int, images: int) -> int:
-    patch = read.whole("patch_size")
+def _llava(read: SettingsReader, height: int, width: int, images: int) -> int:
+    patch = read.get_processor_setting("patch_size")
     size = (read("do_center_crop") is not False and read.size("crop_size")) or read.size()
     if "height" not in size:
         raise UnsupportedSetupError(f"size={size} without a centre crop does not make one size of all images")
     patches = (size["height"] // patch) * (size["width"] // patch)
-    return patches + read.whole("num_additional_image_tokens") - _dropped(read)
+    return patches + read.get_processor_setting("num_additional_image_tokens") - _dropped(read)
 
 
-def _internvl(read: Reader, height: int, width: int, images: int) -> int:
+def _internvl(read: SettingsReader, height: int, width: int, images: int) -> int:
     names = ("crop_to_patches", "min_patches", "max_patches")
     tiles = read.image.get_number_of_image_patches(height, width, {name: read(name) for name in names})
-    return tiles * read.whole("image_seq_length")
+    return tiles * read.get_processor_setting("image_seq_length")
 
 
-def _idefics3(read: Reader, height: int, width: int, images: int) -> int:
+def _idefics3(read: SettingsReader, height: int, width: int, images: int) -> int:
     # transformers' get_number_of_image_patches rounds the shorter side otherwise than its preprocess does.
-    length = read.whole("image_seq_len")
+    length = read.get_processor_setting("image_seq_len")
     if not read("do_image_splitting"):
         return length
     tile, long = read("max_image_size")["longest_edge"], read.size()["longest_edge"]
@@ -290,16 +291,16 @@ def _with_long_side(height: int, width: int, long: int, even: bool = False) -> t
     return (short, long) if width >= height else (long, short)
 
 
-_RULES: dict[str, Rule] = {
-    "Qwen2VLImageProcessor": Rule(_qwen, "input", _qwen_grid),
-    "Siglip2ImageProcessor": Rule(_naflex, None),
-    "Lfm2VlImageProcessor": Rule(_lfm2, "input"),
-    "PixtralImageProcessor": Rule(_pixtral, "input"),
-    "LlavaNextImageProcessor": Rule(_llava_next, "input"),
-    "LlavaOnevisionImageProcessor": Rule(_onevision, "input"),
-    "CLIPImageProcessor": Rule(_llava, "target"),
-    "LlavaImageProcessor": Rule(_llava, "target"),
-    "GotOcr2ImageProcessor": Rule(_internvl, None),
-    "Idefics3ImageProcessor": Rule(_idefics3, None),
-    "SmolVLMImageProcessor": Rule(_idefics3, None),
+_RULES: dict[str, CountRule] = {
+    "Qwen2VLImageProcessor": CountRule(_qwen, "input", _qwen_grid),
+    "Siglip2ImageProcessor": CountRule(_naflex, None),
+    "Lfm2VlImageProcessor": CountRule(_lfm2, "input"),
+    "PixtralImageProcessor": CountRule(_pixtral, "input"),
+    "LlavaNextImageProcessor": CountRule(_llava_next, "input"),
+    "LlavaOnevisionImageProcessor": CountRule(_onevision, "input"),
+    "CLIPImageProcessor": CountRule(_llava, "target"),
+    "LlavaImageProcessor": CountRule(_llava, "target"),
+    "GotOcr2ImageProcessor": CountRule(_internvl, None),
+    "Idefics3ImageProcessor": CountRule(_idefics3, None),
+    "SmolVLMImageProcessor": CountRule(_idefics3, None),
 }

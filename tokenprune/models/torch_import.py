@@ -15,7 +15,7 @@ _HIDDEN = ("torch", "torchvision")
 _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
-def calm_threads() -> None:
+def set_passive_threads() -> None:
     """Let OpenMP's threads sleep while they wait, unless the user's environment says otherwise.
 
     Threads that spin take the cores from whatever else runs, and count as CPU time. libgomp reads the variable once,
@@ -51,7 +51,7 @@ def defer_torch() -> None:
 
 
 @contextmanager
-def torch_hidden() -> Iterator[None]:
+def hide_torch() -> Iterator[None]:
     """Have transformers do without torch from its first import on, if torch is deferred; else change nothing.
 
     To read a config it would load torch, and to look for model classes all that generates text.

@@ -60,7 +60,7 @@ _GEMMA = _Join(  # averages patches before it projects them
     lambda config, unit: _hidden(config.vision_config) * _text(config),
 )
 _QWEN = _Join(lambda config: config.vision_config.spatial_merge_size**2, _qwen, sized=True)
-FAMILIES = (
+FAMILY_JOINS = (
     dict.fromkeys(("llava", "llava_next", "llava_onevision"), _LLAVA)
     | dict.fromkeys(("smolvlm", "idefics3"), _IDEFICS)
     | dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _QWEN)
@@ -107,11 +107,11 @@ class TowerShape:
     def from_config(cls, config: Any) -> TowerShape:
         """config: of the whole model. Raises UnsupportedModelError for a family whose tower has no closed form here,
         and for a config with fewer patches than visual tokens."""
-        join = FAMILIES.get(config.model_type)
+        join = FAMILY_JOINS.get(config.model_type)
         if join is None:
             raise UnsupportedModelError(
                 f"the FLOPs of the vision tower of {config.model_type!r} are not known in closed form; they are for "
-                f"{', '.join(sorted(FAMILIES))}"
+                f"{', '.join(sorted(FAMILY_JOINS))}"
             )
         vision = config.vision_config
         known = TOWERS.get(vision.model_type) or TowerRow(vision.model_type, "")
@@ -164,7 +164,7 @@ class TowerShape:
         return total
 
     @property
-    def weights(self) -> int:
+    def num_weights(self) -> int:
         """Numbers in the matrices of all blocks, of what embeds patches, and of the projector; norms and positions are
         left out."""
         block = self.hidden * (4 * self.attention + self.mlp_matrices * self.intermediate)
@@ -175,7 +175,7 @@ class TowerShape:
         return sum(view // self.unit for view in views)
 
 
-def views_of(config: Any, inputs: Mapping[str, Any]) -> list[int]:
+def count_view_patches(config: Any, inputs: Mapping[str, Any]) -> list[int]:
     """Return the patches of each image, tile or frame that a model's tower is fed, from what its processor made
     (`pixel_values` or `image_grid_thw`, and the same of videos); tiles of zeros, which fill a batch, are left out."""
     views: list[int] = []

@@ -15,10 +15,10 @@ from typing import Any
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.methods.registry import build, method_class
-from tokenprune.selection.files import File, reason
+from tokenprune.selection.files import File, describe_error
 from tokenprune.selection.method import Method
-from tokenprune.selection.options import file_options, option_types
-from tokenprune.selection.sites import check_places
+from tokenprune.selection.options import get_file_options, get_option_types
+from tokenprune.selection.sites import check_sites
 from tokenprune.settings.from_json import describe_ambiguity, describe_missing_method, read_setting
 from tokenprune.settings.keys import IN_LLM, SCOPE
 from tokenprune.settings.one_line import format_method, read_line
@@ -124,7 +124,7 @@ class Setting:
 
     def validate(self) -> Setting:
         """Return this setting; raises OptionError if two methods act at one place, or a file cannot be read."""
-        check_places(self.methods)
+        check_sites(self.methods)
         return self
 
     @cached_property
@@ -168,7 +168,7 @@ class Setting:
             f"{option} of {name}"
             for name, options in self._methods_with_options()
             for option in options
-            if option in file_options(method_class(name))
+            if option in get_file_options(method_class(name))
         ]
 
     def without_files(self) -> Setting:
@@ -185,13 +185,15 @@ class Setting:
 
     def _read_files(self, name: str, options: Options, read: Callable[[str], File]) -> Options:
         options = dict(options)
-        for option in file_options(method_class(name)):
+        for option in get_file_options(method_class(name)):
             value = options.get(option)
             if isinstance(value, str) and not isinstance(value, File):  # not read yet
                 try:
                     options[option] = read(value)
                 except OSError as error:
-                    raise OptionError(f"{self.where}: cannot read {option}={value!r}: {reason(error)}") from error
+                    raise OptionError(
+                        f"{self.where}: cannot read {option}={value!r}: {describe_error(error)}"
+                    ) from error
         return options
 
     # -- other settings
@@ -248,4 +250,4 @@ class Setting:
 
 
 def _lacks_seed(name: str, options: Options) -> bool:
-    return "seed" in option_types(method_class(name)) and "seed" not in options
+    return "seed" in get_option_types(method_class(name)) and "seed" not in options

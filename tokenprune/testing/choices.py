@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenprune.errors import ConformanceError, TokenPruneError
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import available_observables, observable
+from tokenprune.selection.observable_registry import available_observables, get_observable
 from tokenprune.selection.segments import Sizes
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.testing.rules import require
@@ -36,9 +36,9 @@ class _Case:
 
     def view(self, method: Pruner, carry: Mapping[str, Any]) -> VisualTokens:
         """Return what `method` may see, of what it declared. carry: what earlier stages remember."""
-        given = {name: one for name, one in self.given.items() if observable(name).declared(method.needs)}
+        given = {name: one for name, one in self.given.items() if get_observable(name).is_declared(method.needs)}
         hidden, text = given.pop("hidden"), self.text if method.query_aware else {}
-        text = {name: one for name, one in text.items() if observable(f"text.{name}").declared(method.needs)}
+        text = {name: one for name, one in text.items() if get_observable(f"text.{name}").is_declared(method.needs)}
         return visual_tokens(hidden, self.counts, keep=self.keep, text=text or None, carry=carry, **given)
 
     def alone(self, segment: int) -> _Case:
@@ -80,7 +80,7 @@ class _Case:
 
 def _axis(name: str) -> int:
     """Return which axis of an observable is that of the visual tokens; -1 where it has none."""
-    return observable(name).axes.find("N")
+    return get_observable(name).axes.find("N")
 
 
 def check_choices(stages: Sequence[Pruner]) -> None:
@@ -111,8 +111,8 @@ def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) 
     sizes = Sizes(tuple(counts), _TEXT, width=40, heads=2)
     given, text = {}, {}
     for name in available_observables():
-        seen = observable(name)
-        if not seen.declared(needs) or (seen.where is ObservedAt.CUT and name != "hidden"):
+        seen = get_observable(name)
+        if not seen.is_declared(needs) or (seen.where is ObservedAt.CUT and name != "hidden"):
             continue
         if seen.by_layer:
             given[name] = {layer: seen.example(sizes, generator) for layer in layers}
@@ -122,7 +122,7 @@ def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) 
         if of_text is not None:
             text[seen.text_name] = of_text
     wanted = [min(n, max(1, round(share * n))) for n in counts]
-    keep = [min(n, max(1, method.budget(n, one))) for n, one in zip(counts, wanted, strict=True)]
+    keep = [min(n, max(1, method.resolve_count(n, one))) for n, one in zip(counts, wanted, strict=True)]
     return _Case(counts, keep, given, text)
 
 
@@ -142,9 +142,9 @@ def _kept(stages: Sequence[Pruner], case: _Case, when: str) -> Tensor:
     require(fine, f"{when}: Selection.keep must be bool [S, N] = {list(tokens.mask.shape)}")
     require(not bool((keep & ~tokens.mask).any()), f"{when}: it keeps padding; look at tokens.mask")
     counts = keep.sum(1).tolist()
-    if method.by_content_count:
-        fine = all(method.least <= count <= most for count, most in zip(counts, case.counts, strict=True))
-        require(fine, f"{when} it keeps {counts}, and fewer than {method.least} of an image is not allowed")
+    if method.chooses_count:
+        fine = all(method.min_tokens <= count <= most for count, most in zip(counts, case.counts, strict=True))
+        require(fine, f"{when} it keeps {counts}, and fewer than {method.min_tokens} of an image is not allowed")
     else:
         require(counts == case.keep, f"{when} it keeps {counts}, and its budget is {case.keep}; look at tokens.keep")
     said = selection.counts
@@ -211,5 +211,5 @@ def _check_untouched(stages: Sequence[Pruner], case: _Case) -> None:
 def _check_blind(method: Pruner) -> None:
     """Raise if a method that is not query_aware reads the text: it was given none, and may not read the attention of
     the prompt's end."""
-    asks = [name for name in sorted(method.needs) if observable(name).whole]
+    asks = [name for name in sorted(method.needs) if get_observable(name).whole]
     require(not asks, f"it reads {', '.join(asks)}, which the question changes: its property query_aware must be True")

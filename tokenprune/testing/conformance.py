@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from tokenprune.budgets import Budget
-from tokenprune.methods.registry import build, without_base
+from tokenprune.methods.registry import build, find_missing_base
 from tokenprune.selection.method import Method
 from tokenprune.selection.observable_registry import available_observables
 from tokenprune.selection.sites.attention import AttentionPattern
@@ -18,7 +18,7 @@ from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.selection.sites.units import UnitDropper
 from tokenprune.testing import others
 from tokenprune.testing.choices import check_choices
-from tokenprune.testing.rules import check_dataclass, made, naming, require
+from tokenprune.testing.rules import check_dataclass, prefix_errors, require, resolve_instance
 
 LAYERS = 32  # of the decoder that a method hears of
 _STAGES = 6  # of a method are checked; what has more does the same at each
@@ -41,8 +41,8 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
     values; it changes nothing that it reads, reads nothing that it did not declare, and not the question unless it says
     `query_aware`. Of others what goes for them: see `tokenprune.testing.others`.
     """
-    one = made(method, Method, lambda name: build(name, {}))
-    with naming(one.name or type(one).__name__):
+    one = resolve_instance(method, Method, lambda name: build(name, {}))
+    with prefix_errors(one.name or type(one).__name__):
         _check_class(one)
         if isinstance(one, EncoderMethod):
             others.check_merges(one, tower)
@@ -58,7 +58,7 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
 
 def _check_class(method: Method) -> None:
     check_dataclass(method, "register")
-    problem = without_base(type(method), method.site)
+    problem = find_missing_base(type(method), method.site)
     require(problem is None, problem)
     unknown = sorted(set(method.needs) - set(available_observables()))
     require(not unknown, f"it needs {unknown}, which are no observables; known are {available_observables()}")

@@ -15,7 +15,7 @@ from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError
 from tokenprune.kernels.drawn import normal, uniform
 from tokenprune.selection.frames import Visual
-from tokenprune.selection.observable_registry import observable
+from tokenprune.selection.observable_registry import get_observable
 from tokenprune.selection.segments import Sizes
 from tokenprune.selection.sites.attention import AttentionPattern
 from tokenprune.selection.sites.decode import DecodeMethod
@@ -34,7 +34,7 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
     fit together; what every row merges is the same in a batch and alone; the first `protected` tokens stay; nothing
     merges where everything is to be kept; and the same twice."""
     tower = tower or Tower(
-        tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2, device="cpu", dtype=torch.float32)
+        tokens=33, protected=1, blocks=4, blocks_read=3, module=nn.Linear(2, 2, device="cpu", dtype=torch.float32)
     )
     with suppress(OptionError):  # that keep=1.0 contradicts its options
         whole = Budget.from_keep(1.0)
@@ -45,7 +45,9 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
             continue
         plan = method.plan(Budget.from_keep(keep), tower)
         require(len(plan) == tower.blocks, f"plan() must return a matcher or None for each of {tower.blocks} blocks")
-        require(not any(plan[tower.read :]), f"blocks from {tower.read} on show no keys: theirs must be None")
+        require(
+            not any(plan[tower.blocks_read :]), f"blocks from {tower.blocks_read} on show no keys: theirs must be None"
+        )
         keys = normal(3, tower.tokens, 16, generator=torch.Generator("cpu").manual_seed(0))
         left = [tower.tokens] * len(keys)
         for block, match in enumerate(plan):
@@ -54,7 +56,7 @@ def check_merges(method: EncoderMethod, tower: Tower | None) -> None:
             again = match(keys, left if method.ragged else None)
             same = again is not None and torch.equal(merge.keep, again.keep)
             require(same, f"block {block} merges other tokens the second time")
-            rows = [merge.keep.shape[1]] * len(keys) if merge.left is None else merge.left
+            rows = [merge.keep.shape[1]] * len(keys) if merge.num_kept is None else merge.num_kept
             require(method.ragged or len(set(rows)) == 1, "rows merge different numbers of tokens: set ragged = True")
             for row, (now, before) in enumerate(zip(rows, left, strict=True)):
                 stay = merge.keep[row, :now].tolist()
@@ -72,7 +74,7 @@ def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
     """Raise ConformanceError if what a method drops by `EncoderMethod.reads` breaks a rule of `check_merges`, or if it
     leaves another number of patches than it says."""
     generator = torch.Generator("cpu").manual_seed(0)
-    about, seen = Sizes((tower.patches,) * 3), observable(method.reads)
+    about, seen = Sizes((tower.patches,) * 3), get_observable(method.reads)
     shown = [seen.example(about, generator) for _ in range(tower.blocks)]
 
     def left(rows: list[int]) -> list[list[int]]:
@@ -86,8 +88,8 @@ def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
             merge = None if match is None else match(flow, counts if len(set(counts)) > 1 else None)
             if merge is None:
                 continue
-            require(merge.drops and merge.left is not None, f"block {block}: return a Merge.dropping")
-            for place, (now, before) in enumerate(zip(merge.left or (), counts, strict=True)):
+            require(merge.is_drop and merge.num_kept is not None, f"block {block}: return a Merge.from_kept")
+            for place, (now, before) in enumerate(zip(merge.num_kept or (), counts, strict=True)):
                 kept = merge.keep[place, :now].tolist()
                 real = len(set(kept)) == now and max(kept) < before
                 require(real, f"block {block}: keep must name {now} real tokens")
@@ -99,8 +101,8 @@ def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
     require(found == left([0, 1, 2]), "it drops other patches the second time")
     for row, own in enumerate(found):
         require(left([row]) == [own], f"row {row} of a batch keeps other patches than alone")
-        exact = method.inexact is not None or len(own) == tower.left(budget)
-        require(exact, f"it leaves {len(own)} patches, not {tower.left(budget)}")
+        exact = method.inexact is not None or len(own) == tower.count_kept(budget)
+        require(exact, f"it leaves {len(own)} patches, not {tower.count_kept(budget)}")
 
 
 def check_units(method: UnitDropper) -> None:
@@ -114,7 +116,7 @@ def check_units(method: UnitDropper) -> None:
         levels = torch.randint(3, (*grid, 1), generator=generator, device="cpu").expand(*grid, 12)
         for pixels in (levels / 2, uniform(*grid, 12, generator=generator)):
             units, given = levels[..., 0].numel(), pixels.clone()
-            for most, least in ((n, 1 if method.by_content_count else n) for n in {1, max(1, units // 2), units}):
+            for most, least in ((n, 1 if method.chooses_count else n) for n in {1, max(1, units // 2), units}):
                 keep = method.keep_units(pixels, most)
                 fine = isinstance(keep, torch.Tensor) and keep.dtype == torch.bool and keep.shape == grid
                 require(fine, f"keep_units() must return a bool tensor {list(grid)}, not {keep}")
@@ -172,14 +174,16 @@ def check_shares(method: ResizeMethod) -> None:
     ]
     for keep in _KEEPS:
         method.check_keep(keep)
-        shares = method.shares(images, keep, "image")
+        shares = method.compute_shares(images, keep, "image")
         fine = len(shares) == len(images) and all(0 < share <= 1 for share in shares)
         require(fine, f"shares() must return a number in (0, 1] for each of {len(images)} images, not {shares}")
-        require(shares == method.shares(images, keep, "image"), "it gives other shares the second time")
-        alone = [method.shares([image], keep, "image")[0] for image in images]
+        require(shares == method.compute_shares(images, keep, "image"), "it gives other shares the second time")
+        alone = [method.compute_shares([image], keep, "image")[0] for image in images]
         require(alone == shares, f"images get {shares} together and {alone} alone")
         require(keep < 1 or shares == [1.0] * len(images), f"with keep=1.0 it gives {shares}")
-        require(method.by_content or len(set(shares)) == 1, "shares differ between images: say by_content")
+        require(
+            method.depends_on_content or len(set(shares)) == 1, "shares differ between images: say depends_on_content"
+        )
 
 
 def check_chosen_images(method: ImageChooser) -> None:
@@ -225,5 +229,6 @@ def check_rates(method: DecodeMethod) -> None:
             alone = method.next_rate(masses[row : row + 1], share[row : row + 1])
             require(torch.equal(alone, rate[row : row + 1]), f"row {row} of a batch gets another rate than alone")
     require(
-        all(1 <= method.fewest(visual) <= visual for visual in (1, 7, 576)), "fewest() must leave at least one token"
+        all(1 <= method.count_min_kept(visual) <= visual for visual in (1, 7, 576)),
+        "fewest() must leave at least one token",
     )

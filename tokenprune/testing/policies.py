@@ -12,7 +12,7 @@ from tokenprune.errors import ConformanceError, SessionError
 from tokenprune.integrations.hf.sessions.policies.base import PROXY_ATTENTION, Policy, PolicyView, check_choice
 from tokenprune.integrations.hf.sessions.policies.registry import policy as registered
 from tokenprune.kernels.drawn import normal, uniform
-from tokenprune.testing.rules import check_dataclass, made, naming, require
+from tokenprune.testing.rules import check_dataclass, prefix_errors, require, resolve_instance
 
 _HEADS, _GROUP, _WIDTH = 2, 3, 8
 _SHARES = (0.0, 0.25, 0.7, 1.0)  # of what may stay
@@ -30,8 +30,8 @@ def check_policy(policy: str | Policy | type[Policy]) -> None:
     among the values. It chooses the same twice, whatever it saw between and whatever the global seed, and changes
     nothing that it reads.
     """
-    one = made(policy, Policy, registered)
-    with naming(one.name or type(one).__name__):
+    one = resolve_instance(policy, Policy, registered)
+    with prefix_errors(one.name or type(one).__name__):
         _check_class(one)
         for view in _views(one):
             for share in _SHARES:

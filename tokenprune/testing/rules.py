@@ -20,7 +20,7 @@ def require(condition: Any, message: str | None) -> None:
 
 
 @contextmanager
-def naming(name: str) -> Iterator[None]:
+def prefix_errors(name: str) -> Iterator[None]:
     """Raise what a method or policy does wrong, or fails with, as ConformanceError with its name."""
     try:
         yield
@@ -30,7 +30,7 @@ def naming(name: str) -> Iterator[None]:
         raise ConformanceError(f"{name} raises {type(error).__name__}: {error}") from error
 
 
-def made(given: Any, kind: type[Kind], registered: Callable[[str], Kind]) -> Kind:
+def resolve_instance(given: Any, kind: type[Kind], registered: Callable[[str], Kind]) -> Kind:
     """Return an instance of a class of `kind`, of a registered name, or what is one; raises ConformanceError."""
     if isinstance(given, str):
         return registered(given)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import close_names, find_observable, find_observable_of_text
+from tokenprune.selection.observable_registry import find_observable, find_text_observable, suggest_names
 from tokenprune.selection.segments import Segments, TextView, VisualView
 from tokenprune.selection.source import Readable, ReadableByRow, TokenSource
 from tokenprune.selection.tokens import VisualTokens
@@ -66,7 +66,7 @@ def visual_tokens(
         of_text[name.removeprefix("text_")] = observables.pop(name)
     for name, value in observables.items():
         _check(name, value, hidden)
-    source = _GivenSource(observables | {"hidden": hidden}, of_text, final_norm)
+    source = _TensorSource(observables | {"hidden": hidden}, of_text, final_norm)
     source.carry.update(carry or {})
     return VisualTokens(segments, _kept(keep, counts), source)
 
@@ -74,7 +74,7 @@ def visual_tokens(
 def _check(name: str, value: Any, hidden: Tensor) -> None:
     seen = find_observable(name)
     if seen is None:
-        raise OptionError(f"there is no observable {name!r}: {close_names(name)}see available_observables()")
+        raise OptionError(f"there is no observable {name!r}: {suggest_names(name)}see available_observables()")
     if isinstance(value, Mapping) and not seen.by_layer:
         raise OptionError(f"{name} is not read by layer: give a tensor, not a dict")
     for one in value.values() if isinstance(value, Mapping) else [value]:
@@ -137,7 +137,7 @@ def _frames(count: int, grid: tuple[int, int, int] | None, modality: str) -> lis
 
 
 @dataclass
-class _GivenSource(TokenSource):
+class _TensorSource(TokenSource):
     """Backs a `VisualTokens` with tensors that somebody gave, by name of the observable, and those of the text."""
 
     visual: dict[str, Any]
@@ -149,7 +149,7 @@ class _GivenSource(TokenSource):
 
     def __post_init__(self) -> None:
         self.hidden = self.visual["hidden"]
-        text = {seen.name for name in self.of_text if (seen := find_observable_of_text(name)) is not None}
+        text = {seen.name for name in self.of_text if (seen := find_text_observable(name)) is not None}
         self.needs = frozenset(self.visual.keys() | text | {"frames"})  # which are known of images at least
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class _GivenSource(TokenSource):
             return self.final_norm(text.hidden)
         return _given(self.of_text, seen.text_name, f"text.{seen.text_name}")
 
-    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+    def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         if not self.of_text:
             raise TokenPruneError("it reads the text after an image, and none was given: pass text=")
         mask = self.of_text.get("mask")

@@ -29,10 +29,10 @@ from torch import Tensor
 
 import tokenprune
 from tokenprune.methods.pre_llm.prumerge import PruMerge
-from tokenprune.methods.tiles import attended
+from tokenprune.methods.tiles import compute_patch_attention
 from tokenprune.selection.observable import TowerScores
 from tokenprune.selection.observable_registry import register_observable
-from tokenprune.selection.segments import SeenAttention
+from tokenprune.selection.segments import ObservedAttention
 from tokenprune_bench.profiling.model import load
 from tokenprune_bench.suite import Bench, BenchPlan
 
@@ -44,7 +44,7 @@ BLOCKS = {"demo_vlm": (-1, -2), "demo_qwen": (-1, 2)}
 class WideAttention(TowerScores):
     """float32 `[S, 1, N]`: the class token's attention to each patch, all heads of a block taken as one."""
 
-    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
+    def compute_per_patch(self, seen: ObservedAttention, protected: int) -> Tensor:
         query, key = (one.float().transpose(1, 2).flatten(2) for one in (seen.query, seen.key))
         products = query[:, :1] @ key.transpose(1, 2) / query.shape[2] ** 0.5
         return products.softmax(-1)[:, :, protected:]
@@ -65,8 +65,8 @@ class Other(PruMerge):
     def encoder_layers(self) -> tuple[int, ...]:
         return (self.block,)
 
-    def attention(self, tokens: Any) -> Tensor:
-        return tokens.wide_attention(self.block).mean(1) if self.wide else attended(tokens, self.block)
+    def compute_attention(self, tokens: Any) -> Tensor:
+        return tokens.wide_attention(self.block).mean(1) if self.wide else compute_patch_attention(tokens, self.block)
 
 
 def main() -> None:

@@ -48,9 +48,9 @@ class Handlers:
             subject = self.loading.get()
         except TokenPruneError as error:
             return title(str(error))
-        from tokenprune.models.model_config import known_images
+        from tokenprune.models.model_config import describe_known_images
 
-        known = f", which {known_images(subject.name)}" if subject.limits() else ""
+        known = f", which {describe_known_images(subject.name)}" if subject.limits() else ""
         return title(f"`{subject.name}`{known}.")
 
     def loaded(

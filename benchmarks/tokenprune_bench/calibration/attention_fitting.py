@@ -15,9 +15,9 @@ from tokenprune.api import is_patched, patched
 from tokenprune.budgets import Budget
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.methods.in_llm.d2pruner import AttentionPrior, D2Pruner, stretched
+from tokenprune.methods.in_llm.d2pruner import AttentionPrior, D2Pruner, resize_table
 from tokenprune.methods.in_llm.fitprune import Recipe
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -30,7 +30,7 @@ class _Looker(Pruner):
 
     name: ClassVar[str] = "looker"
     site: ClassVar[Site] = Site.IN_LLM
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     layer: int
     note: Callable[[VisualTokens, int], None] = field(compare=False)
@@ -86,12 +86,12 @@ def fit_d2pruner(
             if grid is not None:
                 own = attention[row, :count].view(grid).mean(0).cpu()
                 like = maps[0].shape if maps else own.shape
-                maps.append(stretched(own, like[0] * like[1], (1, *like)).view(like))
+                maps.append(resize_table(own, like[0] * like[1], (1, *like)).view(like))
 
     _look(model, samples, [_Looker(layer, note, frozenset({"last_row_attention"}))], progress)
     if not maps:
         raise TokenPruneError("nothing to fit: no sample had an image whose grid of tokens is known")
-    prior = AttentionPrior(torch.stack(maps).mean(0), layer, fingerprint(adapter_for(model).decoder))
+    prior = AttentionPrior(torch.stack(maps).mean(0), layer, compute_fingerprint(adapter_for(model).decoder))
     if out is not None:
         prior.save(out)
     return prior
@@ -131,7 +131,7 @@ def fit_fitprune(
         .float()
         for step in range(_STEPS + 1)
     ]
-    recipe = Recipe(torch.stack(rows), 0, fingerprint(decoder))
+    recipe = Recipe(torch.stack(rows), 0, compute_fingerprint(decoder))
     if out is not None:
         recipe.save(out)
     return recipe

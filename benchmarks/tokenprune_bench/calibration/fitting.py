@@ -16,8 +16,8 @@ from PIL import Image
 
 from tokenprune.errors import OptionError, require
 from tokenprune.methods.registry import available_methods, method_class
-from tokenprune.selection.options import file_options, fits, in_words
-from tokenprune.settings.one_line import value_of
+from tokenprune.selection.options import describe_type, get_file_options, matches_type
+from tokenprune.settings.one_line import parse_value
 from tokenprune_bench.calibration.images import ImageFiles, read_image
 from tokenprune_bench.profiling.model import Model
 
@@ -61,7 +61,7 @@ class Fitter:
     @property
     def out(self) -> Path:
         """The file that is written where the user names none: it is called as the method's option for it."""
-        return Path(f"{next(iter(sorted(file_options(self.cls))), self.name)}.safetensors")
+        return Path(f"{next(iter(sorted(get_file_options(self.cls))), self.name)}.safetensors")
 
     def asked(self, images: Path | None, question: str | None, limit: int | None) -> list[tuple[Any, str]]:
         """Return images with a question each: those of a folder, or drawn scenes. question, limit: None for the
@@ -85,11 +85,11 @@ class Fitter:
         if option not in known:
             raise OptionError(f"fitting {self.name} has no option {option!r}: its options are {listed(self.name)}")
         hint, _ = known[option]
-        value = text if isinstance(text, bool) else value_of(text, hint)
-        if not fits(value, hint) and isinstance(text, str) and "," in text:
-            value = value_of(f"[{text}]", hint)
-        if not fits(value, hint):
-            raise OptionError(f"fitting {self.name}: {option}={text!r} must be {in_words(hint)}")
+        value = text if isinstance(text, bool) else parse_value(text, hint)
+        if not matches_type(value, hint) and isinstance(text, str) and "," in text:
+            value = parse_value(f"[{text}]", hint)
+        if not matches_type(value, hint):
+            raise OptionError(f"fitting {self.name}: {option}={text!r} must be {describe_type(hint)}")
         return value
 
 

@@ -15,7 +15,7 @@ from tokenprune.api import is_patched
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.methods.pre_llm.hawk import Hawk, HeadWeights
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune_bench.calibration.rate_fitting import Forced, ended, greedy
 
 
@@ -63,7 +63,7 @@ def fit_hawk(
     weight = drop - drop.min()
     # Where no head matters more than another, all weigh the same.
     weight = weight / weight.sum() if weight.sum() > 0 else torch.full_like(weight, 1 / heads)
-    fitted = HeadWeights(weight.float(), 0, fingerprint(decoder))
+    fitted = HeadWeights(weight.float(), 0, compute_fingerprint(decoder))
     if out is not None:
         fitted.save(out)
     return fitted

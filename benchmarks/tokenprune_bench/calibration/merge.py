@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
-from tokenprune.kernels.merging import Merge, best_partners, most, ragged_merge
+from tokenprune.kernels.merging import Merge, best_partners, max_merges, ragged_merge
 from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
 
 SCHEDULES = ("constant", "linear", "reverse_linear")
@@ -37,7 +37,7 @@ class Calibrator(EncoderMethod):
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what merges the schedule's number of tokens in each block, and notes the threshold."""
-        counts = merges_per_block(tower, tower.left(budget), self.schedule)
+        counts = merges_per_block(tower, tower.count_kept(budget), self.schedule)
         return [partial(self._match, i, r, tower.protected) if r else None for i, r in enumerate(counts)]
 
     def thresholds(self, blocks: int) -> Tensor:
@@ -48,7 +48,7 @@ class Calibrator(EncoderMethod):
     def _match(self, block: int, r: int, protected: int, keys: Tensor, counts: list[int] | None) -> Merge | None:
         best, partner = best_partners(keys, protected, counts)
         counts = counts or [keys.shape[1]] * len(keys)
-        caps = torch.tensor([most(count, protected) for count in counts], device=best.device)
+        caps = torch.tensor([max_merges(count, protected) for count in counts], device=best.device)
         ranked = best.sort(dim=1, descending=True, stable=True).values
         # In an image of odd length there may be one source more than half of it.
         allowed = torch.arange(ranked.shape[1], device=best.device) < caps[:, None]
@@ -67,7 +67,7 @@ def merges_per_block(tower: Tower, left: int, schedule: str) -> list[int]:
     block cannot merge, because it merges at most half of its tokens, goes to the others in the same proportions. Blocks
     whose output is not read merge nothing. Raises BudgetError for fewer patches than halving in each block leaves.
     """
-    wanted, blocks = tower.patches - left, tower.read
+    wanted, blocks = tower.patches - left, tower.blocks_read
     most_of_all = tower.tokens * blocks**2  # every block that takes part is asked for more than it can
     reach = sum(_capped(_shares(most_of_all, blocks, schedule), tower))
     if wanted > reach:
@@ -98,6 +98,6 @@ def _shares(total: int, blocks: int, schedule: str) -> list[int]:
 def _capped(counts: list[int], tower: Tower) -> list[int]:
     left, capped = tower.tokens, []
     for count in counts:
-        capped.append(min(count, most(left, tower.protected)))
+        capped.append(min(count, max_merges(left, tower.protected)))
         left -= capped[-1]
     return capped

@@ -20,7 +20,7 @@ from tokenprune.integrations.hf.engine.decode_state import DecodeState
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.methods.decode.dyrate import DyRate
 from tokenprune.methods.decode.rate_predictor import RatePredictor
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 
 # Weight decay that makes the optimum unique, also where a rate is never the label.
 _DECAY = 1e-4
@@ -97,7 +97,7 @@ def fit_dyrate(
         )
     x, y = torch.cat(features).flatten(1).double(), torch.cat(labels)
     weight, bias = _regress(x, y, grid)
-    predictor = RatePredictor(weight.float(), bias.float(), layer, fingerprint(adapter_for(model).decoder))
+    predictor = RatePredictor(weight.float(), bias.float(), layer, compute_fingerprint(adapter_for(model).decoder))
     if out is not None:
         predictor.save(out)
     right = (x @ weight.T + bias).argmax(1) == y

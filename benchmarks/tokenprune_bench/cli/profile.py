@@ -156,7 +156,7 @@ def _from_config(
 
     config = load_config(model)
     closed = CostModel.from_config(config)
-    load = Load.of_config(config, tokens=tokens, tiles=tiles, text=text)
+    load = Load.from_config(config, tokens=tokens, tiles=tiles, text=text)
     title = f"What each site can save at most: {model or 'demo_vlm'}"
     printed: set[str] = set()
     for setting in settings or (None,):
@@ -164,7 +164,7 @@ def _from_config(
             _once(printed, limit_table(closed, load, share, title))
         if setting is not None:
             methods, budgets = setting.steps()
-            ratio = closed.cost(load).flops / closed.predict(load, methods, budgets).flops
+            ratio = closed.compute_cost(load).flops / closed.predict(load, methods, budgets).flops
             names = " + ".join(one.name for one in methods)
             said = (
                 f"{names}: x{ratio:.2f} by FLOPs of tower and decoder; {cuts_in_words(methods, budgets, load.visual)}"

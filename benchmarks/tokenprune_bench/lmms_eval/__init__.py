@@ -2,7 +2,7 @@
 """A model of lmms-eval: `--model tokenprune --model_args base=llava_hf,method=dart,keep=0.25,pretrained=...`.
 
 `manifest` is the entry point (`lmms_eval.models`). Nothing but `model.py` imports lmms-eval, and importing this package
-imports neither torch nor lmms-eval. `tasks_folder()` is the folder for `--include_path`; see docs/lmms-eval.md.
+imports neither torch nor lmms-eval. `tasks_folder()` is the folder for `--include_path`; see docs/measure/lmms-eval.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenprune.errors import require
-from tokenprune.models.torch_import import calm_threads
+from tokenprune.models.torch_import import set_passive_threads
 
 if TYPE_CHECKING:
     from lmms_eval.models.registry_v2 import ModelManifest
@@ -29,7 +29,7 @@ def manifest() -> ModelManifest:
     """Return what lmms-eval registers: which base is meant, it only tells when it makes the model."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
-    calm_threads()
+    set_passive_threads()
     return ModelManifest(
         model_id="tokenprune",
         simple_class_path=f"{__name__}.model.TokenPrune",

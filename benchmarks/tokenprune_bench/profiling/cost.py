@@ -53,7 +53,7 @@ def load_of(subject: Model, inputs: dict[str, Any]) -> Load:
     visual = subject.visual_tokens(inputs)
     if closed_forms(subject).tower is None:
         return Load((), visual, inputs["input_ids"].numel() - visual)
-    return Load.of_inputs(subject.model.config, inputs, visual)
+    return Load.from_inputs(subject.model.config, inputs, visual)
 
 
 def escalated(subject: Model, batch: list[Any], keep: float | int) -> tuple[list[str], dict[str, Any]]:

@@ -25,10 +25,10 @@ from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.models.model_config import (
     SHIPPED,
     check_source,
-    known_images,
-    sentence_tokens,
-    shipped_checkpoint,
-    shipped_folder,
+    describe_known_images,
+    get_max_answer_tokens,
+    get_shipped_checkpoint,
+    get_shipped_folder,
 )
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.media import BadRow, check_sizes
@@ -60,7 +60,7 @@ class Model:
         files = [file.resolve() for file in files]
         if self.weights is None or (files and all(self.heldout in file.parents for file in files)):
             return ""
-        return f"{self.name} {known_images(self.name)}"
+        return f"{self.name} {describe_known_images(self.name)}"
 
     @cached_property
     def adapter(self) -> Adapter:
@@ -193,7 +193,7 @@ def load(
     Raises TokenPruneError where the model cannot be loaded, UnsupportedModelError where it cannot be patched.
     """
     name = model or SHIPPED[0]
-    shipped = shipped_checkpoint(name)
+    shipped = get_shipped_checkpoint(name)
     source = str(model if shipped is None else shipped)
     if shipped is not None and not (shipped / "model.safetensors").is_file():
         raise TokenPruneError("this installation lacks the shipped model; name another one with --model")
@@ -218,11 +218,11 @@ def load(
         raise TokenPruneError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
     if shipped is not None:
         # Of the file that ships: a checkpoint put together from it differs between processors in its last bits.
-        (file,) = (shipped_folder(name) or shipped).glob("*.safetensors")
+        (file,) = (get_shipped_folder(name) or shipped).glob("*.safetensors")
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         heldout = require("tokenprune_demo.heldout", "held-out questions").heldout_of(name)
         subject = Model(loaded, processor, f"{name} (shipped)", suffix or "", weights=digest, heldout=heldout)
-        if (longest := sentence_tokens(name)) is not None:
+        if (longest := get_max_answer_tokens(name)) is not None:
             subject.max_new_tokens, subject.metric = longest, "ending"
     else:
         title = Path(source).resolve().name if Path(source).is_dir() else source

@@ -98,7 +98,7 @@ class Profile:
         if self.setting is None or self.after is None or self.model.tower is None:
             return None
         methods, budgets = self.setting.steps()
-        return self.model.cost(self.load).flops / self.model.predict(self.load, methods, budgets).flops
+        return self.model.compute_cost(self.load).flops / self.model.predict(self.load, methods, budgets).flops
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain values."""
@@ -116,7 +116,7 @@ class Profile:
                 "kv_bytes": side.kv_bytes,
             }
 
-        cost = self.model.cost(self.load)
+        cost = self.model.compute_cost(self.load)
         return {
             "setting": self.setting and self.setting.to_json(),
             "environment": self.environment,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tokenprune.cli.table import Cell, Table
-from tokenprune.settings.cost import CostModel, Load, decode_limit, site_limits
+from tokenprune.settings.cost import CostModel, Load, compute_decode_limit, compute_site_limits
 from tokenprune_bench.profiling.kept import cuts_in_words, percent
 from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
 
@@ -21,7 +21,7 @@ def setting_name(profile: Profile) -> str:
     if profile.setting is None:
         return ""
     methods, budgets = profile.setting.steps()
-    return " + ".join(f"{method.name} {budget.short()}" for method, budget in zip(methods, budgets, strict=True))
+    return " + ".join(f"{method.name} {budget.format_short()}" for method, budget in zip(methods, budgets, strict=True))
 
 
 def stage_times(side: Side) -> dict[str, float]:
@@ -60,14 +60,14 @@ def stage_table(profile: Profile) -> Table:
 
 def limit_table(model: CostModel, load: Load, keep: float, title: str = "What each site can save at most") -> Table:
     """Return what the closed forms say; raises nothing for a model whose tower is not known, whose part is left out."""
-    limits = site_limits(model, load, keep)
+    limits = compute_site_limits(model, load, keep)
     if model.tower is None:
         limits = limits[2:]  # of the decoder
     rows = [[*map(Cell, (limit.site, _ratio(limit.at_keep), _ratio(limit.limit), limit.what))] for limit in limits]
-    step = decode_limit(model, load, keep)
+    step = compute_decode_limit(model, load, keep)
     note = "a step of decoding, by what it reads of weights and cache"
     rows.append([*map(Cell, ("DECODE", _ratio(step[0]), _ratio(step[1]), note))])
-    cost = model.cost(load)
+    cost = model.compute_cost(load)
     if model.tower is None:
         first = "The vision tower of this family is not known in closed form: ratios are of the decoder's FLOPs alone."
     else:
@@ -95,7 +95,7 @@ def _notes(profile: Profile) -> list[str]:
     notes = [said + ("." if load is None else f"; load of the machine {load:.1f}.")]
     predicted = profile.predicted()
     if predicted is not None:
-        cost = profile.model.cost(profile.load)
+        cost = profile.model.compute_cost(profile.load)
         notes.append(
             f"By FLOPs of tower ({cost.tower_share:.0%}) and decoder alone it would be {_ratio(predicted)} faster."
         )

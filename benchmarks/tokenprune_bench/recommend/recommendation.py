@@ -13,7 +13,7 @@ from typing import Any
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
 from tokenprune.integrations.shared import checks
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, family_of
+from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, get_family
 from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.models.model_config import SHIPPED, read_model_config
 from tokenprune.selection.method import Site
@@ -106,7 +106,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
     """Return a setting to start from, with its evidence: the row of the table of advice for this task.
 
     model: a model, its config, or its path or name, on disk or in the hub's cache; no weights are read. task: a
-    situation of the table in docs/guide/which-method.md: "general" (photographs), "signs" (text in photographs),
+    situation of the table in docs/start/choose.md: "general" (photographs), "signs" (text in photographs),
     "documents" (rendered pages), "grounding" (where things are), "counting", "video", "long-video", "long-prompts",
     "server" (vLLM), "follow-up" (questions), "no-attention" (weights) or "tower" (a slow vision tower).
 
@@ -126,7 +126,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         notes.append(f"{row.method} cannot act in {family!r}: this is the row {row.instead!r}.")
         row = advice()[row.instead]
     cost, load = _cost(config, row)
-    near, elsewhere = row.evidence(cost.decoder.weights)
+    near, elsewhere = row.evidence(cost.decoder.num_weights)
     if not any(one.about == "accuracy" for one in near):
         notes.insert(0, f"Accuracy at this keep and task: {NONE}.")
     acting = [one for one in (row, *advice().values()) if _may_act(one, family)]
@@ -155,7 +155,7 @@ def _unguarded(row: Advice) -> str:
         return ""
     kept = "all its tokens" if row.served_keep == 1 else f"{row.served_keep:g} of its tokens"
     return (
-        f"vLLM has no guard: in its place every image keeps {kept}, the floor of {row.guard} (docs/guard.md); a "
+        f"vLLM has no guard: in its place every image keeps {kept}, the floor of {row.guard} (docs/guides/guard.md); a "
         f"request that asks for nothing of the kind may say keep {row.keep:g}."
     )
 
@@ -172,12 +172,13 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
     how = f"`downsample` at keep {row.keep:g}{', or max_pixels of the processor' if any_size else ''}"
     lead = f"The same budget by a smaller image ({how})"
     whole, ours, theirs = (
-        one.flops for one in (cost.cost(load), *(cost.predict(load, *each.setting.steps()) for each in (row, other)))
+        one.flops
+        for one in (cost.compute_cost(load), *(cost.predict(load, *each.setting.steps()) for each in (row, other)))
     )
     speed = f"prefill x{whole / theirs:.2f} as fast by FLOPs, tower included, and {row.method} x{whole / ours:.2f}"
     if cost.tower is None:
         speed = f"how much faster is not known, as the tower's shape is not; {row.method} x{whole / ours:.2f} by FLOPs"
-    near, _ = other.evidence(cost.decoder.weights)
+    near, _ = other.evidence(cost.decoder.num_weights)
     found = {one.about: one for one in reversed(near)}
     pieces = [str(found[about]) for about in ("accuracy", "time") if about in found]
     unknown = [] if "accuracy" in found else ["what it answers right at this keep and task was not measured"]
@@ -189,7 +190,7 @@ def _about(cost: CostModel, load: Load, row: Advice) -> list[str]:
     (method,), _ = row.setting.steps()
     if cost.tower is None or method.site in (Site.PRE_ENCODER, Site.IN_ENCODER):
         return []
-    if (whole := cost.cost(load)).tower_share <= _MUCH:
+    if (whole := cost.compute_cost(load)).tower_share <= _MUCH:
         return []
     return [
         f"The vision tower is {whole.tower_share:.0%} of a prefill's FLOPs here, and some {whole.tower_time:.0%} of "
@@ -220,7 +221,7 @@ def _notes(family: str) -> list[str]:
 def _may_act(row: Advice, family: str) -> bool:
     """Return True where the method of a row is tested at its site in a family, and nothing keeps it from acting."""
     (method,), _ = row.setting.steps()
-    return method.site.name in list_tested_sites(family_of(family)) and checks.unsupported(method, family) is None
+    return method.site.name in list_tested_sites(get_family(family)) and checks.unsupported(method, family) is None
 
 
 def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
@@ -229,7 +230,7 @@ def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
     except UnsupportedModelError:
         return CostModel(DecoderShape.from_config(config.get_text_config())), Load((), row.tokens)
     own = cost.tower.view is None
-    return cost, Load.of_config(config, tokens=row.tokens if own else None, tiles=None if own else row.frames)
+    return cost, Load.from_config(config, tokens=row.tokens if own else None, tiles=None if own else row.frames)
 
 
 def _architecture(config: Any) -> str | None:
@@ -241,7 +242,7 @@ def _architecture(config: Any) -> str | None:
 
 
 def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
-    before, after = cost.cost(load), cost.predict(load, *row.setting.steps())
+    before, after = cost.compute_cost(load), cost.predict(load, *row.setting.steps())
     parts = "tower and decoder" if cost.tower is not None else "the decoder"
     figure = (
         f"prefill x{before.flops / after.flops:.2f} as fast by FLOPs of {parts}, KV cache "

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tokenprune.models.model_config import known_images
+from tokenprune.models.model_config import describe_known_images
 from tokenprune_bench.results import COLLAPSE, MARKS, OWN_SET, UNPATCHED, Results, Row, busy_load
 
 WIDE = 0.10  # an interval of the overall score wider than this is called wide
@@ -89,7 +89,7 @@ def _unknown_images(results: Results) -> Iterator[RunWarning]:
     """Yield what `bench` says when a shipped model is asked about images of others."""
     env, data = results.header["environment"], results.header.get("data")
     if env.get("weights") and data and not data["name"].startswith(OWN_SET):
-        text = f"{env['model']} {known_images(env['model'])}."
+        text = f"{env['model']} {describe_known_images(env['model'])}."
         yield RunWarning("unknown-images", Level.BAD, "The model does not know such images", text)
 
 

@@ -143,7 +143,7 @@ class Evaluator:
             costs = [model.predict(load, *candidate.steps()) for load in loads]
         except TokenPruneError:
             return {}  # asking it raises the reason
-        wholes = [model.cost(load) for load in loads]
+        wholes = [model.compute_cost(load) for load in loads]
 
         def share(name: str) -> float:
             whole = sum(getattr(cost, name) for cost in wholes)

@@ -323,7 +323,7 @@ def test_frames_that_are_joined(build: Any) -> None:
 )
 def test_a_file_or_dict_says_the_same(keep: dict[str, Any], budget: Budget) -> None:
     (found,) = Setting.from_json({"method": "divprune", "keep": keep}).budgets
-    assert found == budget and eval(repr(budget)) == budget and budget.short() == repr(budget)
+    assert found == budget and eval(repr(budget)) == budget and budget.format_short() == repr(budget)
     assert (
         Budget.by_frame(torch.tensor([4, 8])) == Budget.by_frame((4, 8))
         and repr(Budget.by_frame([4])) == "Budget.by_frame((4,))"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import tokenprune
 from tokenprune.cli import app
-from tokenprune.cli.completion import complete_methods, our_methods
+from tokenprune.cli.completion import complete_methods, list_builtin_methods
 from tokenprune.models import families
 from tokenprune_bench import demo
 from tokenprune_demo.heldout import FOLDER
@@ -122,7 +122,7 @@ def test_the_shell_completes_methods_and_loads_none() -> None:
         env=os.environ | words | {"_TOKENPRUNE_COMPLETE": "complete_bash"},
     )
     assert done.stdout.split() == ["divprune+fastv", "divprune+fastvid", "False"]
-    assert our_methods() == tokenprune.available_methods()
+    assert list_builtin_methods() == tokenprune.available_methods()
     assert complete_methods("dart,unif") == ["dart,uniform"]
 
 

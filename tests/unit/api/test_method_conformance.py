@@ -25,7 +25,7 @@ from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection.sites.encoder import Tower
 from tokenprune.testing import check_method, visual_tokens
 
-TOWER = Tower(tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2))
+TOWER = Tower(tokens=33, protected=1, blocks=4, blocks_read=3, module=nn.Linear(2, 2))
 THRESHOLDS = Thresholds(
     {0.5: torch.tensor([0.2, 0.1, 0.1, 1.0]), 0.75: torch.tensor([0.3, 0.2, 0.2, 1.0])}, TOWER.fingerprint, images=9
 )
@@ -203,7 +203,7 @@ def test_stages_are_checked_with_what_they_carry() -> None:
         tokens.remember("norms", tokens.hidden.norm(dim=-1))
         return Selection(tokens.mask)
 
-    first = pruner({"select": note, "by_content_count": True, "layer": 2}, "IN_LLM", "first")()
+    first = pruner({"select": note, "chooses_count": True, "layer": 2}, "IN_LLM", "first")()
     both = {"stages": lambda self, budget, layers: [(first, budget), (Second(), budget)]}
     check_method(pruner(both, "IN_LLM", "both"))
     with pytest.raises(ConformanceError, match="KeyError"):
@@ -214,8 +214,8 @@ def test_stages_are_checked_with_what_they_carry() -> None:
 def test_a_number_that_content_decides_has_its_least() -> None:
     none = lambda self, tokens: Selection(torch.zeros_like(tokens.mask))  # noqa: E731
     with pytest.raises(ConformanceError, match="fewer than 1"):
-        check_method(pruner({"select": none, "by_content_count": True}, name="none"))
-    check_method(pruner({"select": none, "by_content_count": True, "least": 0}, name="withdraws"))
+        check_method(pruner({"select": none, "chooses_count": True}, name="none"))
+    check_method(pruner({"select": none, "chooses_count": True, "min_tokens": 0}, name="withdraws"))
 
 
 def test_a_class_that_is_no_method_is_refused() -> None:
@@ -239,9 +239,10 @@ def test_a_class_that_is_no_method_is_refused() -> None:
 
 def test_broken_rules_of_other_sites_are_found() -> None:
     cases = [
-        ("PRE_ENCODER", extend.ResizeMethod, {"shares": lambda self, images, keep, per: [2.0] * 3}, "0, 1"),
+        ("PRE_ENCODER", extend.ResizeMethod, {"compute_shares": lambda self, images, keep, per: [2.0] * 3}, "0, 1"),
         ("PRE_ENCODER", extend.ResizeMethod,
-         {"shares": lambda self, images, keep, per: [keep * one.tokens / 64 for one in images]}, "by_content|keep=1.0"),
+         {"compute_shares": lambda self, images, keep, per: [keep * one.tokens / 64 for one in images]},
+         "depends_on_content|keep=1.0"),
         ("PRE_ENCODER", extend.ImageChooser, {"choose": lambda self, question, count, most: [0, 0]}, "sorted"),
         ("PRE_ENCODER", extend.ImageChooser, {"choose": lambda self, question, count, most: []}, "at least one"),
         ("ATTENTION", extend.AttentionPattern, {"block_starts": lambda self, visuals, end: [9, 9]}, "rising"),
@@ -330,5 +331,5 @@ def test_several_images_of_one_prompt() -> None:
 
 
 def test_a_fingerprint_tells_made_up_towers_apart() -> None:
-    assert Fingerprint.of(TOWER.module, read=3, protected=1) == TOWER.fingerprint
+    assert Fingerprint.from_module(TOWER.module, read=3, protected=1) == TOWER.fingerprint
     assert Site.IN_ENCODER is tokenprune.method_info("tome").site

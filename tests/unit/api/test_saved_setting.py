@@ -23,7 +23,7 @@ from tokenprune.errors import ConfigError
 from tokenprune.integrations.shared.attachment import attachment_of
 from tokenprune.integrations.vllm.settings import configure
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune_bench.calibration import Thresholds
 from zoo import FAMILIES
 
@@ -185,7 +185,7 @@ def test_a_config_stands_alone(more: dict[str, Any], build: Callable) -> None:
 
 def test_another_model_than_it_was_tuned_on_is_warned_of(build: Callable, caplog: pytest.LogCaptureFixture) -> None:
     model = build(LLAVA)
-    tuned = {"model": {"name": "mine", "fingerprint": fingerprint(model)}}
+    tuned = {"model": {"name": "mine", "fingerprint": compute_fingerprint(model)}}
     with caplog.at_level(logging.WARNING, "tokenprune"):
         with tokenprune.patched(model, config=content({"method": "pool"}, tuned=tuned)):
             assert tokenprune.is_patched(model)

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tokenprune
 from tokenprune.errors import MissingPackageError, TokenPruneError
-from tokenprune.models.model_config import read_model_config, shipped_checkpoint
+from tokenprune.models.model_config import get_shipped_checkpoint, read_model_config
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo import MODELS, smol
 from tokenprune_demo.heldout import SMOL, Example, load_heldout
@@ -73,7 +73,7 @@ def test_another_file_of_the_decoder_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 @installed
 def test_the_checkpoint_needs_no_code_of_ours(subject: Model) -> None:
-    folder = shipped_checkpoint("demo_smol")
+    folder = get_shipped_checkpoint("demo_smol")
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert type(model).__module__.startswith("transformers.") and model.dtype == torch.float32
     assert type(AutoProcessor.from_pretrained(folder)).__module__.startswith("transformers.")

@@ -21,7 +21,7 @@ from tokenprune.errors import BudgetError, OptionError
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune.settings.cost import CostModel, Load
-from tokenprune_bench.equal_cost import in_words, missed, setting_for
+from tokenprune_bench.equal_cost import describe_type, missed, setting_for
 from tokenprune_bench.profiling.model import load
 from tokenprune_bench.profiling.patched import escalating
 from tokenprune_bench.report.compare import same_questions
@@ -97,8 +97,8 @@ def test_a_run_that_spends_something_else_is_told() -> None:
 
 def test_a_setting_in_words() -> None:
     inside = {"method": "fastv", "keep": {"average_share": 0.5}}
-    assert in_words(inside, [256, 256, 64], 256) == "average_share=0.5: 100 %, 25 % from layer 2"
-    assert in_words({"method": "dymu", "keep": 0.25, "exact": True}, [64, 64], 256) == "keep=0.25, exact=True"
+    assert describe_type(inside, [256, 256, 64], 256) == "average_share=0.5: 100 %, 25 % from layer 2"
+    assert describe_type({"method": "dymu", "keep": 0.25, "exact": True}, [64, 64], 256) == "keep=0.25, exact=True"
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tokenprune.cli import app
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.selection.method import Site
 from tokenprune.settings import Setting
-from tokenprune.settings.cost import CostModel, Load, decode_limit, site_limits
+from tokenprune.settings.cost import CostModel, Load, compute_decode_limit, compute_site_limits
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.profiling.profile import Profile, Side, profile_call
 from tokenprune_bench.profiling.profile_tables import TO_FIRST_TOKEN, limit_table, stage_table
@@ -101,7 +101,7 @@ def _made_up(after: bool = True) -> Profile:
         Setting.from_text("divprune", 0.25) if after else None,
         Side(runs, "a", (1024, 1024, 1024.0), 4096),
         Side(less, "b", (1024, 256, 256.0), 1024) if after else None,
-        CostModel.from_config(config), Load.of_config(config, tokens=1024), environment, 0.5,
+        CostModel.from_config(config), Load.from_config(config, tokens=1024), environment, 0.5,
     )  # fmt: skip
 
 
@@ -162,9 +162,9 @@ def test_bars_and_table_show_the_same_numbers_in_the_same_order() -> None:
 def test_limits_are_those_of_the_closed_forms() -> None:
     """By hand, from the FLOPs of the parts."""
     config = limits.SHAPES[0].made()
-    model, prompt = CostModel.from_config(config), Load.of_config(config, text=10)
-    whole = model.cost(prompt)
-    found = {one.site: one for one in site_limits(model, prompt, 0.25)}
+    model, prompt = CostModel.from_config(config), Load.from_config(config, text=10)
+    whole = model.compute_cost(prompt)
+    found = {one.site: one for one in compute_site_limits(model, prompt, 0.25)}
     decoder = model.decoder
     assert whole.decoder == decoder.prefill_flops([586] * 32) and whole.tower == model.tower.flops([576])
     assert found[Site.PRE_LLM].at_keep == pytest.approx(whole.flops / (whole.tower + decoder.prefill_flops([154] * 32)))
@@ -174,10 +174,10 @@ def test_limits_are_those_of_the_closed_forms() -> None:
     assert found[Site.PRE_ENCODER].limit == pytest.approx(whole.flops / decoder.prefill_flops([10] * 32))
     for one in found.values():
         assert 1 < one.at_keep < one.limit
-    half, least = decode_limit(model, prompt, 0.5)
+    half, least = compute_decode_limit(model, prompt, 0.5)
     cache, weights = 2 * 32 * 4096, 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     assert half == pytest.approx((weights + 586 * cache) / (weights + 298 * cache)) and least > half
-    assert model.cost(prompt).cache == 586 * cache
+    assert model.compute_cost(prompt).cache == 586 * cache
 
 
 def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
@@ -185,7 +185,7 @@ def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
     example = load_heldout(limit=1)[0]
     inputs = subject.inputs([example.image], [example.question])
     model = CostModel.from_config(subject.model.config)
-    prompt = Load.of_inputs(subject.model.config, inputs, 256)
+    prompt = Load.from_inputs(subject.model.config, inputs, 256)
     for setting in (
         {"method": "divprune", "keep": 0.25}, {"method": "fastv", "keep": 100},
         {"method": ["divprune", "fastv"], "keep": [0.5, 0.25]}, {"method": "fastv", "keep": {"flops_share": 0.6}},
@@ -201,8 +201,8 @@ def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
 
 def test_methods_before_the_decoder_spare_the_tower() -> None:
     config = limits.SHAPES[4].made()
-    model, prompt = CostModel.from_config(config), Load.of_config(config, tokens=1024)
-    whole = model.cost(prompt)
+    model, prompt = CostModel.from_config(config), Load.from_config(config, tokens=1024)
+    whole = model.compute_cost(prompt)
     costs = {
         name: model.predict(prompt, *Setting.from_json({"method": name, "keep": 0.5}).steps())
         for name in ("downsample", "tome", "divprune")
@@ -215,11 +215,11 @@ def test_methods_before_the_decoder_spare_the_tower() -> None:
 
 def test_a_load_says_what_it_needs() -> None:
     llava, qwen = (limits.SHAPES[index].made() for index in (1, 4))
-    assert Load.of_config(llava, tiles=5) == Load((576,) * 5, 2880, 64)
-    assert Load.of_config(qwen, tokens=100, text=0) == Load((400,), 100, 0)
+    assert Load.from_config(llava, tiles=5) == Load((576,) * 5, 2880, 64)
+    assert Load.from_config(qwen, tokens=100, text=0) == Load((400,), 100, 0)
     for config, wrong in ((llava, {"tokens": 9}), (qwen, {"tiles": 2}), (qwen, {"tokens": 0}), (llava, {"text": -1})):
         with pytest.raises(OptionError):
-            Load.of_config(config, **wrong)
+            Load.from_config(config, **wrong)
 
 
 def test_the_page_has_the_table_that_the_script_makes() -> None:

@@ -13,7 +13,7 @@ from each import each
 from report_runs import BASE, GOOD, QUESTIONS, RIVALS, header, made, result, timing
 from tests.unit.api.test_cli import call, refused
 from tokenprune import TokenPruneError
-from tokenprune.models.model_config import known_images
+from tokenprune.models.model_config import describe_known_images
 from tokenprune_bench import results
 from tokenprune_bench.report import compare, warnings
 from tokenprune_bench.report.page import make_page
@@ -119,7 +119,7 @@ def test_the_page_says_of_a_shipped_model_what_the_command_says() -> None:
         known = name != "photos.jsonl" or weights is None
         assert (said in make_page([run])) is not known
         assert any(said in line for line in warnings.lines(run.results)) is not known
-    assert "photographs and pages with things drawn on them, only" in known_images("demo_smol (shipped)")
+    assert "photographs and pages with things drawn on them, only" in describe_known_images("demo_smol (shipped)")
     assert drawn_set("documents", 1).about()["name"].startswith(results.OWN_SET)
 
 

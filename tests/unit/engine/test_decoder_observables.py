@@ -53,7 +53,7 @@ def reader(needs: tuple[str, ...], site: str = "IN_LLM", read: Any = None) -> li
         text = {}
         for name in {"hidden", *needs}:
             one = observable_registry.find_observable(name)
-            if type(one).of_text is not observable.Observable.of_text:
+            if type(one).compute_text is not observable.Observable.compute_text:
                 text[one.text_name] = getattr(tokens.text, one.text_name)
         place = tokens.text.position
         return SimpleNamespace(segments=tokens.segments, mask=tokens.text.mask, place=place, text=text, **found)

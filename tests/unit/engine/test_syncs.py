@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often the host waits for the device in a prefill and in decode steps (the table in docs/performance.md).
+"""How often the host waits for the device in a prefill and in decode steps (the table in docs/results/speed.md).
 
 On the CPU the device is a pretended one (far_device.py), which counts everything that would make the host wait.
 """
@@ -169,7 +169,7 @@ def test_prefill(family_name: str, name: str, large: bool, monkeypatch: pytest.M
     assert not decode.ours
     with counting() as reading:
         stats = tokenprune.stats(model)
-    assert stats.visual_tokens_out or not tokenprune.method_info(name).cls.least
+    assert stats.visual_tokens_out or not tokenprune.method_info(name).cls.min_tokens
     assert bool(reading.found) == bool(stats.cuts)  # what is recorded is read when it is asked for
 
     key = (family_name, large, name == "pevlm", name in VIDEO_METHODS)  # what tells inputs apart
@@ -198,7 +198,7 @@ def test_positions_of_the_caller_are_read_with_the_placeholders(
     assert sum(prefill.ours.values()) <= allowed(family, "divprune"), prefill.ours
 
 
-ASKS = [name for name in METHODS if tokenprune.method_info(name).cls.asks_device]
+ASKS = [name for name in METHODS if tokenprune.method_info(name).cls.syncs_device]
 
 
 def test_who_asks_says_so() -> None:
@@ -252,7 +252,7 @@ def test_guard_on_a_device_without_events(arrived: bool, monkeypatch: pytest.Mon
         monkeypatch.setattr(transfer, "_event", lambda device: None)
     with counting() as sending:
         late = transfer.AsyncValues(Far(torch.tensor([0.5])))
-        assert late.ready() is arrived
+        assert late.is_ready() is arrived
     assert not sending.found
     with counting() as reading:
         assert late.read() == [0.5]
@@ -383,7 +383,7 @@ def test_on_a_gpu(family_name: str, name: str, monkeypatch: pytest.MonkeyPatch) 
 
         return run
 
-    if not tokenprune.method_info(name).cls.asks_device:
+    if not tokenprune.method_info(name).cls.syncs_device:
         for module in (engine, cuts):
             monkeypatch.setattr(module, "select_tokens", strict(module.select_tokens))
             monkeypatch.setattr(module, "apply_selection", strict(module.apply_selection))

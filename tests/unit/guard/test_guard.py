@@ -225,7 +225,7 @@ class Waiting(AsyncValues):
 
     arrived = False
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return Waiting.arrived
 
 
@@ -385,7 +385,7 @@ def test_copies(subject: Model) -> None:
         assert subject.generate(inputs) == want
     late = AsyncValues(torch.tensor([0.25, 0.5]))
     for made in (copy.deepcopy(late), pickle.loads(pickle.dumps(late))):
-        assert made.ready() and made.read() == [0.25, 0.5] and made.count == 2
+        assert made.is_ready() and made.read() == [0.25, 0.5] and made.count == 2
 
 
 def test_replacing_a_patch(subject: Model) -> None:

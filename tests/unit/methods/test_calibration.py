@@ -40,7 +40,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 def plan_of(model: Any, keep: float, schedule: str = "constant") -> list[int]:
     tower = tower_shape(model)
-    return merges_per_block(tower, tower.left(tokenprune.Budget(keep=keep)), schedule)
+    return merges_per_block(tower, tower.count_kept(tokenprune.Budget(keep=keep)), schedule)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from oracle import close, generate_logits, reduced, survivors
 from tests.unit.tower.test_encoder import BATCHES, expected_sources, with_features
 from tokenprune import Budget, BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.kernels.merging import most
+from tokenprune.kernels.merging import max_merges
 from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection import EncoderMethod, Tower
 from tokenprune.selection.files import File
@@ -88,7 +88,7 @@ def test_thresholds_ship_for_the_demo_model() -> None:
     with pytest.raises(BudgetError, match=r"keep=0.3 was not calibrated.*0.5 or 0.25 or 0.11"):
         tokenprune.patch(subject.model, "dymu", keep=0.3)
     with pytest.raises(OptionError, match=r"calibrated for a tower in float32, and this one is in bfloat16"):
-        found = tokenprune.method("dymu", thresholds=next(iter(tokenprune.methods.encoder.thresholds._shipped())))
+        found = tokenprune.method("dymu", thresholds=next(iter(tokenprune.methods.encoder.thresholds._load_shipped())))
         tokenprune.patch(subject.model.bfloat16(), found, keep=0.5)
 
 
@@ -206,4 +206,4 @@ def test_the_contract_of_encoder_methods() -> None:
     with pytest.raises(NotImplementedError, match="plan"):
         EncoderMethod().plan(tokenprune.Budget(keep=0.5), Tower(17, 1, 3, 2))
     assert EncoderMethod().is_identity(tokenprune.Budget(keep=1.0))
-    assert most(17, 1) == 8
+    assert max_merges(17, 1) == 8

@@ -12,7 +12,7 @@ from oracle import generate_logits
 from tests.unit.api.test_cli import call, refused
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.methods.decode.rate_predictor import RatePredictor
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune_bench.calibration import fit_dyrate
 from tokenprune_bench.calibration.rate_fitting import _regress
 from zoo import FAMILIES
@@ -83,7 +83,7 @@ def made_up(model: torch.nn.Module, path, grid: int = 4, layer: int = 2) -> Rate
     """The rate rises with the mass on the answer in head 0."""
     weight, bias = torch.zeros(grid, 16), torch.zeros(grid)
     weight[:, 3], bias[:] = torch.arange(grid) * 100.0, -torch.arange(grid) * 10.0
-    predictor = RatePredictor(weight, bias, layer, fingerprint(model.model.language_model))
+    predictor = RatePredictor(weight, bias, layer, compute_fingerprint(model.model.language_model))
     predictor.save(path)
     return predictor
 
@@ -114,13 +114,13 @@ def test_fingerprint() -> None:
     torch.manual_seed(0)
     one = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1))
     same = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1))
-    assert len({fingerprint(one), fingerprint(same), fingerprint(one.double())}) == 3
+    assert len({compute_fingerprint(one), compute_fingerprint(same), compute_fingerprint(one.double())}) == 3
     one.float()
     same.load_state_dict(one.state_dict())
-    assert fingerprint(one) == fingerprint(same)
+    assert compute_fingerprint(one) == compute_fingerprint(same)
     with torch.no_grad():
         same[1].bias += 1
-    assert fingerprint(one) != fingerprint(same)
+    assert compute_fingerprint(one) != compute_fingerprint(same)
 
 
 def test_regression() -> None:
@@ -159,7 +159,7 @@ def test_fitting(build, tmp_path) -> None:
     loaded = RatePredictor.load(path)
     for other in (again, loaded):
         assert torch.equal(other.weight, predictor.weight) and torch.equal(other.bias, predictor.bias)
-    assert (loaded.layer, loaded.grid, loaded.model) == (2, 3, fingerprint(model.model.language_model))
+    assert (loaded.layer, loaded.grid, loaded.model) == (2, 3, compute_fingerprint(model.model.language_model))
     with tokenprune.patched(model, "dyrate", rate="predictor", predictor=str(path), grid=3, layer=2, keep=0.9):
         generate_logits(model, samples[0], 2)
 

@@ -49,7 +49,7 @@ def naive_entering(entropy: list[float], keep: int, shares: Any = SHARES) -> lis
 
 def observed(pixels: list[list[tuple[int, int, int]]]) -> list[float]:
     colours = torch.tensor(pixels, dtype=torch.float32).transpose(1, 2)[:, None] / 255
-    return find_observable("patch_entropy").of_colours(colours).squeeze(1).tolist()
+    return find_observable("patch_entropy").compute_from_colors(colours).squeeze(1).tolist()
 
 
 def test_entropies_equal_the_loop() -> None:

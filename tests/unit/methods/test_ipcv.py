@@ -245,7 +245,7 @@ def way_back(hidden: Tensor, stayed: list[int], guides: list[list[int]]) -> WayB
     mask = torch.zeros(1, len(hidden), dtype=torch.bool)
     mask[0, stayed] = True
     flat = torch.tensor([one for near in guides for one in near])
-    drop = Merge.dropping(mask, [len(stayed)])
+    drop = Merge.from_kept(mask, [len(stayed)])
     return WayBack(drop, range(1, 3), 5, hidden, torch.tensor(stayed), torch.tensor(gone), flat, starts)
 
 
@@ -262,7 +262,7 @@ def test_what_left_moves_as_its_guides_did() -> None:
     assert torch.equal(full[0], h[0] + 3) and torch.equal(full[2], h[2] + 6)
     assert torch.equal(back(moved.half()), full.half()) and back(moved.half()).dtype == torch.float16
     assert [back.after(index) for index in range(6)] == [True, True, False, False, False, True]
-    units, left = Units.packed(3, 2, h.device).apply(Merge.dropping(torch.tensor([[True, False, True]]), [2]), h)
+    units, left = Units.packed(3, 2, h.device).apply(Merge.from_kept(torch.tensor([[True, False, True]]), [2]), h)
     assert torch.equal(units.full(left)[2:4], torch.zeros(2, 3))  # and without a way back nothing comes
 
 
@@ -271,10 +271,13 @@ def test_guides_are_the_nearest_however_many_are_compared_at_once(monkeypatch: p
     gone, kept = x[:30], x[30:]
     method = tokenprune.method("ipcv", neighbours=4)
     want = [sorted(sorted(range(10), key=lambda j: apart(kept[j], one))[:4]) for one in gone]
-    assert method.guides(gone, kept).sort(dim=1).values.tolist() == want
+    assert method.choose_guides(gone, kept).sort(dim=1).values.tolist() == want
     monkeypatch.setattr("tokenprune.methods.encoder.ipcv._PAIRS", 35)  # three rows
-    assert method.guides(gone, kept).sort(dim=1).values.tolist() == want
-    assert method.guides(gone, kept[:2]).shape == (30, 2) and method.guides(gone[:0], kept).shape == (0, 4)
+    assert method.choose_guides(gone, kept).sort(dim=1).values.tolist() == want
+    assert method.choose_guides(gone, kept[:2]).shape == (30, 2) and method.choose_guides(gone[:0], kept).shape == (
+        0,
+        4,
+    )
 
 
 def test_costs_tower_work_alone(build) -> None:

@@ -108,7 +108,7 @@ def test_thresholds_in_a_model(rows: int, build: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(observable, "_ELEMENTS", rows)
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 1))
-    assert tokenprune.method("mustdrop", thresholds=(1.0, 1.0)).by_content_count
+    assert tokenprune.method("mustdrop", thresholds=(1.0, 1.0)).chooses_count
     counts = []
     for word in (0.0, 0.05, 1.0):
         with tokenprune.patched(model, "mustdrop", keep=0.9, thresholds=(0.9, word), record=True):

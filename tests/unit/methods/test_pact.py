@@ -15,7 +15,7 @@ from tests.unit.methods.naive.pact import centres as naive_centres
 from tests.unit.methods.naive.pact import distance, naive
 from tokenprune import Selection, VisualTokens
 from tokenprune.kernels import farthest, pairs
-from tokenprune.methods.in_llm.pact import in_rounds
+from tokenprune.methods.in_llm.pact import select_in_rounds
 from tokenprune.testing import check_method, visual_tokens
 from tower_tokens import merged
 
@@ -96,7 +96,7 @@ def test_rounds_find_what_one_after_the_other_finds() -> None:
             near = torch.rand(size, size, generator=g) < share
             near = (near | near.T).fill_diagonal_(True)
             apart = (~near).double().tolist()
-            assert in_rounds(near, near[0] | True).nonzero().flatten().tolist() == naive_centres(
+            assert select_in_rounds(near, near[0] | True).nonzero().flatten().tolist() == naive_centres(
                 apart, list(range(size)), 0.5
             )
 
@@ -152,7 +152,7 @@ def test_where_it_cuts() -> None:
 def test_it_is_safe_with_a_prefix_cache_and_by_content_with_a_cutoff() -> None:
     method = tokenprune.method("pact", cutoff=0.3)
     check_method(method)
-    assert method.by_content_count and not tokenprune.method("pact").by_content_count
+    assert method.chooses_count and not tokenprune.method("pact").chooses_count
     assert method.prefix_cache_safe and not method.query_aware
 
 

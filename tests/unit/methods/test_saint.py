@@ -77,8 +77,8 @@ def match(keys: Tensor, keep: float | int, protected: int = 0, **options: Any) -
     merge: Merge | None = None if plan[1] is None else plan[1](keys, None)
     if merge is None:
         return [list(range(count))] * len(keys)
-    assert merge.drops
-    left = merge.left or [merge.keep.shape[1]] * len(keys)
+    assert merge.is_drop
+    left = merge.num_kept or [merge.keep.shape[1]] * len(keys)
     return [row[:number] for row, number in zip(merge.keep.tolist(), left, strict=True)]
 
 

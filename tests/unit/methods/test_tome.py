@@ -11,7 +11,7 @@ from torch import Tensor
 
 from each import each
 from tokenprune import Budget, BudgetError, OptionError
-from tokenprune.kernels.merging import Merge, bipartite_match, most
+from tokenprune.kernels.merging import Merge, bipartite_match, max_merges
 from tokenprune.methods.encoder.tome import ToMe
 from tokenprune.selection.sites.encoder import Tower
 
@@ -51,7 +51,7 @@ def test_equals_the_naive_loop(b: int, n: int, protected: int, r: int) -> None:
     keys, x = metric(b, n), metric(b, n, seed=1)
     size = torch.randint(1, 5, (b, n), generator=torch.Generator().manual_seed(2)).float()
     merge = bipartite_match(keys, r, protected)
-    if min(r, most(n, protected)) == 0:
+    if min(r, max_merges(n, protected)) == 0:
         assert merge is None
         return
     assert merge.keep.shape == (b, n - min(r, (n - protected) // 2))

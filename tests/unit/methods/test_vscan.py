@@ -193,7 +193,7 @@ def test_schedule(layers: int, count: int, keep: Any, first: int, second: int) -
     for method, part in tokenprune.method("vscan").stages(budget, layers):
         about = dict(layer=method.cut_layer, shape=shape, text_tokens=0, original=[count])
         (number,) = part.resolve([arrives], **about)
-        arrives = min(arrives, max(1, method.budget(arrives, number)))  # as the engine does
+        arrives = min(arrives, max(1, method.resolve_count(arrives, number)))  # as the engine does
         got.append((method.name, method.site, method.cut_layer, arrives))
     assert got == [("vscan", "PRE_LLM", 0, first), ("vscan", "IN_LLM", layers // 2, second)]
 

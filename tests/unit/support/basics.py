@@ -14,7 +14,7 @@ from tokenprune.integrations.shared.checks.reading import missing_observable
 from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
 from tokenprune.models.families import SUPPORTED
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 from zoo import IMAGE, VIDEO, Family
 
 METHODS = tokenprune.available_methods()
@@ -25,7 +25,7 @@ _BEFORE_THE_DECODER = (Site.PRE_ENCODER, Site.IN_ENCODER)
 _ELSEWHERE = (*_BEFORE_THE_DECODER, Site.ATTENTION)
 # What compares the frames of videos leaves images alone, and is refused for families without videos. What merges them
 # in the tower is another matter: see test_frame_merging.py.
-_COMPARING = [name for name in METHODS if observables_of(tokenprune.method_info(name).needs, ObservedAt.FRAMES)]
+_COMPARING = [name for name in METHODS if select_observables(tokenprune.method_info(name).needs, ObservedAt.FRAMES)]
 VIDEO_METHODS = [name for name in _COMPARING if tokenprune.method_info(name).site not in _ELSEWHERE]
 # What reads something that not every family has: see test_tile_methods.py.
 TILE_METHODS = [name for name in METHODS if missing_observable(tokenprune.method(name), SUPPORTED["qwen2_vl"])]
@@ -41,7 +41,7 @@ MODEL_METHODS = [
 SINGLE_CUT = [
     name
     for name in MODEL_METHODS
-    if len(tokenprune.method(name).stages(Budget(keep=0.3), 4)) == 1 and tokenprune.method(name).least
+    if len(tokenprune.method(name).stages(Budget(keep=0.3), 4)) == 1 and tokenprune.method(name).min_tokens
 ]
 
 

@@ -177,7 +177,7 @@ def kind_of(method: str) -> tuple[Any, ...]:
     info = tokenprune.method_info(method)
     seen = frozenset(find_observable(need).where for need in info.needs)
     several = isinstance(info.cls(), Pruner) and len(info.cls().stages(Budget(keep=0.9), 32)) > 1
-    return info.site, info.merges, seen, several, info.cls.by_content_count, bool(info.cls.least)
+    return info.site, info.merges, seen, several, info.cls.chooses_count, bool(info.cls.min_tokens)
 
 
 def without(method: str) -> set[str]:

@@ -32,7 +32,7 @@ def rows(*values: float) -> Tensor:
 
 
 def dropping(*stays: bool) -> Merge:
-    return Merge.dropping(torch.tensor([stays]), [sum(stays)])
+    return Merge.from_kept(torch.tensor([stays]), [sum(stays)])
 
 
 def test_units_are_dropped_and_merged_in_any_order() -> None:
@@ -72,7 +72,7 @@ def test_rows_of_any_tower_are_dropped_and_merged() -> None:
     assert torch.equal(units.bias(False, x.dtype)[:, 0, 0], torch.tensor([[0.0, 0, 0], [0, 0, -torch.inf]]))
     assert torch.equal(units.full(hidden).flatten(), torch.tensor([1.0, 1, 1, 3, 5.5, 5.5, 5.5, 5.5]))
     units, hidden = units.apply(
-        Merge.dropping(torch.tensor([[False, True, True], [True, False, False]]), [2, 1]), hidden
+        Merge.from_kept(torch.tensor([[False, True, True], [True, False, False]]), [2, 1]), hidden
     )
     assert torch.equal(units.full(hidden).flatten(), torch.tensor([0.0, 1, 0, 3, 5.5, 0, 0, 5.5]))
 
@@ -101,7 +101,7 @@ class Loudest(tokenprune.selection.UnitDropper):
 
     name: ClassVar[str] = "loudest"
     sees: ClassVar[str] = "hidden"
-    by_content_count: ClassVar[bool] = False
+    chooses_count: ClassVar[bool] = False
     at: int = 0
 
     def block(self, depth: int) -> int:
@@ -126,7 +126,7 @@ class Fewer(Loudest):
 class Some(Fewer):
     """Say that nobody knows how many."""
 
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
 
 @pytest.mark.parametrize(

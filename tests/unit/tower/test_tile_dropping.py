@@ -44,7 +44,7 @@ def encode(model: Any, inputs: Any) -> Any:
 def squares(model: Any, patches: int) -> list[list[int]]:
     """The patches of each unit, all counted from the first patch."""
     adapter = adapter_for(model)
-    side, height = adapter.family.side(adapter.config), math.isqrt(patches)
+    side, height = adapter.family.get_unit_side(adapter.config), math.isqrt(patches)
     return [
         [(side * row + r) * height + side * column + c for r in range(side) for c in range(side)]
         for row in range(height // side)

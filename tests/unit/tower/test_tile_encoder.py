@@ -166,12 +166,12 @@ def test_parts_merge_apart() -> None:
     method = tokenprune.method("tome")
 
     def plan_of(tower: Tower) -> list:
-        return method.plan(Budget(keep=tower.wanted), tower)
+        return method.plan(Budget(keep=tower.num_kept), tower)
 
     goals = [(row.bool(), left) for row, left in zip(part, wanted, strict=True)]
     (match,) = parts_of_tiles(goals, Tower(13, 1, 1, 1), plan_of).plan(1)
     merge = match(keys, None)
-    assert merge.left == [1 + sum(row) for row in wanted]
+    assert merge.num_kept == [1 + sum(row) for row in wanted]
     for row in range(3):
         joined: dict[int, list[int]] = {}
         for token, place in enumerate(merge.assign[row].tolist()):

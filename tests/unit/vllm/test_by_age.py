@@ -11,7 +11,7 @@ import pytest
 from each import each
 from tests.unit.vllm.test_offer import offer
 from tokenprune import Budget
-from tokenprune.budgets.by_age import aged
+from tokenprune.budgets.by_age import apply_ages
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest
 from tokenprune.integrations.vllm.gateway import choice
@@ -44,7 +44,7 @@ def test_an_image_keeps_what_the_budget_says(keep: dict[str, Any], method: str) 
     assert made.ages == budget.ages and not made.removes_nothing
     for counts in ([36], [36, 7, 100], [1, 2, 3, 4, 5, 64, 64, 30]):
         new = [budget.resolve_keep(count) for count in counts]
-        wanted = aged(new, budget.ages.tiers, budget.ages.step)
+        wanted = apply_ages(new, budget.ages.tiers, budget.ages.step)
         own = made.of_items("image", len(counts))
         assert [one.wanted(count) for one, count in zip(own, counts, strict=True)] == [
             made.acting.budget(count, number) for count, number in zip(counts, wanted, strict=True)

@@ -37,7 +37,7 @@ def test_it_keeps_what_it_keeps_of_copies(name: str, counts: list[int]) -> None:
             if not in_order:
                 patch.setattr(before_llm, "_all_in_order", lambda segments: False)
             encoded = before_llm._made_up(method, counts)
-            keep = [min(count, method.budget(count, 12)) for count in counts]
+            keep = [min(count, method.resolve_count(count, 12)) for count in counts]
             kept, merged = before_llm.choose(method, given, 8, segments, keep, encoded=encoded)
         assert torch.equal(given, rows)  # they go on to the language model
         found.append((kept, merged))
@@ -52,7 +52,7 @@ def test_items_at_once_keep_what_each_keeps_alone(name: str, counts: list[int]) 
     items = [torch.randn(20, 10, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     frames: list[list[int] | None] = [[count // 2] * 2 for count in counts]
     modality = "video" if compares_frames(method) else "image"
-    keep = [min(count, method.budget(count, count // 2)) for count in counts]
+    keep = [min(count, method.resolve_count(count, count // 2)) for count in counts]
 
     def chosen(rows: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         segments = before_llm.segments_of(counts, None, modality, rows.device, frames=frames, items=number)

@@ -248,7 +248,7 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
             registry._METHODS.pop(name)
 
 
-@pytest.mark.parametrize("declared", [{"by_content_count": True}, {"least": 0}])
+@pytest.mark.parametrize("declared", [{"chooses_count": True}, {"min_tokens": 0}])
 @pytest.mark.parametrize("site", [Site.PRE_LLM, Site.IN_LLM])
 def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> None:
     """Whatever the method does with features that are made up."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tokenprune.budgets import Budget, joint_share
+from tokenprune.budgets import Budget, compute_joint_share
 from tokenprune.errors import NotPatchedError
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.selection.method import Method
@@ -48,10 +48,10 @@ class Attachment(Attachable):
         """Return what `print(model)` shows of the patch: a line for each method, one for encoded images, one for the
         guard."""
         lines = [
-            f"tokenprune: {method!r}, keep={budget.short()}, site={method.site}"
+            f"tokenprune: {method!r}, keep={budget.format_short()}, site={method.site}"
             for method, budget in zip(self.methods, self.budgets, strict=True)
         ]
-        together = joint_share(self.budgets) if len(self.budgets) > 1 else None
+        together = compute_joint_share(self.budgets) if len(self.budgets) > 1 else None
         if together is not None:
             lines.append(f"tokenprune: {len(self.budgets)} methods, together keep={together:.4g}")
         if self.feature_cache is not None:

@@ -20,7 +20,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 @dataclass(frozen=True)
 class Assumptions:
     """Shares of the data sheet's numbers, and others that no closed form knows; the defaults are an H200's
-    (docs/capacity.md).
+    (docs/serving/capacity.md).
 
     compute, tower: of the FLOPs, in the decoder's prefill and in the vision tower. read: of the bandwidth, while
     decoding. memory: for weights and KV cache; the rest is left to activations and the runtime. at_once: most requests
@@ -109,8 +109,8 @@ class Server:
         assert costs.tower is not None
         head = text.vocab_size * text.hidden_size
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        read = costs.decoder.weights + head
-        made = cls(costs, costs.tower.weights + read + (0 if tied else head), read, gpu, gpus, dtype, assumed)
+        read = costs.decoder.num_weights + head
+        made = cls(costs, costs.tower.num_weights + read + (0 if tied else head), read, gpu, gpus, dtype, assumed)
         if made.room <= 0:
             fit = -(-made.weight_bytes // (assumed.memory * gpu.memory))
             raise UnsupportedModelError(
@@ -138,7 +138,7 @@ class Server:
         size, layers, assumed = BYTES[self.dtype], self.costs.decoder.layers, self.assumed
         each = load.visual // images
         visual = Budget.from_keep(keep).resolve_keep(each) * images
-        cost = self.costs.cost(load, per_layer=[visual] * layers)
+        cost = self.costs.compute_cost(load, per_layer=[visual] * layers)
         prompt = load.text + visual
         held = -(-(prompt + answer) // assumed.block) * assumed.block
         kv = float(self.costs.decoder.kv_bytes([held] * layers, size))
@@ -153,7 +153,7 @@ class Server:
         # While a request is answered its cache grows; half of the answer is there on average.
         grown = float(self.costs.decoder.kv_bytes([prompt + answer // 2] * layers, size))
         step = max(assumed.launch, (self.read * size + together * grown) / bandwidth)
-        decoder = cost.decoder + 2 * (self.read - self.costs.decoder.weights)
+        decoder = cost.decoder + 2 * (self.read - self.costs.decoder.num_weights)
         peak = self.gpus * self.gpu.flops(self.dtype)
         prefill = decoder / (assumed.compute * peak) + cost.tower / (assumed.tower * peak)
         # A prompt of few tokens is over before the weights have been read.
@@ -188,7 +188,7 @@ class Server:
         sums = []
         for keep, rate in rates.items():
             made = ideal.capacity(load, keep, images, answer)
-            tower = ideal.costs.cost(load).tower / (self.gpus * self.gpu.flops(self.dtype))
+            tower = ideal.costs.compute_cost(load).tower / (self.gpus * self.gpu.flops(self.dtype))
             decoding = 1 / made.rate - made.prefill_seconds
             sums.append((made.prefill_seconds - tower, tower, 1 / rate - decoding))
         (one, tower, first), (other, _, second) = sums
@@ -206,8 +206,8 @@ class Server:
 
 
 def request_load(config: Any, images: int, *, tokens: int | None, tiles: int | None, text: int) -> Load:
-    """Return the load of a request with so many equal images; see `Load.of_config`. Raises OptionError."""
+    """Return the load of a request with so many equal images; see `Load.from_config`. Raises OptionError."""
     if images < 1:
         raise OptionError(f"a request has at least 1 image, not {images}: without images there is nothing to prune")
-    one = Load.of_config(config, tokens=tokens, tiles=tiles, text=text)
+    one = Load.from_config(config, tokens=tokens, tiles=tiles, text=text)
     return Load(one.views * images, one.visual * images, text)

@@ -12,10 +12,10 @@ from annotated_types import Ge, Lt
 
 from tokenprune.errors import OptionError
 from tokenprune.methods.decode.rate_predictor import RatePredictor
-from tokenprune.methods.fitted import FitAt
+from tokenprune.methods.fitted import LazyFit
 from tokenprune.methods.registry import register
-from tokenprune.models.fingerprint import fingerprint
-from tokenprune.models.per_layer import per_layer
+from tokenprune.models.fingerprint import compute_fingerprint
+from tokenprune.models.per_layer import get_layer_values
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.decode import DecodeMethod, Share, TokenType
 
@@ -56,7 +56,7 @@ class DyRate(DecodeMethod):
 
     never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.5
-    fit = FitAt("tokenprune_bench.calibration.rate_fitting", "fit_dyrate")
+    fit = LazyFit("tokenprune_bench.calibration.rate_fitting", "fit_dyrate")
     fit_limit: ClassVar[int | None] = 24
     fit_question: ClassVar[str | None] = None
 
@@ -101,7 +101,7 @@ class DyRate(DecodeMethod):
             step = masses.shape[1] - 1
             return torch.full_like(share, self.schedule[min(step, len(self.schedule)) - 1])
         if self.rate == "predictor":
-            return self._fitted.classes(masses[:, -1]).double() / self.grid
+            return self._fitted.predict(masses[:, -1]).double() / self.grid
         lowest = torch.full_like(share, self.k_min).minimum(share)
         kept = lowest + (share - lowest) * self._attention_left(masses)
         return ((1 - kept) * self.grid + 1e-6).floor().clamp(max=self.grid - 1) / self.grid
@@ -123,8 +123,8 @@ class DyRate(DecodeMethod):
     def check_model(self, decoder: torch.nn.Module) -> None:
         if self.rate != "predictor":
             return
-        heads = per_layer(decoder.config, "num_attention_heads")[self.layer - 1]  # where its attention is read
-        if self._fitted.weight.shape[1] != len(TokenType) * heads or self._fitted.model != fingerprint(decoder):
+        heads = get_layer_values(decoder.config, "num_attention_heads")[self.layer - 1]  # where its attention is read
+        if self._fitted.weight.shape[1] != len(TokenType) * heads or self._fitted.model != compute_fingerprint(decoder):
             raise OptionError(
                 f"{self.name}: {self.predictor} was fitted to another model (or to this one in another dtype): run "
                 "`tokenprune fit dyrate` with this model"

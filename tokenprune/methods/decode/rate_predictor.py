@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError
-from tokenprune.selection.files import File, reason
+from tokenprune.selection.files import File, describe_error
 
 _KIND = "tokenprune dyrate predictor"
 
@@ -32,7 +32,7 @@ class RatePredictor:
         """K, the number of rates."""
         return self.weight.shape[0]
 
-    def classes(self, masses: torch.Tensor) -> torch.Tensor:
+    def predict(self, masses: torch.Tensor) -> torch.Tensor:
         """long `[B]`: the index of the rate for masses `[B, H, 4]`."""
         weight, bias = self.weight.to(masses.device), self.bias.to(masses.device)
         return (masses.float().flatten(1) @ weight.T + bias).argmax(dim=1)
@@ -51,11 +51,11 @@ class RatePredictor:
     def load(cls, path: str | Path) -> RatePredictor:
         """Read what `save` wrote; raises OptionError for any other file."""
         try:
-            tensors, metadata = File.of(path).tensors()
+            tensors, metadata = File.from_path(path).tensors()
             if metadata.get("kind") != _KIND:
                 raise OptionError(f"{path} holds no predictor of `tokenprune fit dyrate`")
             return cls(tensors["weight"], tensors["bias"], int(metadata["layer"]), metadata["model"])
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):
                 raise
-            raise OptionError(f"cannot read a predictor from {path}: {reason(error)}") from error
+            raise OptionError(f"cannot read a predictor from {path}: {describe_error(error)}") from error

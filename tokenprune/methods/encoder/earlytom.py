@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.pairs import rounded, unit
+from tokenprune.kernels.pairs import normalize, round_cosines
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
@@ -78,7 +78,7 @@ class EarlyTom(FrameMerger):
         for size in self._segments(len(hidden), alike):
             left += self._mixed(start, size, alike)
             start += size
-        return FrameMix.of(left)
+        return FrameMix.from_frames(left)
 
     def groups(self, hidden: Tensor) -> list[int]:
         return self._segments(len(hidden), _similarities(hidden, self.longest - 1))
@@ -142,9 +142,9 @@ def _similarities(hidden: Tensor, most: int) -> list[list[float]]:
     most = min(most, frames - 1)
     if most < 1:
         return []
-    x = unit(hidden)
+    x = normalize(hidden)
     # Rounded, so that of frames that do not change all are 1; padded to one length: one read for all.
-    rows = [rounded((x[far:] * x[:-far]).sum(-1)).mean(-1) for far in range(1, most + 1)]
+    rows = [round_cosines((x[far:] * x[:-far]).sum(-1)).mean(-1) for far in range(1, most + 1)]
     padded = torch.stack([torch.nn.functional.pad(row, (0, frames - len(row))) for row in rows])
     return padded.tolist()
 

@@ -46,7 +46,7 @@ class IPCV(UnitDropper):
     """
 
     default_keep: ClassVar[float] = 0.35
-    by_content_count: ClassVar[bool] = False
+    chooses_count: ClassVar[bool] = False
     removes: ClassVar[bool] = False
 
     layer: Annotated[int, Ge(1)] = 3
@@ -70,6 +70,6 @@ class IPCV(UnitDropper):
         chosen = score.new_ones(1, score.numel(), dtype=torch.bool)
         return top_mask(score.view(1, -1), chosen, to_device([most], score.device), most).view(score.shape)
 
-    def guides(self, gone: Tensor, kept: Tensor) -> Tensor:
+    def choose_guides(self, gone: Tensor, kept: Tensor) -> Tensor:
         number, pieces = min(self.neighbours, len(kept)), gone.split(max(1, _PAIRS // len(kept)))
         return torch.cat([torch.cdist(one, kept).topk(number, largest=False).indices for one in pieces])

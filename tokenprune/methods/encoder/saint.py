@@ -67,8 +67,11 @@ class SAINT(EncoderMethod):
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what drops in the one block that does; raise OptionError for a block that nobody reads."""
-        layer, left = tower.blocks // 8 if self.layer is None else self.layer, tower.left(budget)
-        self._check(layer < tower.read, f"the model reads {tower.read} blocks of its vision tower, no block {layer}")
+        layer, left = tower.blocks // 8 if self.layer is None else self.layer, tower.count_kept(budget)
+        self._check(
+            layer < tower.blocks_read,
+            f"the model reads {tower.blocks_read} blocks of its vision tower, no block {layer}",
+        )
         plan: list[Matcher | None] = [None] * tower.blocks
         if self.threshold is not None or left < tower.patches:
             plan[layer] = partial(self._match, left, tower.protected)
@@ -93,7 +96,7 @@ class SAINT(EncoderMethod):
         if min(number) == stays.shape[1]:
             return None
         first = stays.new_ones(len(stays), protected)
-        return Merge.dropping(torch.cat([first, stays], dim=1), [one + protected for one in number])
+        return Merge.from_kept(torch.cat([first, stays], dim=1), [one + protected for one in number])
 
 
 def _alike(unit: Tensor, threshold: float, partners: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
-from tokenprune.kernels.merging import bipartite_match, most
+from tokenprune.kernels.merging import bipartite_match, max_merges
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
@@ -62,13 +62,15 @@ class ToMe(EncoderMethod):
         Raises BudgetError for a share that halving in every block cannot reach.
         """
         if self.r is None:
-            wanted = tower.patches - tower.left(budget)
-            plan = _smallest_constant(wanted, tower.tokens, tower.protected, tower.read)
+            wanted = tower.patches - tower.count_kept(budget)
+            plan = _smallest_constant(wanted, tower.tokens, tower.protected, tower.blocks_read)
         else:
             plan = self._given(tower.blocks)
         left, merged = tower.tokens, []
         for index in range(tower.blocks):
-            merged.append(min(plan[index], most(left, tower.protected)) if index < min(tower.read, len(plan)) else 0)
+            merged.append(
+                min(plan[index], max_merges(left, tower.protected)) if index < min(tower.blocks_read, len(plan)) else 0
+            )
             left -= merged[-1]
         return merged
 
@@ -96,11 +98,11 @@ def _smallest_constant(wanted: int, count: int, protected: int, blocks: int) -> 
         left = count
         plan: list[int] = []
         for _ in range(blocks):
-            plan.append(min(r, most(left, protected), wanted - sum(plan)))
+            plan.append(min(r, max_merges(left, protected), wanted - sum(plan)))
             left -= plan[-1]
         if sum(plan) == wanted:
             return plan
-        if r >= most(count, protected):
+        if r >= max_merges(count, protected):
             break
     raise BudgetError(
         f"tome cannot leave {count - protected - wanted} of {count - protected} patches: a block merges at most half "

@@ -43,7 +43,7 @@ class TowerDrop(UnitDropper):
     accuracy holds at an early block is measured on small models alone.
     """
 
-    by_content_count: ClassVar[bool] = False
+    chooses_count: ClassVar[bool] = False
 
     layer: Annotated[int, Ge(0)] = 2
     score: Literal["diverse", "change", "norm", "detail", "random"] = "diverse"

@@ -51,7 +51,7 @@ class Dart(Pruner):
     def query_aware(self) -> bool:
         return self.pivot_text > 0
 
-    def budget(self, count: int, keep: int) -> int:
+    def resolve_count(self, count: int, keep: int) -> int:
         pivots = self.pivot_image + self.pivot_text
         return keep if self.exact else self.pivot_image + pivots * (keep // pivots)
 

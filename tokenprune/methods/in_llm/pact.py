@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le
 
 from tokenprune.budgets import Budget
 from tokenprune.kernels.match import best_match
-from tokenprune.kernels.pairs import Products, rounded, unit
+from tokenprune.kernels.pairs import Products, normalize, round_cosines
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
@@ -55,7 +55,7 @@ class PACT(Pruner):
     images and videos are one pool). The paper's text was not read.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     layer: Annotated[int, Ge(1)] | None = None
     share: Annotated[float, Gt(0), Le(1)] = 0.55
@@ -63,7 +63,7 @@ class PACT(Pruner):
     reach: Annotated[float, Ge(0)] = 1.5
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         return self.cutoff is not None
 
     @property
@@ -83,32 +83,32 @@ class PACT(Pruner):
             if keep == count:
                 assign[row, :count] = itself[:count]
             else:
-                assign[row, :count] = self._of_image(score[row, :count], unit(tokens.keys[row, :count]), keep)
-        counts = None if self.by_content_count else tokens.keep
+                assign[row, :count] = self._of_image(score[row, :count], normalize(tokens.keys[row, :count]), keep)
+        counts = None if self.chooses_count else tokens.keep
         return Selection(assign == itself, assign, counts=counts)
 
     def _of_image(self, score: torch.Tensor, keys: torch.Tensor, keep: int) -> torch.Tensor:
         """long `[n]`: the centre that each of an image's tokens joins, -1 where it joins none. score: `[n]`; keys: `[n,
         D]`, of length 1."""
         count, device = len(score), score.device
-        share = self.share if self.by_content_count else min(1.0, max(self.share, _ROOM * keep / count))
+        share = self.share if self.chooses_count else min(1.0, max(self.share, _ROOM * keep / count))
         number = max(1, int(share * count))
         everything = torch.ones_like(score, dtype=torch.bool)[None]
         matters = top_mask(score[None], everything, to_device([number], device), number)[0]
         place = matters.nonzero().flatten()
-        dense = Products(keys[None, place], round_=True).of_rows(_density)[0]
+        dense = Products(keys[None, place], round_=True).reduce_rows(_density)[0]
         # From here on by falling density, of equal ones the first.
         place = place[dense.argsort(descending=True, stable=True)]
         alike = Products(keys[None, place], round_=True)
         cutoff = self._cutoff(alike, keep)
-        centre = centres(alike, cutoff)
-        if not self.by_content_count:
+        centre = find_centres(alike, cutoff)
+        if not self.chooses_count:
             # Copies are one centre at any cutoff: where that is too few, the densest others are centres as well.
             rank = torch.where(centre, 0, len(place)) + torch.arange(len(place), device=device)
             centre = torch.zeros_like(centre).index_fill_(0, rank.argsort()[:keep], True)
         target, _ = place[centre].sort()
         best, nearest = (one[0] for one in best_match(keys[None], keys[None, target]))
-        joins = matters | (1 - rounded(best) <= self.reach * cutoff)
+        joins = matters | (1 - round_cosines(best) <= self.reach * cutoff)
         assign = torch.where(joins, target[nearest], -1)
         return assign.index_copy(0, target, target)
 
@@ -120,7 +120,7 @@ class PACT(Pruner):
         low, high = 0.0, 2.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            number = int(centres(alike, middle).sum())
+            number = int(find_centres(alike, middle).sum())
             low, high = (middle, high) if number >= keep else (low, middle)
             if number == keep:
                 break
@@ -132,20 +132,20 @@ def _density(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
     return torch.exp(-((1 - rows).clamp(min=0) / _DENSITY).square()).sum(1, dtype=torch.float64)
 
 
-def centres(alike: Products, cutoff: float) -> torch.Tensor:
+def find_centres(alike: Products, cutoff: float) -> torch.Tensor:
     """bool `[m]`: tokens, in their order, of which none before them is within the cutoff that is one itself. alike:
     cosines `[1, m, m]`. Waits for the device."""
     found = torch.zeros(alike.shape[1], dtype=torch.bool, device=alike.a.device)
 
     def block(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
         near, own = 1 - rows <= cutoff, slice(start, start + len(rows))
-        found[own] = in_rounds(near[:, own], ~(near[:, :start] & found[:start]).any(1))
+        found[own] = select_in_rounds(near[:, own], ~(near[:, :start] & found[:start]).any(1))
         return found[own]
 
-    return alike.of_rows(block)[0]
+    return alike.reduce_rows(block)[0]
 
 
-def in_rounds(near: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+def select_in_rounds(near: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
     """bool `[m]`: tokens out of `left` (bool `[m]`), in their order, that are near to none that is so before them.
 
     near: bool `[m, m]`, symmetric. In rounds, each of all tokens that no token before them can bar any more.

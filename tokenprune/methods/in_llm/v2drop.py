@@ -6,15 +6,15 @@ from typing import ClassVar, Literal
 
 import torch
 
+from tokenprune.methods.multi_cut import SharedBudgetCuts
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import SeveralCuts
 from tokenprune.selection.method import Site
 from tokenprune.selection.tokens import VisualTokens
 
 
 @register("v2drop", site=Site.IN_LLM, needs=("previous_hidden",), paper="arXiv 2509.01552, CVPR 2026")
 @dataclass(frozen=True)
-class V2Drop(SeveralCuts):
+class V2Drop(SharedBudgetCuts):
     """Keep the visual tokens that the decoder layer before a cut changed most, and one or none for the last layers.
 
     The change is the length of the difference between what leaves the layer and what enters it. No attention is read,
@@ -41,7 +41,7 @@ class V2Drop(SeveralCuts):
     last: Literal["one", "withdraw"] = "one"
 
     @property
-    def least(self) -> int:  # type: ignore[override]  # one of its options decides
+    def min_tokens(self) -> int:  # type: ignore[override]  # one of its options decides
         return int(self.last == "one")
 
     def budget_at(self, cut: int, count: int, keep: int) -> int:

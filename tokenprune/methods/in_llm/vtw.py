@@ -33,7 +33,7 @@ class Vtw(Pruner):
 
     never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.47
-    least: ClassVar[int] = 0
+    min_tokens: ClassVar[int] = 0
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if budget.is_identity():
@@ -52,7 +52,7 @@ class _Withdrawal(Pruner):
     never_nan: ClassVar[bool] = True
     name: ClassVar[str] = "vtw"
     site: ClassVar[Site] = Site.IN_LLM
-    least: ClassVar[int] = 0
+    min_tokens: ClassVar[int] = 0
 
     layer: int
 

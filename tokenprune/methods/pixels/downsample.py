@@ -34,5 +34,5 @@ class Downsample(ResizeMethod):
 
     videos: bool = True
 
-    def shares(self, images: Sequence[Any], keep: float, per: str) -> list[float]:
+    def compute_shares(self, images: Sequence[Any], keep: float, per: str) -> list[float]:
         return [keep] * len(images)

@@ -7,13 +7,13 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike
-from tokenprune.kernels.pairs import Relation, finite
-from tokenprune.kernels.suppress import unsuppressed
-from tokenprune.kernels.take import rank_in_group, settle
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products
+from tokenprune.kernels.pairs import Relation, is_finite
+from tokenprune.kernels.suppress import non_maximum_suppression
+from tokenprune.kernels.take import adjust_count, rank_in_group
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import saliency
+from tokenprune.methods.scores import compute_saliency
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -45,7 +45,7 @@ class AgilePruner(Pruner):
     patch receives on average; each image is one set with all its tiles; tokens keep their positions.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     average_rank: Annotated[float, Gt(0)] = 95.0
     limit: Annotated[float, Ge(0)] = 0.25
@@ -53,19 +53,19 @@ class AgilePruner(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, salient: torch.Tensor) -> torch.Tensor:
             place = 1 + rank_in_group((~mask).byte(), salient)
-            base = effective_rank(x, mask).unsqueeze(1) / self.average_rank * _STEP
+            base = compute_effective_rank(x, mask).unsqueeze(1) / self.average_rank * _STEP
             threshold = (place * base).clamp(max=self.limit)
-            near = Relation(alike(x, mask), lambda alike, threshold: 1 - alike < threshold, threshold)
-            return settle(unsuppressed(near, salient, mask), salient, mask, number)
+            near = Relation(cosine_products(x, mask), lambda alike, threshold: 1 - alike < threshold, threshold)
+            return adjust_count(non_maximum_suppression(near, salient, mask), salient, mask, number)
 
-        given = (tokens.hidden, tokens.mask, tokens.budget, saliency(tokens))
-        return Selection(by_rows(of, tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
+        given = (tokens.hidden, tokens.mask, tokens.budget, compute_saliency(tokens))
+        return Selection(map_rows(of, tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
 
 
-def effective_rank(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def compute_effective_rank(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """float32 `[S]`: exp of the entropy of the singular values of the tokens `[S, N, D]` of `mask`, as shares of their
     sum; from 1 to the rank. A token with NaN is left out. Waits for the device."""
-    x = x.double().masked_fill(~(mask & finite(x)).unsqueeze(2), 0)
+    x = x.double().masked_fill(~(mask & is_finite(x)).unsqueeze(2), 0)
     short = x if x.shape[1] <= x.shape[2] else x.transpose(1, 2)
     values = torch.linalg.eigvalsh(short @ short.transpose(1, 2)).clamp(min=0).sqrt()
     share = values / values.sum(1, keepdim=True).clamp(min=1e-300)

@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.kernels.clusters import by_rows
+from tokenprune.kernels.clusters import map_rows
 from tokenprune.kernels.dpp import greedy_dpp
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import normalize
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import Centering, centred, needs_of, relevance, stretched
+from tokenprune.methods.scores import Centering, center_tokens, compute_relevance, get_center_needs, rescale
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -58,28 +58,28 @@ class CDPruner(Pruner):
 
     @property
     def needs(self) -> frozenset[str]:
-        return needs_of(self.center)
+        return get_center_needs(self.center)
 
     def select(self, tokens: VisualTokens) -> Selection:
         x = tokens.hidden
         if self.theta > 0:
-            weight = stretched(self.sign * relevance(tokens), tokens.mask, above=_LOWEST)
+            weight = rescale(self.sign * compute_relevance(tokens), tokens.mask, above=_LOWEST)
         else:
             weight = tokens.mask.float()
         if 0 < self.theta < 1:
             # Less 1, which changes all by one factor, so that none is too large.
             weight = ((weight - 1) * (self.theta / (2 - 2 * self.theta))).exp()
         if self.center is not False:
-            x, distinct = centred(tokens, self.center)
+            x, distinct = center_tokens(tokens, self.center)
             weight = weight * distinct
         most = max(tokens.keep)
 
         def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             weight = weight.masked_fill(~mask, 0)
-            directions = unit(x)
+            directions = normalize(x)
             weighed = directions * weight.unsqueeze(2)
             own = weight.square() * directions.any(2)  # their length is 1, or 0
             return greedy_dpp(weighed, weighed, mask, number, most, 0.0, own)
 
         entries = x.shape[1] * (x.shape[2] + most)
-        return Selection(by_rows(of, entries, x, tokens.mask, tokens.budget, weight), counts=tokens.keep)
+        return Selection(map_rows(of, entries, x, tokens.mask, tokens.budget, weight), counts=tokens.keep)

@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike, cosines, cover
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products, cosines, greedy_cover
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import stretched
+from tokenprune.methods.scores import rescale
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import TextTokens, VisualTokens
 
@@ -56,16 +56,18 @@ class EADP(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         mask, most = tokens.mask, max(tokens.keep)
-        weight = stretched(self._relevance(tokens), mask, above=_TINY)
+        weight = rescale(self._relevance(tokens), mask, above=_TINY)
         if self.smooth:
-            weight = smoothed(weight, tokens)
+            weight = smooth_on_grid(weight, tokens)
 
         def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            covered = Relation(alike(x, mask), lambda one, weight: (one + 1) / 2 * weight, weight.masked_fill(~mask, 0))
-            return cover([covered], mask, number, most)
+            covered = Relation(
+                cosine_products(x, mask), lambda one, weight: (one + 1) / 2 * weight, weight.masked_fill(~mask, 0)
+            )
+            return greedy_cover([covered], mask, number, most)
 
         given = (tokens.hidden, mask, tokens.budget, weight**self.beta)
-        return Selection(by_rows(of, 2 * mask.shape[1] ** 2, *given), counts=tokens.keep)
+        return Selection(map_rows(of, 2 * mask.shape[1] ** 2, *given), counts=tokens.keep)
 
     def _relevance(self, tokens: VisualTokens) -> torch.Tensor:
         """float32 `[S, N]`: how the text after each image points at its tokens; all alike without text."""
@@ -75,21 +77,21 @@ class EADP(Pruner):
         pointed = self.sign * cosines(tokens.hidden, text.hidden, mask)
         there = (_SHARPNESS * pointed).masked_fill(~mask.unsqueeze(2), -torch.inf).softmax(1)
         entropy = -(there * (there + 1e-12).log()).sum(1)
-        telling = telling_words(entropy, text, self.share)
+        telling = select_low_entropy_words(entropy, text, self.share)
         weight = (-entropy / _TEMPERATURE).masked_fill(~telling, -torch.inf).softmax(1).nan_to_num(nan=0.0)
         words = text.hidden.float().masked_fill(~text.mask.unsqueeze(2), 0).sum(1, keepdim=True)
         whole = self.sign * cosines(tokens.hidden, words, mask).squeeze(2)  # a sum points where the mean does
         return self.alpha * whole + (1 - self.alpha) * (pointed @ weight.unsqueeze(2)).squeeze(2)
 
 
-def telling_words(entropy: torch.Tensor, text: TextTokens, share: float) -> torch.Tensor:
+def select_low_entropy_words(entropy: torch.Tensor, text: TextTokens, share: float) -> torch.Tensor:
     """bool `[S, M]`: the text tokens of the lowest entropy (float `[S, M]`), a share of them, rounded down, at least 1;
     of equal ones the first."""
     number = (text.mask.sum(1).double() * share).long().clamp(min=1)
     return top_mask(-entropy, text.mask, torch.minimum(number, text.mask.sum(1)), text.mask.shape[1])
 
 
-def smoothed(score: torch.Tensor, tokens: VisualTokens) -> torch.Tensor:
+def smooth_on_grid(score: torch.Tensor, tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: `score` under a Gaussian of 3 x 3 cells (sigma 1), mirrored at the edges, on the grid of each
     image, frame by frame; as it is where no grid is known, or one is a single row or column."""
     near = math.exp(-0.5)

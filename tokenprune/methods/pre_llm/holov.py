@@ -8,12 +8,12 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import normalize
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.kernels.temporal import shares
+from tokenprune.kernels.temporal import split_budget
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
-from tokenprune.methods.tiles import attended, ranked
+from tokenprune.methods.tiles import compute_patch_attention, make_sortable
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -52,22 +52,22 @@ class HoloV(Pruner):
             for count, keep in zip(tokens.counts, tokens.keep, strict=True)
         ]
         longest = max(-(-count // number) for count, number in zip(tokens.counts, numbers, strict=True))
-        strip, sizes = _strips(patch, tokens.mask, to_device(numbers, patch.device), max(numbers))
+        strip, sizes = _assign_strips(patch, tokens.mask, to_device(numbers, patch.device), max(numbers))
 
-        attention = attended(tokens)
+        attention = compute_patch_attention(tokens)
         share = torch.zeros(sizes.shape, dtype=torch.double, device=patch.device)
-        share = share.scatter_add(1, strip, ranked(attention).clamp(min=0).double()) / sizes.clamp(min=1)
-        number = shares(share[:, :-2], tokens.budget, sizes[:, :-2], remainder="largest")
+        share = share.scatter_add(1, strip, make_sortable(attention).clamp(min=0).double()) / sizes.clamp(min=1)
+        number = split_budget(share[:, :-2], tokens.budget, sizes[:, :-2], remainder="largest")
         others = tokens.budget - number.sum(1)
         number = torch.cat([number, others[:, None], torch.zeros_like(others)[:, None]], dim=1)
 
         score = attention
         if self.rank == "holistic":
-            score = _holistic(attention, tokens.hidden, patch, sizes[:, :-2], longest)
-        return Selection(rank_in_group(strip, ranked(score)) < number.gather(1, strip), counts=tokens.keep)
+            score = _add_similarity_variance(attention, tokens.hidden, patch, sizes[:, :-2], longest)
+        return Selection(rank_in_group(strip, make_sortable(score)) < number.gather(1, strip), counts=tokens.keep)
 
 
-def _strips(
+def _assign_strips(
     patch: torch.Tensor, mask: torch.Tensor, numbers: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the strip of each token, long `[S, N]`, and how many tokens each has, long `[S, most + 2]`; `most` stands
@@ -87,7 +87,7 @@ def _strips(
     return strip, sizes.scatter_add(1, strip, torch.ones_like(strip))
 
 
-def _holistic(
+def _add_similarity_variance(
     attention: torch.Tensor, x: torch.Tensor, patch: torch.Tensor, sizes: torch.Tensor, longest: int
 ) -> torch.Tensor:
     """float32 `[S, N]`: attention, and the variance of a token's cosines to the others of its strip, on one scale.
@@ -97,7 +97,7 @@ def _holistic(
     inside = torch.arange(longest, device=x.device) < sizes.unsqueeze(-1)  # [S, C, M]
     spot = (sizes.cumsum(1) - sizes).unsqueeze(-1) + torch.arange(longest, device=x.device)
     at = partition(patch).gather(1, spot.flatten(1).clamp(max=patch.shape[1] - 1))
-    direction = unit(gather_tokens(x, at, 1)).view(*inside.shape, -1) * inside.unsqueeze(-1)
+    direction = normalize(gather_tokens(x, at, 1)).view(*inside.shape, -1) * inside.unsqueeze(-1)
     alike = (direction @ direction.transpose(2, 3)).masked_fill(
         torch.eye(longest, dtype=torch.bool, device=x.device), 0
     )

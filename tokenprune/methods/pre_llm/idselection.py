@@ -7,12 +7,12 @@ from typing import Annotated
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products
 from tokenprune.kernels.pairs import PickedRows
 from tokenprune.kernels.picks import Picks
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import saliency, stretched
+from tokenprune.methods.scores import compute_saliency, rescale
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -43,14 +43,14 @@ class IDSelection(Pruner):
         most = max(tokens.keep)
 
         def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-            picks, row_of = Picks(mask), PickedRows(alike(x, mask))
+            picks, row_of = Picks(mask), PickedRows(cosine_products(x, mask))
             for _ in range(most):
-                left = picks.among_left(score)
+                left = picks.mask_taken(score)
                 pick = picks.take_best(left)
                 lowers = (-self.gamma * (1 - row_of(pick, left)).square()).exp()
                 score = score - lowers * score.gather(1, pick.unsqueeze(1))
-            return picks.first(number)
+            return picks.first_picks(number)
 
-        score = stretched(saliency(tokens), tokens.mask)
+        score = rescale(compute_saliency(tokens), tokens.mask)
         given = (tokens.hidden, tokens.mask, tokens.budget, score)
-        return Selection(by_rows(of, tokens.hidden[0].numel(), *given), counts=tokens.keep)
+        return Selection(map_rows(of, tokens.hidden[0].numel(), *given), counts=tokens.keep)

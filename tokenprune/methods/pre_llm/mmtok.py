@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Gt
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike, cover
-from tokenprune.kernels.pairs import Products, Relation, unit
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products, greedy_cover
+from tokenprune.kernels.pairs import Products, Relation, normalize
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
@@ -70,21 +70,25 @@ class MMTok(Pruner):
             text: torch.Tensor,
             words: torch.Tensor,
         ) -> torch.Tensor:
-            said = shared(Products(unit(text), unit(x, mask)), self.text_temperature, 1.0, mask, words)
-            seen = shared(alike(z, mask), self.temperature, self.alpha, mask, mask)
-            return cover([said, seen], mask, number, most)
+            said = build_softmax_relation(
+                Products(normalize(text), normalize(x, mask)), self.text_temperature, 1.0, mask, words
+            )
+            seen = build_softmax_relation(cosine_products(z, mask), self.temperature, self.alpha, mask, mask)
+            return greedy_cover([said, seen], mask, number, most)
 
         entries = 3 * x.shape[1] * (x.shape[1] + words.shape[1])
-        return Selection(by_rows(of, entries, x, z, mask, tokens.budget, text, words), counts=tokens.keep)
+        return Selection(map_rows(of, entries, x, z, mask, tokens.budget, text, words), counts=tokens.keep)
 
 
-def shared(products: Products, temperature: float, weight: float, mask: torch.Tensor, rows: torch.Tensor) -> Relation:
+def build_softmax_relation(
+    products: Products, temperature: float, weight: float, mask: torch.Tensor, rows: torch.Tensor
+) -> Relation:
     """Return the shares of candidates in each row: its softmax over those of `mask` (bool `[S, N]`) at a temperature,
     times `weight`, by how many rows there are; 0 where `rows` (bool `[S, R]`) is False. products: of length 1."""
 
     def whole(x: torch.Tensor, segment: int, start: int) -> torch.Tensor:
         return (x / temperature).masked_fill_(~mask[segment], -torch.inf).logsumexp(1)
 
-    total = products.of_rows(whole)
+    total = products.reduce_rows(whole)
     each = weight * rows.float() / rows.sum(1, keepdim=True).clamp(min=1)
     return Relation(products, lambda x, total, each: (x / temperature - total).exp() * each, total, each)

@@ -7,9 +7,9 @@ from typing import Annotated
 import torch
 from annotated_types import Gt
 
-from tokenprune.kernels.clusters import by_rows
+from tokenprune.kernels.clusters import map_rows
 from tokenprune.kernels.dpp import greedy_dpp
-from tokenprune.kernels.pairs import finite
+from tokenprune.kernels.pairs import is_finite
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
@@ -40,19 +40,19 @@ class OTPrune(Pruner):
         most = max(tokens.keep)
 
         def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-            a, b = in_common(x, mask)
+            a, b = factor_gram_product(x, mask)
             return greedy_dpp(self.gamma * a, b, mask, number, most, ridge=1.0)
 
         count, width = tokens.hidden.shape[1:]
-        keep = by_rows(of, count * (most + 3 * width), tokens.hidden, tokens.mask, tokens.budget)
+        keep = map_rows(of, count * (most + 3 * width), tokens.hidden, tokens.mask, tokens.budget)
         return Selection(keep, counts=tokens.keep)
 
 
-def in_common(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def factor_gram_product(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two float32 `[S, N, n]`, n the less of N and D, whose products of all pairs are V V^T V V^T; V are the
     tokens `[S, N, D]` with each feature divided by its length over those of `mask`. A token with NaN, and padding, is
     0."""
-    real = mask & finite(x)
+    real = mask & is_finite(x)
     v = x.float().masked_fill(~real.unsqueeze(2), 0)
     v = v / v.norm(dim=1, keepdim=True).clamp(min=1e-12)
     if v.shape[2] < v.shape[1]:

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.clusters import by_rows
+from tokenprune.kernels.clusters import map_rows
 from tokenprune.kernels.coverage import cosines
 from tokenprune.kernels.dpp import greedy_dpp
-from tokenprune.kernels.pairs import finite, unit
+from tokenprune.kernels.pairs import is_finite, normalize
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import stretched
+from tokenprune.methods.scores import rescale
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -52,7 +52,7 @@ class ResPrune(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         x = tokens.hidden.float()
-        x = unit(x) if self.unit else x.masked_fill(~finite(x).unsqueeze(2), 0)
+        x = normalize(x) if self.unit else x.masked_fill(~is_finite(x).unsqueeze(2), 0)
         # A common length changes nothing, and keeps squares in range.
         x = x / x.masked_fill(~tokens.mask.unsqueeze(2), 0).abs().amax((1, 2), keepdim=True).clamp(min=_TINY)
         # Of vectors that are scaled, what is left outside a span is scaled as well.
@@ -62,7 +62,7 @@ class ResPrune(Pruner):
             return greedy_dpp(x, x, mask, number, most)
 
         entries = x.shape[1] * (x.shape[2] + most)
-        return Selection(by_rows(of, entries, weighed, tokens.mask, tokens.budget), counts=tokens.keep)
+        return Selection(map_rows(of, entries, weighed, tokens.mask, tokens.budget), counts=tokens.keep)
 
     def _relevance(self, tokens: VisualTokens) -> torch.Tensor:
         """float32 `[S, N]`, above 0: of each token, 1 where it is padding or there is no text."""
@@ -70,5 +70,5 @@ class ResPrune(Pruner):
         if not self.alpha or not text.mask.shape[1]:
             return torch.ones(tokens.mask.shape, dtype=torch.float32, device=tokens.mask.device)
         alike = cosines(tokens.hidden, text.hidden, tokens.mask).masked_fill(~text.mask.unsqueeze(1), -1)
-        found = stretched(alike.amax(2), tokens.mask) + _LOWEST
+        found = rescale(alike.amax(2), tokens.mask) + _LOWEST
         return found.masked_fill(~tokens.mask, 1)

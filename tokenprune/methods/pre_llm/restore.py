@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Lt
 
-from tokenprune.kernels.coverage import alike
+from tokenprune.kernels.coverage import cosine_products
 from tokenprune.kernels.take import rank_in_group, top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import build, register
@@ -55,9 +55,9 @@ class Restore(Pruner):
     def __post_init__(self) -> None:
         super().__post_init__()
         one = self._chooser
-        plain = isinstance(one, Pruner) and one.site is Site.PRE_LLM and not one.merges and not one.by_content_count
+        plain = isinstance(one, Pruner) and one.site is Site.PRE_LLM and not one.merges and not one.chooses_count
         self._check(
-            plain and one.least > 0,
+            plain and one.min_tokens > 0,
             f"chooser={self.chooser!r} does not keep a set number of tokens, as they are, between vision tower and "
             "language model; take divprune, vispruner or cdpruner",
         )
@@ -80,7 +80,7 @@ class Restore(Pruner):
         return self._chooser.query_aware
 
     @property
-    def weighs(self) -> bool:
+    def weighs_attention(self) -> bool:
         return self.calibrate
 
     def select(self, tokens: VisualTokens) -> Selection:
@@ -97,8 +97,8 @@ class Restore(Pruner):
     def _groups(self, x: torch.Tensor, left: torch.Tensor, number: list[int], group: torch.Tensor) -> torch.Tensor:
         """Return `group`, long `[S, N]` (a token that stays as it is has its own index, others -1), with the anchor of
         each token of `left`, bool `[S, N]`. number: of anchors in each segment."""
-        products = alike(x, left)
-        near = products.of_rows(lambda rows, segment, start: rows.sum(1))
+        products = cosine_products(x, left)
+        near = products.reduce_rows(lambda rows, segment, start: rows.sum(1))
 
         def closest(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
             own, others = near[segment, start : start + len(rows), None], near[segment]
@@ -106,13 +106,13 @@ class Restore(Pruner):
             found = rows.masked_fill(~rivals, -torch.inf).amax(1)
             return found.masked_fill(found == -torch.inf, 0)
 
-        score = near * (1 - products.of_rows(closest))
+        score = near * (1 - products.reduce_rows(closest))
         anchors = top_mask(score, left, to_device(number, x.device), max(number))
 
         def most_alike(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
             return rows.masked_fill(~anchors[segment], -torch.inf).argmax(1)
 
-        joined = products.of_rows(most_alike)
+        joined = products.reduce_rows(most_alike)
         index = torch.arange(left.shape[1], device=x.device)
         joined = torch.where(anchors, index, joined).masked_fill(~anchors.any(1, keepdim=True), -1)
         return torch.where(left, joined, group)

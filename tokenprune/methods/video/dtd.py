@@ -8,9 +8,9 @@ import torch
 from annotated_types import Ge, Le
 
 from tokenprune.kernels.take import top_mask
-from tokenprune.kernels.temporal import cosine, same_place
+from tokenprune.kernels.temporal import cosine_similarity, previous_frame_similarity
 from tokenprune.methods.registry import register
-from tokenprune.methods.video.evs import first_frame_scores
+from tokenprune.methods.video.evs import score_first_frames
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.selection.videos import Videos
@@ -43,33 +43,33 @@ class DTD(Pruner):
     frame, are left out. The paper's text was not read.
     """
 
-    asks_device: ClassVar[bool] = True
-    by_content_count: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
     default_keep: ClassVar[int] = 1_000_000  # tokens a video: no bound
 
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.5
     against: Literal["before", "kept"] = "before"
 
     def select(self, tokens: VisualTokens) -> Selection:
-        videos = Videos.of(tokens, several_frames=True)
+        videos = Videos.from_tokens(tokens, several_frames=True)
         if videos is None:
             return Selection(tokens.mask, counts=tokens.keep)
-        alike = self._alike(videos.x, videos.mask)
-        score = torch.cat([first_frame_scores(videos, self.name), 1 - alike], dim=1)
+        alike = self._alike(videos.hidden, videos.mask)
+        score = torch.cat([score_first_frames(videos, self.name), 1 - alike], dim=1)
         stays = torch.cat([videos.mask[:, :1], videos.mask[:, 1:] & (alike <= self.threshold)], dim=1)
         best = top_mask(score.flatten(1), stays.flatten(1), videos.budget, max(videos.keep))
-        return Selection(videos.kept(best.view_as(stays)))
+        return Selection(videos.to_token_mask(best.view_as(stays)))
 
     def _alike(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """float32 `[V, F - 1, P]`: cosine of each token `[V, F, P, D]` to the one that it is compared with,
         `_ALONE` where there is none. mask: bool `[V, F, P]`."""
         if self.against == "before":
-            return same_place(x, mask).masked_fill(~(mask[:, 1:] & mask[:, :-1]), _ALONE)
+            return previous_frame_similarity(x, mask).masked_fill(~(mask[:, 1:] & mask[:, :-1]), _ALONE)
         alike = torch.full(mask[:, 1:].shape, _ALONE, dtype=torch.float32, device=x.device)
         last, seen = x[:, 0], mask[:, 0]
         for frame in range(1, x.shape[1]):
             real = mask[:, frame]
-            found = cosine(x[:, frame], last).masked_fill(~(seen & real), _ALONE)
+            found = cosine_similarity(x[:, frame], last).masked_fill(~(seen & real), _ALONE)
             last = torch.where((real & (found <= self.threshold)).unsqueeze(-1), x[:, frame], last)
             alike[:, frame - 1], seen = found, seen | real
         return alike

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.kernels.temporal import cosine, shares
+from tokenprune.kernels.temporal import cosine_similarity, split_budget
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.pre_llm.uniform import spread_in_frames
 from tokenprune.methods.registry import register
@@ -50,10 +50,10 @@ class DyCoke(VideoPruner):
                 "uniform, and all others dropped"
             )
         before = [t - _BEFORE[t % _WINDOW] for t in range(frames)]
-        change = -cosine(videos.x, videos.x.index_select(1, to_device(before, device)))
+        change = -cosine_similarity(videos.hidden, videos.hidden.index_select(1, to_device(before, device)))
         score = torch.where(spread_in_frames(videos, firsts), _FIRST, change)
         counts = [[*of_video, *[0] * (frames - len(of_video))] for of_video in numbers]
-        return videos.top_of_frames(score, to_device(counts, device))
+        return videos.top_per_frame(score, to_device(counts, device))
 
 
 def _numbers(keep: int, sizes: list[int]) -> list[int]:
@@ -62,7 +62,7 @@ def _numbers(keep: int, sizes: list[int]) -> list[int]:
     most = torch.tensor(sizes, device="cpu")
     whole = int(most[first].sum())
     takes = first if keep < whole else ~first
-    shared = shares(
+    shared = split_budget(
         takes[None].float(), torch.tensor([keep if keep < whole else keep - whole], device="cpu"), (most * takes)[None]
     )
     return (shared[0] + (most * first if keep >= whole else 0)).tolist()

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.kernels.clusters import roots
+from tokenprune.kernels.clusters import find_roots
 from tokenprune.kernels.take import top_mask
-from tokenprune.kernels.temporal import same_place
+from tokenprune.kernels.temporal import previous_frame_similarity
 from tokenprune.methods.pre_llm.uniform import spread_in_frames
 from tokenprune.methods.registry import register
-from tokenprune.methods.video.merging import VideoMerger, spots
+from tokenprune.methods.video.merging import VideoMerger, flat_indices
 from tokenprune.selection.method import Site
 from tokenprune.selection.videos import Videos
 
@@ -37,12 +37,12 @@ class FrameFusion(VideoMerger):
         sizes = [frames[0] for frames in videos.frames]
         if any(keep < size for keep, size in zip(videos.keep, sizes, strict=True)):
             videos.tokens.note(f"{self.name}: less than a frame is to be kept: places are thinned like by uniform")
-        similarity = torch.nn.functional.pad(same_place(videos.x, mask), (0, 0, 1, 0))
+        similarity = torch.nn.functional.pad(previous_frame_similarity(videos.hidden, mask), (0, 0, 1, 0))
         later = mask & torch.nn.functional.pad(mask[:, :-1], (0, 0, 1, 0))
         number = videos.sizes.sum(1) - videos.budget
         merges = top_mask(similarity.flatten(1), later.flatten(1), number, later[0].numel()).view_as(later)
-        spot, places = spots(mask), mask.shape[2]
-        root = roots(torch.where(merges, spot - places, spot).flatten(1), mask.shape[1]).view_as(mask)
+        spot, places = flat_indices(mask), mask.shape[2]
+        root = find_roots(torch.where(merges, spot - places, spot).flatten(1), mask.shape[1]).view_as(mask)
         # Of a whole video of one place's tokens those of the places that stay.
         numbers = [[min(keep, size)] for keep, size in zip(videos.keep, sizes, strict=True)]
         first = spread_in_frames(videos, numbers)

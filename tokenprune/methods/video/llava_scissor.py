@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, NamedTuple
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.kernels.clusters import LikePairs, components
+from tokenprune.kernels.clusters import SimilarPairs, connected_components
 from tokenprune.kernels.join import join
 from tokenprune.kernels.match import best_match
-from tokenprune.kernels.pairs import Products, unit
+from tokenprune.kernels.pairs import Products, normalize
 from tokenprune.kernels.take import rank_in_group, top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
@@ -46,13 +46,13 @@ class LLaVAScissor(VideoMerger):
     as one more), and stands where the token of the component stood that had most neighbours in its frame.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     exact: bool = True
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.9
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         return not self.exact
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, None]:
@@ -62,17 +62,17 @@ class LLaVAScissor(VideoMerger):
                 [f * into.shape[2] + p for f, size in enumerate(sizes) for p in range(size)], device="cpu"
             )
             spot = to_device(spot, into.device)
-            x, mask = videos.x[video, : len(sizes)], videos.mask[video, : len(sizes)]
+            x, mask = videos.hidden[video, : len(sizes)], videos.mask[video, : len(sizes)]
             into[video].view(-1)[spot] = spot[self._joined(x, mask, spot, keep)]
         return into, None
 
     def _joined(self, x: torch.Tensor, mask: torch.Tensor, spot: torch.Tensor, keep: int) -> torch.Tensor:
         """long `[n]`: the token that each of a video's joins. x: `[F, P, D]`; mask: bool `[F, P]`; spot: long `[n]`."""
-        direction = unit(x)
+        direction = normalize(x)
         alike = (direction @ direction.transpose(1, 2)).clamp(max=1)
         alike = alike.masked_fill(~(mask.unsqueeze(1) & mask.unsqueeze(2)), -torch.inf)
         if self.exact:
-            found = fewer(_searched(x, alike, spot, keep), keep)
+            found = merge_to_count(_searched(x, alike, spot, keep), keep)
         else:
             found = _representatives(x, alike, spot, self.threshold)
         tokens = x.flatten(0, 1)[spot]
@@ -89,7 +89,7 @@ class LLaVAScissor(VideoMerger):
         return torch.where(stays, torch.arange(len(tokens), device=x.device), token[nearest])
 
 
-class _Found(NamedTuple):
+class _Representatives(NamedTuple):
     """Representatives: mean, float32 `[C, D]`; size, long `[C]`, of how many means each is the mean; of, long `[n]`,
     the representative of the component that each token is in; degree, long `[n]`, neighbours of each in its frame."""
 
@@ -100,25 +100,25 @@ class _Found(NamedTuple):
 
 
 def _representatives(
-    x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, threshold: float, pairs: LikePairs | None = None
-) -> _Found:
+    x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, threshold: float, pairs: SimilarPairs | None = None
+) -> _Representatives:
     """Components within frames, then of their means. alike: `[F, P, P]`, cosines in each frame, -inf for padding;
     pairs: those of all tokens."""
     near = alike > threshold
-    inside = components(near)  # [F, P], the lowest place of each one's component
+    inside = connected_components(near)  # [F, P], the lowest place of each one's component
     start = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
     head = (start + inside).flatten()[spot]  # its spot
     means, of_token = _means(x.flatten(0, 1), spot, head)
     if pairs is None:
-        joined = components(unit(means), threshold)
+        joined = connected_components(normalize(means), threshold)
     else:
         alone = (torch.bincount(of_token) == 1)[of_token]
         token = torch.full_like(means[:, 0], -1, dtype=torch.long)
         token[of_token[alone]] = alone.nonzero().flatten()
-        joined = pairs.components(unit(means), token, threshold)
+        joined = pairs.components(normalize(means), token, threshold)
     reps, of_mean = _means(means, torch.arange(len(means), device=x.device), joined)
     size = torch.bincount(of_mean, minlength=len(reps))
-    return _Found(reps, size, of_mean[of_token], near.sum(2).flatten()[spot])
+    return _Representatives(reps, size, of_mean[of_token], near.sum(2).flatten()[spot])
 
 
 def _means(x: torch.Tensor, member: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,12 +135,12 @@ def _means(x: torch.Tensor, member: torch.Tensor, head: torch.Tensor) -> tuple[t
     return join(x, None, ones, member, target, ones[: len(member)])[heads], number[head]
 
 
-def _searched(x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, keep: int) -> _Found:
+def _searched(x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, keep: int) -> _Representatives:
     """Return the representatives of the threshold, of those that bisection tries, at which their number is nearest to
     `keep`; of two the fewer."""
     low, high = -1.01, 1.0
-    best: _Found | None = None
-    pairs = LikePairs(unit(x.flatten(0, 1)[spot]))
+    best: _Representatives | None = None
+    pairs = SimilarPairs(normalize(x.flatten(0, 1)[spot]))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         found = _representatives(x, alike, spot, middle, pairs)
@@ -155,14 +155,14 @@ def _searched(x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, keep: in
     return best
 
 
-def fewer(found: _Found, keep: int) -> _Found:
+def merge_to_count(found: _Representatives, keep: int) -> _Representatives:
     """Merge the most similar two representatives until at most `keep` are left; a mean goes on being that of all its
     components' means."""
     mean, size, of = found.mean.clone(), found.size.clone(), found.of.clone()
     count = len(mean)
     if count <= keep:
         return found
-    likeness = _Likeness(unit(mean))
+    likeness = _Likeness(normalize(mean))
     most, with_ = likeness.best(
         torch.arange(count, device=mean.device)
     )  # of each the most similar one, kept up to date
@@ -173,7 +173,7 @@ def fewer(found: _Found, keep: int) -> _Found:
         mean[first] = (mean[first] * size[first] + mean[second] * size[second]) / total
         size[first] = total
         of = torch.where(of == second, first, of)
-        row = likeness.merge(first, second, unit(mean[first]))
+        row = likeness.merge(first, second, normalize(mean[first]))
         closer = (row > most) | ((row == most) & (first < with_))
         most, with_ = torch.where(closer, row, most), torch.where(closer, first, with_)
         anew = (((with_ == first) & ~closer) | (with_ == second)).nonzero().flatten()
@@ -183,7 +183,7 @@ def fewer(found: _Found, keep: int) -> _Found:
     left = (~likeness.gone).nonzero().flatten()
     number = torch.zeros(count, dtype=torch.long, device=mean.device)
     number[left] = torch.arange(len(left), device=mean.device)
-    return _Found(mean[left], size[left], number[of], found.degree)
+    return _Representatives(mean[left], size[left], number[of], found.degree)
 
 
 class _Likeness:
@@ -196,7 +196,7 @@ class _Likeness:
     def __init__(self, direction: torch.Tensor) -> None:
         self.direction = direction.clone()
         self._products = Products(direction[None])
-        if self._products.fits:
+        if self._products.fits_in_memory:
             self._products.table  # noqa: B018 (rows are read from it then)
         self.gone, self.merged = torch.zeros(2, len(direction), dtype=torch.bool, device=direction.device)
 

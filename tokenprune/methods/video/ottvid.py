@@ -7,15 +7,15 @@ from typing import Annotated, NamedTuple
 import torch
 from annotated_types import Gt
 
-from tokenprune.kernels.clusters import covering, roots
+from tokenprune.kernels.clusters import facility_location, find_roots
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.masses import evenly, transport
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.masses import optimal_transport, uniform_weights
+from tokenprune.kernels.pairs import normalize
 from tokenprune.kernels.take import top_mask
-from tokenprune.kernels.temporal import same_place, shares_in_rounds
+from tokenprune.kernels.temporal import previous_frame_similarity, split_budget_in_rounds
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
-from tokenprune.methods.video.merging import VideoMerger, spots, tower_attention
+from tokenprune.methods.video.merging import VideoMerger, flat_indices, get_tower_attention
 from tokenprune.selection.method import Site
 from tokenprune.selection.videos import Videos
 
@@ -51,9 +51,9 @@ class OTTVid(VideoMerger):
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = videos.mask
-        number = [picks_of_frames(keep, frames) for keep, frames in zip(videos.keep, videos.frames, strict=True)]
+        number = [count_picks(keep, frames) for keep, frames in zip(videos.keep, videos.frames, strict=True)]
         picks = self._picks(videos, number)
-        spot = spots(mask)
+        spot = flat_indices(mask)
         scratch = spot.numel()  # where what is dropped ends
         parent = torch.arange(scratch + 1, device=mask.device).repeat(len(mask), 1)
         if mask.shape[1] > 1:
@@ -62,18 +62,18 @@ class OTTVid(VideoMerger):
             parent = parent.scatter(
                 1, source.flatten(1), torch.where(joins & (target >= 0), target, scratch).flatten(1)
             )
-        root = roots(parent, mask.shape[1])[:, :-1].view_as(mask)
+        root = find_roots(parent, mask.shape[1])[:, :-1].view_as(mask)
         return torch.where(picks.mask & (root < scratch), root, -1), None
 
     def _picks(self, videos: Videos, number: list[int]) -> _Picks:
         """Choose so many tokens of each frame of each video. number: of each video."""
-        x, mask, attention = (one.flatten(0, 1) for one in (videos.x, videos.mask, tower_attention(videos)))
+        x, mask, attention = (one.flatten(0, 1) for one in (videos.hidden, videos.mask, get_tower_attention(videos)))
         attention = attention.clamp(min=0).masked_fill(~mask, 0)
         whole = attention.sum(1, keepdim=True)
-        weight = torch.where(whole > 0, attention / whole.clamp(min=1e-30), evenly(mask))
+        weight = torch.where(whole > 0, attention / whole.clamp(min=1e-30), uniform_weights(mask))
         most = max(number)
         wanted = torch.minimum(to_device(number, mask.device)[:, None], videos.sizes)
-        picked = covering(x, mask, weight, wanted.flatten(), most)
+        picked = facility_location(x, mask, weight, wanted.flatten(), most)
         place = partition(picked)[:, :most]
         there, chosen = picked.gather(1, place), gather_tokens(x, place, 1)
         mass = (-_missed(x, weight, chosen, there) / _TEMPERATURE).masked_fill(~there, -torch.inf).log_softmax(1)
@@ -95,13 +95,15 @@ class OTTVid(VideoMerger):
         real = there.any(2)
         # Frames that are not there are made alike ones, so that nothing of them is infinite.
         mass = picks.mass.masked_fill(~picks.there.any(2, keepdim=True), 0)
-        plan = transport(cost.flatten(0, 1), mass[:, :-1].flatten(0, 1), mass[:, 1:].flatten(0, 1)).view_as(cost)
+        plan = optimal_transport(cost.flatten(0, 1), mass[:, :-1].flatten(0, 1), mass[:, 1:].flatten(0, 1)).view_as(
+            cost
+        )
         work = (plan * cost).sum((2, 3))
         weight = (-work / _TEMPERATURE).masked_fill(~real, -torch.inf).softmax(1).nan_to_num(nan=0.0)
         few = [k - (keep >= len(of)) for k, keep, of in zip(number, videos.keep, videos.frames, strict=True)]
         room = torch.minimum(to_device(few, real.device)[:, None], picks.there[:, 1:].sum(2)) * real
         gone = picks.mask.sum((1, 2)) - videos.budget
-        merges = shares_in_rounds(weight, gone, room)
+        merges = split_budget_in_rounds(weight, gone, room)
 
         best, earlier = plan.masked_fill(~picks.there[:, :-1].unsqueeze(-1), -1).max(2)
         joins = top_mask(best.flatten(0, 1), picks.there[:, 1:].flatten(0, 1), merges.flatten(), best.shape[2])
@@ -113,16 +115,16 @@ class OTTVid(VideoMerger):
         """float32 `[V, F - 1, k, k]`: what it costs to carry mass from a pick to one of the next frame: how unlike they
         are, and, the more alike the frames are, how far apart."""
         both = videos.mask[:, 1:] & videos.mask[:, :-1]
-        alike = same_place(videos.x, videos.mask).sum(2) / both.sum(2).clamp(min=1)
+        alike = previous_frame_similarity(videos.hidden, videos.mask).sum(2) / both.sum(2).clamp(min=1)
         alpha = (0.5 + 0.5 * (1 - alike).clamp(0, 1))[..., None, None]
-        direction = unit(picks.x)
+        direction = normalize(picks.x)
         unlike = 1 - (direction[:, :-1] @ direction[:, 1:].transpose(2, 3)).clamp(0, 1)
         patches = videos.tokens.patches
         sides = [
             (place.float() / (size - 1).clamp(min=1)).clamp(min=0)
             for place, size in ((patches.row, patches.height), (patches.column, patches.width))
         ]
-        where, _ = videos.by_frame(torch.stack(sides, dim=-1))
+        where, _ = videos.group_by_frame(torch.stack(sides, dim=-1))
         where = where.flatten(1, 2).gather(1, picks.spot.flatten(1).unsqueeze(-1).expand(-1, -1, 2))
         where = where.view(*picks.spot.shape, 2)
         apart = torch.cdist(where[:, :-1], where[:, 1:], compute_mode="donot_use_mm_for_euclid_dist") / 2**0.5
@@ -140,7 +142,7 @@ class _Picks(NamedTuple):
     mass: torch.Tensor
 
 
-def picks_of_frames(keep: int, frames: list[int]) -> int:
+def count_picks(keep: int, frames: list[int]) -> int:
     """Return how many tokens of each frame are picked, of which `keep` of the video are to be left. frames: how many
     tokens each has."""
     count, tokens = len(frames), sum(frames)
@@ -158,7 +160,7 @@ def _missed(x: torch.Tensor, weight: torch.Tensor, chosen: torch.Tensor, there: 
 
     x: `[R, P, D]`; weight: float `[R, P]`; chosen: `[R, k, D]`; there: bool `[R, k]`.
     """
-    alike = (unit(x) @ unit(chosen).transpose(1, 2)).masked_fill(~there.unsqueeze(1), -2)
+    alike = (normalize(x) @ normalize(chosen).transpose(1, 2)).masked_fill(~there.unsqueeze(1), -2)
     first, which = alike.max(2)
     second = alike.scatter(2, which.unsqueeze(2), -2).amax(2)
     loss = weight * (first.clamp(min=0) - second.clamp(min=0))

@@ -7,8 +7,8 @@ from typing import Annotated
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.pairs import unit
-from tokenprune.kernels.temporal import frame_means, likeness, quiet_channels, shares
+from tokenprune.kernels.pairs import normalize
+from tokenprune.kernels.temporal import frame_means, gaussian_similarity, select_stable_channels, split_budget
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.video import VideoPruner
@@ -39,11 +39,11 @@ class STC(VideoPruner):
     def choose(self, videos: Videos) -> torch.Tensor:
         mask, frames = videos.mask, videos.mask.shape[1]
         first = mask & (torch.arange(frames, device=mask.device) < self.chunk)[:, None]
-        raw = quiet_channels(videos.x, mask, first)
-        memory, x = self._memory(frame_means(raw, mask), videos.sizes), unit(raw)
-        score = likeness(x, frame_means(x, mask).unsqueeze(2)) + likeness(x, memory.unsqueeze(2))
+        raw = select_stable_channels(videos.hidden, mask, first)
+        memory, x = self._memory(frame_means(raw, mask), videos.sizes), normalize(raw)
+        score = gaussian_similarity(x, frame_means(x, mask).unsqueeze(2)) + gaussian_similarity(x, memory.unsqueeze(2))
         equal = torch.ones(videos.sizes.shape, dtype=torch.float32, device=mask.device)
-        return videos.top_of_frames(-score, shares(equal, videos.budget, videos.sizes))
+        return videos.top_per_frame(-score, split_budget(equal, videos.budget, videos.sizes))
 
     def _memory(self, means: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Return float32 `[V, F, D]`, the direction of the mean of the chunks up to that of each frame. means: of the
@@ -55,4 +55,4 @@ class STC(VideoPruner):
         tokens = torch.nn.functional.pad(sizes, fill[2:]).unflatten(1, (chunks, self.chunk)).sum(2)
         of_chunks = weighted / tokens.clamp(min=1).unsqueeze(-1)
         so_far = of_chunks.cumsum(1) / torch.arange(1, chunks + 1, device=means.device)[:, None]
-        return unit(so_far).repeat_interleave(self.chunk, dim=1)[:, :frames]
+        return normalize(so_far).repeat_interleave(self.chunk, dim=1)[:, :frames]

@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.kernels.clusters import roots
-from tokenprune.kernels.pairs import Products, rounded, unit
+from tokenprune.kernels.clusters import find_roots
+from tokenprune.kernels.pairs import Products, normalize, round_cosines
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
@@ -53,7 +53,7 @@ class STTM(VideoMerger):
     may stay by itself. The paper's text was not read.
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     layer: Annotated[int, Ge(1)] = 2
     spatial: Annotated[float, Ge(-1), Le(2)] | None = None
@@ -61,7 +61,7 @@ class STTM(VideoMerger):
     exact: bool = True
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         return not self.exact
 
     @property
@@ -74,7 +74,7 @@ class STTM(VideoMerger):
         places = into.shape[2]
         for video, (sizes, keep) in enumerate(zip(videos.frames, videos.keep, strict=True)):
             frames, size = len(sizes), max(sizes)
-            trees = _Trees(videos.x[video, :frames, :size], *_grid(videos.grids[video], size))
+            trees = _Trees(videos.hidden[video, :frames, :size], *_grid(videos.grids[video], size))
             found, own = self._of_video(trees, keep)
             into[video, :frames, :size] = found.div(size, rounding_mode="floor") * places + found % size
             weight[video, :frames, :size] = own
@@ -126,12 +126,12 @@ class _Trees:
                 values = _pooled(values, odd_rows, odd_columns).sum((2, 4)) / number
                 row, column = (row + odd_rows) // 2, (column + odd_columns) // 2
                 weight = weight / number[0, :, :, 0][row][:, column]
-                direction = unit(values)
+                direction = normalize(values)
                 below = self._unit[-1].unflatten(1, sides[level - 1])
                 cosine = (below * _spread(direction, *sides[level - 1])).sum(-1, keepdim=True)
-                least = _pooled(rounded(cosine), odd_rows, odd_columns, torch.inf).amin((2, 4))
+                least = _pooled(round_cosines(cosine), odd_rows, odd_columns, torch.inf).amin((2, 4))
                 self._least.append(torch.where(number > 1, least, -torch.inf).squeeze(-1))
-            self._unit.append(unit(values).flatten(1, 2))
+            self._unit.append(normalize(values).flatten(1, 2))
             top, left = (_first(one, side) for one, side in ((row, high), (column, wide)))
             self._square.append((row[:, None] * wide + column).flatten())
             self._corner.append((top[row][:, None] * width + left[column]).flatten())
@@ -144,7 +144,7 @@ class _Trees:
         first = torch.zeros(self._unit[fine].shape[1], dtype=torch.long, device=place.device)
         first = first.scatter(0, place, torch.arange(len(place), device=place.device))  # any token of each fine square
         before, after = (self._unit[level][:, self._square[level][first]] for level in (one, other))
-        return rounded((before[:-1] * after[1:]).sum(-1))[:, place]
+        return round_cosines((before[:-1] * after[1:]).sum(-1))[:, place]
 
     def merged(self, spatial: float, temporal: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return for each token the one that absorbs it, long `[F, P]`, and its weight in the mean, float32 `[F, P]`.
@@ -230,16 +230,16 @@ def _united(x: torch.Tensor, into: torch.Tensor, weight: torch.Tensor, keep: int
     place = torch.zeros_like(flat).index_copy(0, stays, torch.arange(len(stays), device=flat.device))
     total = torch.zeros(len(stays), x.shape[-1], dtype=torch.float32, device=x.device)
     total = total.index_add(0, place[flat], x.flatten(0, 1) * weight.flatten()[:, None])
-    alike = Products(unit(total)[None], round_=True)
+    alike = Products(normalize(total)[None], round_=True)
     column = torch.arange(len(stays), device=flat.device)
 
     def earlier(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
         best, nearest = rows.masked_fill(column >= column[start : start + len(rows), None], -torch.inf).max(1)
         return torch.stack([best.double(), nearest.double()], 1)
 
-    best, nearest = alike.of_rows(earlier)[0].unbind(1)
+    best, nearest = alike.reduce_rows(earlier)[0].unbind(1)
     later = column > 0  # the first has none before it
     number = to_device([len(stays) - keep], flat.device)
     joins = top_mask(best.float()[None], later[None], number, len(stays) - keep)[0]
-    parent = roots(torch.where(joins, nearest.long(), column)[None], len(stays))[0]
+    parent = find_roots(torch.where(joins, nearest.long(), column)[None], len(stays))[0]
     return stays[parent][place[flat]].view_as(into)

@@ -10,17 +10,17 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import profile
-from tokenprune.kernels.clusters import nearest, peaks
-from tokenprune.kernels.coverage import alike
+from tokenprune.budgets.schedule import plan_cuts
+from tokenprune.kernels.clusters import assign_to_centres, find_density_peaks
+from tokenprune.kernels.coverage import cosine_products
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.pairs import Relation
-from tokenprune.kernels.suppress import unsuppressed
-from tokenprune.kernels.take import settle
+from tokenprune.kernels.suppress import non_maximum_suppression
+from tokenprune.kernels.take import adjust_count
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import stretched
-from tokenprune.methods.video.merging import VideoMerger, others_joined, spots, tower_attention
+from tokenprune.methods.scores import rescale
+from tokenprune.methods.video.merging import VideoMerger, flat_indices, get_tower_attention, merge_dropped
 from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.selection.videos import Videos
@@ -64,7 +64,7 @@ class UniPool(VideoMerger):
     prompt's last token where there is none. `keep` is an average over the layers (there what enters the decoder).
     """
 
-    asks_device: ClassVar[bool] = True  # where the table of all pairs does not fit
+    syncs_device: ClassVar[bool] = True  # where the table of all pairs does not fit
     query_free: ClassVar[Mapping[str, Any]] = {"inner": False}
 
     threshold: Annotated[float, Ge(-1), Le(2)] = 0.7
@@ -81,21 +81,21 @@ class UniPool(VideoMerger):
         first = dataclasses.replace(self, inner=False)
         if self.inner is False:
             return [(first, budget)]
-        early, late = profile(layers, ((0, 1.0), (float(self.inner), self.inner_keep)), budget)
+        early, late = plan_cuts(layers, ((0, 1.0), (float(self.inner), self.inner_keep)), budget)
         return [(first, early.budget), (_InnerUniPool(late.layer, self.balance), late.budget)]
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, None]:
-        x, mask, attention = (one.flatten(1, 2) for one in (videos.x, videos.mask, tower_attention(videos)))
+        x, mask, attention = (one.flatten(1, 2) for one in (videos.hidden, videos.mask, get_tower_attention(videos)))
         numbers = [int(self.clusters * keep + 0.5) for keep in videos.keep]
         clusters = to_device(numbers, mask.device)
 
-        near = Relation(alike(x, mask), lambda cosine: cosine >= self.threshold)
-        pool = settle(unsuppressed(near, attention, mask), attention, mask, videos.budget - clusters)
+        near = Relation(cosine_products(x, mask), lambda cosine: cosine >= self.threshold)
+        pool = adjust_count(non_maximum_suppression(near, attention, mask), attention, mask, videos.budget - clusters)
 
         rest, most = mask & ~pool, max(1, *numbers)
-        into = nearest(x, rest, peaks(x, rest, clusters, most, _NEIGHBOURS, capped=False), most)
+        into = assign_to_centres(x, rest, find_density_peaks(x, rest, clusters, most, _NEIGHBOURS, capped=False), most)
         into = into.view_as(videos.mask)
-        return torch.where(pool.view_as(into), spots(into), into), None
+        return torch.where(pool.view_as(into), flat_indices(into), into), None
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,6 @@ class _InnerUniPool(Pruner):
             some = text.mask.any(1, keepdim=True)
             attention = torch.where(some, tokens.text_sum_and_max[:, 1], attention)
             cosine = torch.where(some, best_match(tokens.hidden, text.hidden, text.mask)[0], cosine)
-        score = self.balance * stretched(attention.nan_to_num(nan=0.0), tokens.mask)
-        score = score + (1 - self.balance) * stretched(cosine, tokens.mask)
-        return others_joined(Selection.top(score, tokens), tokens)
+        score = self.balance * rescale(attention.nan_to_num(nan=0.0), tokens.mask)
+        score = score + (1 - self.balance) * rescale(cosine, tokens.mask)
+        return merge_dropped(Selection.top(score, tokens), tokens)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.kernels.temporal import cosine, curvature, frame_means, shares
+from tokenprune.kernels.temporal import cosine_similarity, curvature, frame_means, split_budget
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.video import VideoPruner
@@ -34,12 +34,12 @@ class VCast(VideoPruner):
 
     def choose(self, videos: Videos) -> torch.Tensor:
         mask = videos.mask
-        means = frame_means(videos.x, mask)
-        turn = curvature(means, videos.number).masked_fill(videos.sizes == 0, -torch.inf)
-        numbers = shares((turn / _TEMPERATURE).softmax(1), videos.budget, videos.sizes, least=1)
+        means = frame_means(videos.hidden, mask)
+        turn = curvature(means, videos.num_frames).masked_fill(videos.sizes == 0, -torch.inf)
+        numbers = split_budget((turn / _TEMPERATURE).softmax(1), videos.budget, videos.sizes, least=1)
 
-        length = videos.x.norm(dim=-1)
+        length = videos.hidden.norm(dim=-1)
         low = length.masked_fill(~mask, torch.inf).amin(2, keepdim=True)
         high = length.masked_fill(~mask, -torch.inf).amax(2, keepdim=True)
-        score = 1 - cosine(videos.x, means.unsqueeze(2)) + (length - low) / (high - low + _EPS)
-        return videos.top_of_frames(score, numbers)
+        score = 1 - cosine_similarity(videos.hidden, means.unsqueeze(2)) + (length - low) / (high - low + _EPS)
+        return videos.top_per_frame(score, numbers)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.kernels.pairs import unit
-from tokenprune.kernels.take import settle
-from tokenprune.kernels.temporal import frame_means, likeness, quiet_channels
+from tokenprune.kernels.pairs import normalize
+from tokenprune.kernels.take import adjust_count
+from tokenprune.kernels.temporal import frame_means, gaussian_similarity, select_stable_channels
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.video import VideoPruner
@@ -36,16 +36,16 @@ class VidCom2(VideoPruner):
 
     def choose(self, videos: Videos) -> torch.Tensor:
         mask = videos.mask
-        x = unit(quiet_channels(videos.x, mask, mask))
+        x = normalize(select_stable_channels(videos.hidden, mask, mask))
         counts = mask.sum((1, 2))
-        of_video = likeness(x, x.sum((1, 2))[:, None, None] / counts[:, None, None, None])
-        score = of_video + likeness(x, frame_means(x, mask).unsqueeze(2))
+        of_video = gaussian_similarity(x, x.sum((1, 2))[:, None, None] / counts[:, None, None, None])
+        score = of_video + gaussian_similarity(x, frame_means(x, mask).unsqueeze(2))
 
         sizes, real = videos.sizes, videos.sizes > 0
         apart = -of_video.masked_fill(~mask, 0).sum(2) / sizes.clamp(min=1)
         # In float64: the softmax is so sharp that a share in float32 would reach the half at which it is rounded.
         share = (apart.double().masked_fill(~real, -torch.inf) / _TEMPERATURE).softmax(1)
-        share = (videos.budget.double() / counts)[:, None] * (1 + share - 1 / videos.number.float()[:, None])
+        share = (videos.budget.double() / counts)[:, None] * (1 + share - 1 / videos.num_frames.float()[:, None])
         numbers = (share.clamp(max=1) * sizes).round().long().clamp(min=1) * real
-        keep = videos.top_of_frames(-score, numbers)
-        return settle(keep.flatten(1), -score.flatten(1), mask.flatten(1), videos.budget).view_as(mask)
+        keep = videos.top_per_frame(-score, numbers)
+        return adjust_count(keep.flatten(1), -score.flatten(1), mask.flatten(1), videos.budget).view_as(mask)

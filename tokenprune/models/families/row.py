@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-OLDEST = "5.0"  # of transformers; pyproject.toml has the same
-TOKENS_OF_LAYERS: Mapping[str | int, int] = {"position_embeddings": -2, "position_ids": -1}
+OLDEST_TRANSFORMERS = "5.0"  # of transformers; pyproject.toml has the same
+LAYER_TOKENS: Mapping[str | int, int] = {"position_embeddings": -2, "position_ids": -1}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Family:
 
     name: str
     note: str = ""
-    since: str | None = OLDEST
+    since: str | None = OLDEST_TRANSFORMERS
     vllm: Vllm = Vllm()
     videos: Literal["none", "whole", "frames"] = "none"
     after_video: int = 0
@@ -103,17 +103,17 @@ class Family:
     decoder_names: tuple[str, ...] = ("language_model",)
     norm_name: str = "norm"
     entry_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
-    layer_tokens: Mapping[str | int, int] = field(default_factory=lambda: TOKENS_OF_LAYERS, hash=False)
+    layer_tokens: Mapping[str | int, int] = field(default_factory=lambda: LAYER_TOKENS, hash=False)
 
     @property
-    def tells_frames(self) -> bool:
+    def has_known_frames(self) -> bool:
         """True if it is known which tokens of a video are a frame."""
         return self.videos == "frames"
 
     @property
     def after_frames(self) -> int | None:
         """Number of a video's tokens after its last frame; None if the tokens of a frame are not known."""
-        return self.after_video if self.tells_frames else None
+        return self.after_video if self.has_known_frames else None
 
     def layout(self, config: Any) -> str | None:
         """Return how patches become visual tokens with the tower of a model's config, if one is given; see
@@ -124,7 +124,7 @@ class Family:
         # Pixtral towers pack the patches of all images. LLaVA has one as a choice.
         return "sized" if self.patches == "tiles" and tower == "pixtral" else self.patches
 
-    def side(self, config: Any) -> int:
+    def get_unit_side(self, config: Any) -> int:
         """Return how many patches of the tower's grid, on a side of a square, become one visual token."""
         return 1 if self.unit_side is None else self.unit_side(config)
 
@@ -134,11 +134,11 @@ class Family:
         if self.layout(config) == "sized":
             return False
         if self.square == "tile" or (whole_image and self.square == "runs"):
-            return count == tile_tokens(config)
+            return count == count_tile_tokens(config)
         return self.square in ("always", "runs")
 
 
-def tile_tokens(config: Any) -> int | None:
+def count_tile_tokens(config: Any) -> int | None:
     """Return how many tokens a tile of an image makes; None where the config does not tell."""
     if (shrink := getattr(config, "scale_factor", None)) is not None:  # Idefics3 and SmolVLM have it
         return (config.vision_config.image_size // config.vision_config.patch_size // shrink) ** 2

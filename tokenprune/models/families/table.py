@@ -11,7 +11,7 @@ import math
 from functools import partial
 from typing import Any
 
-from tokenprune.models.families.row import TOKENS_OF_LAYERS, Family, Vllm
+from tokenprune.models.families.row import LAYER_TOKENS, Family, Vllm
 
 
 def _shuffled(config: Any) -> int:
@@ -75,7 +75,7 @@ _shares_keys = partial(
     resizing=None,
     static_cache=False,
     entry_tokens={"per_layer_inputs": 1},
-    layer_tokens={**TOKENS_OF_LAYERS, 1: 1},  # per_layer_input
+    layer_tokens={**LAYER_TOKENS, 1: 1},  # per_layer_input
 )
 _with_audio = partial(Vllm, budget="an image; a frame of a video", per_run=True, audio=True)
 
@@ -234,7 +234,7 @@ _SPECIAL = (
     _shares_keys(
         "gemma3n",
         _SHARED,
-        layer_tokens={**TOKENS_OF_LAYERS, 1: -2, 2: 1},  # position_embeddings, per_layer_input
+        layer_tokens={**LAYER_TOKENS, 1: -2, 2: 1},  # position_embeddings, per_layer_input
         vllm=_with_audio("Gemma3nForConditionalGeneration", "Gemma 3n"),
     ),
     _shares_keys("gemma4_unified", since="5.10", videos="whole"),
@@ -263,7 +263,7 @@ _SPECIAL = (
         "ernie4_5_vl_moe",
         videos="frames",
         entry_tokens={"moe_mm_token_type_ids": 1},
-        layer_tokens={**TOKENS_OF_LAYERS, "moe_mm_token_type_ids": 1},
+        layer_tokens={**LAYER_TOKENS, "moe_mm_token_type_ids": 1},
     ),
     Family(
         "granite4_vision",

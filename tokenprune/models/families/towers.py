@@ -46,11 +46,11 @@ TOWERS = {
 }
 
 
-def tower_kind(config: Any) -> str | None:
+def get_tower_type(config: Any) -> str | None:
     """Return the model type of the vision tower of a model's config, by its class: checkpoints may say another."""
     return getattr(type(getattr(config, "vision_config", None)), "model_type", None)
 
 
-def tower_of(config: Any) -> TowerRow | None:
+def get_tower(config: Any) -> TowerRow | None:
     """Return the vision tower of a model's config, None for one that is not known."""
-    return TOWERS.get(tower_kind(config) or "")
+    return TOWERS.get(get_tower_type(config) or "")

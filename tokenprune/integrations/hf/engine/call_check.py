@@ -27,7 +27,7 @@ from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.shared import checks
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.selection.method import Method, Site
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 from tokenprune.selection.sites.decode import DecodeMethod
 
 logger = logging.getLogger("tokenprune")
@@ -52,7 +52,7 @@ class CallCheck(Part):
         self.adapter = adapter
         self.reading = [method.name for method in methods if method.query_aware]
         self.absolute = [
-            method.name for method in methods if any(seen.absolute for seen in observables_of(method.needs))
+            method.name for method in methods if any(seen.absolute for seen in select_observables(method.needs))
         ]
         self.logged: set[str] = set()
 

@@ -45,7 +45,7 @@ from tokenprune.integrations.shared.attachable import (
     with_hidden_states,
     with_output,
 )
-from tokenprune.kernels.values import lack_values
+from tokenprune.kernels.values import has_unreadable_values
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.statistics import Stats
 
@@ -147,7 +147,7 @@ class Engine(Attachable):
         Raises:
             UnsupportedSetupError: If a method would have to read the missing values.
         """
-        if not lack_values(arguments.values()):
+        if not has_unreadable_values(arguments.values()):
             return True
         if self.reading:
             raise UnsupportedSetupError(
@@ -249,7 +249,7 @@ class Engine(Attachable):
         batch, length = embeds.shape[:2]
         counts = call.prompt.tokens_per_row if cutting else None
         full = partial(Layout.full, batch, length, embeds.device, counts)
-        layout = call.state.segments.recent.get(("layout", batch, length), full) if cutting else full()
+        layout = call.state.segments.cache.get(("layout", batch, length), full) if cutting else full()
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         inputs.extras.pop("logits_to_keep", None)
         functions = extras = None

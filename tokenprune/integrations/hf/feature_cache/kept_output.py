@@ -83,7 +83,7 @@ class OfImage(KeptOutput):
             return None
         made = []
         for number, features in enumerate(zip(*parts, strict=True)):
-            seen = EncoderRecord(encoded=encoded[number], looks=None if looks is None else looks.only(number))
+            seen = EncoderRecord(encoded=encoded[number], looks=None if looks is None else looks.select(number))
             made.append(cls(type(output), {"features": [_alone(one) for one in features]}, seen, containers))
         return made
 

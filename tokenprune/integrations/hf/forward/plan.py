@@ -15,7 +15,7 @@ from tokenprune.budgets import Budget
 from tokenprune.budgets.video import Clip
 from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, encoding_key, find_segments
-from tokenprune.kernels.transfer import Recent
+from tokenprune.kernels.transfer import FIFOCache
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.models.families import Family
 from tokenprune.selection.method import Method
@@ -45,7 +45,7 @@ class Step:
         """True if the stage runs, because it may drop tokens or stores values for a later stage."""
         if not self.budget.is_identity():
             return True
-        return self.method.by_content_count and not (self.whole or self.budget).is_identity()
+        return self.method.chooses_count and not (self.whole or self.budget).is_identity()
 
 
 # (step, tokens of each segment that arrive, tokens that it would keep) -> tokens that it keeps.
@@ -95,7 +95,7 @@ class Plan:
     @cached_property
     def cuts(self) -> frozenset[int]:
         """The layers at whose input a method selects tokens."""
-        asked = (one for one in self.stages if one.kept != one.arrived or one.step.method.by_content_count)
+        asked = (one for one in self.stages if one.kept != one.arrived or one.step.method.chooses_count)
         return frozenset(stage.step.layer for stage in asked)
 
     @property
@@ -160,7 +160,7 @@ class Plan:
 
 def allowed(method: Method, count: int, asked: int) -> int:
     """Return how many of a segment's `count` tokens `method` keeps where its budget asks for `asked`."""
-    return min(count, max(method.least, method.budget(count, asked)))
+    return min(count, max(method.min_tokens, method.resolve_count(count, asked)))
 
 
 def plan_cuts(
@@ -199,8 +199,8 @@ class Planner:
         self.shape, self.steps = shape, steps
         self.per = steps[0].budget.per if steps else "image"
         self._has_video_budget = any(step.budget.video is not None for step in steps)
-        self._segments = Recent()
-        self._plans = Recent()
+        self._segments = FIFOCache()
+        self._plans = FIFOCache()
 
     def _image_grid(self, count: int) -> tuple[int, int, int] | None:
         """Return (1, height, width) of an image of `count` tokens if the family's images are square."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
 from tokenprune.kernels import compact
-from tokenprune.kernels.transfer import Recent, to_device
+from tokenprune.kernels.transfer import FIFOCache, to_device
 from tokenprune.selection.segments import Segments
 
 # (extras, slots, layout after the cut) -> extras after the cut. See `Adapter.cut_extras`.
@@ -21,7 +21,7 @@ CutExtras = Callable[[Any, Tensor, "Layout"], Any]
 
 TEXT, VISUAL, PADDING = 0, 1, 2
 
-_RIGHT_ENDS = Recent()
+_RIGHT_ENDS = FIFOCache()
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class TokenState:
         """Return the index of each visual token in the flattened batch, shape (segments, tokens), int64."""
         segments, layout = self.segments, self.layout
         if layout.whole:
-            return segments.places(layout.width)
+            return segments.flat_indices(layout.width)
         row = segments.row_index
         return layout.inverse[row, segments.position] + row * layout.width
 
@@ -194,7 +194,7 @@ class TokenState:
         segments, layout = self.segments, self.layout
         if layout.whole:
             shape = layout.index.shape
-            token_index, kind = segments.recent.get(
+            token_index, kind = segments.cache.get(
                 ("slots", shape), lambda: _classify_slots(segments, flat_indices, shape, padding)
             )
             # PADDING > True, VISUAL > False, and TEXT is never greater: one comparison drops both kinds.

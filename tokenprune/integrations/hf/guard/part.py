@@ -147,7 +147,7 @@ class GuardPart(Part):
         verdict.conclude(plan)
         call.trace.stats.defer(partial(self._fill, verdict))
         if self.settings.mode == "warn":
-            if not looks.ready():
+            if not looks.is_ready():
                 states()[self] = verdict  # of this thread, until it is reported
             self._say(verdict)
         return plan
@@ -167,13 +167,13 @@ class GuardPart(Part):
 
     def _say_late(self) -> None:
         verdict = states().get(self)
-        if verdict is not None and verdict.looks.ready():
+        if verdict is not None and verdict.looks.is_ready():
             del states()[self]
             self._say(verdict)
 
     def _say(self, verdict: Verdict) -> None:
         """Log what was not said before, as far as it is known."""
-        values = verdict.looks.read() if verdict.looks.ready() else [None] * len(verdict.rows)
+        values = verdict.looks.read() if verdict.looks.is_ready() else [None] * len(verdict.rows)
         for place, (row, value) in enumerate(zip(verdict.rows, values, strict=True)):
             for source, kind in verdict.reasons(row, value):
                 if (place, kind) in verdict.low and (source, kind) not in self._said:

@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.sessions.proxy import proxy_of
 from tokenprune.integrations.hf.sessions.results import Answer, HeldEntries, SessionStats, held_of, stats_of
 from tokenprune.integrations.hf.sessions.stream import Stream
 from tokenprune.integrations.shared.attachment import attachment_of, is_patched
-from tokenprune.selection.options import fits, in_words
+from tokenprune.selection.options import describe_type, matches_type
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +59,7 @@ class Session:
         """
         if (frames is None) == (not inputs):
             raise SessionError("nothing to see: hand over frames, or input_ids and pixel_values")
-        if not fits(fps, Annotated[float, Gt(0)] | None):
+        if not matches_type(fps, Annotated[float, Gt(0)] | None):
             raise OptionError(f"fps={fps!r} must be a number of frames a second, or None")
         with self._inside(), self._stream.whole():
             if inputs:
@@ -102,7 +102,7 @@ class Session:
         another cache, BudgetError for an `attend` out of range or below a sliding window, UnsupportedSetupError past
         the horizon.
         """
-        if not fits(max_new_tokens, Annotated[int, Ge(1)]):
+        if not matches_type(max_new_tokens, Annotated[int, Ge(1)]):
             raise OptionError(f"max_new_tokens={max_new_tokens!r} must be an int >= 1")
         if self._said is None and not return_dict:
             raise SessionError("without a processor nothing turns ids into words: pass return_dict=True")
@@ -218,7 +218,7 @@ class Session:
 
     def _read(self, attend: float | int, options: dict[str, Any]) -> int | None:
         """Return how many visual entries an answer reads, None for all."""
-        if not (fits(attend, Annotated[int, Ge(1)]) or fits(attend, Annotated[float, Gt(0), Le(1)])):
+        if not (matches_type(attend, Annotated[int, Ge(1)]) or matches_type(attend, Annotated[float, Gt(0), Le(1)])):
             raise BudgetError(f"attend={attend!r} must be a share of the visual tokens in (0, 1], or a number of them")
         held = self._stream.memory.visual
         read = attend if isinstance(attend, int) else max(1, round(attend * held))
@@ -253,7 +253,8 @@ def session(
 ) -> Session:
     """Begin a session: `see` frames for hours, `ask` about them now and then, with a visual memory of one size.
 
-    model: in eval mode, of a family with which sessions are tested (docs/sessions.md), unpatched, or patched by methods
+    model: in eval mode, of a family with which sessions are tested (docs/guides/chats.md), unpatched, or patched by
+    methods
     of the site PRE_LLM that read no question, which then choose in each block. processor: None for a session that takes
     ids and pixels. memory: the visual tokens that each layer and KV head holds, tokens that wrap frames among them;
     text is not counted, and stays; or bytes of keys and values, as in "2GiB", text included. policy: a name
@@ -265,14 +266,14 @@ def session(
     Raises BudgetError, OptionError, UnknownPolicyError, SessionError, UnsupportedModelError or UnsupportedSetupError.
     """
     chosen = policy_of(policy)
-    if not fits(target, Annotated[float, Gt(0), Le(1)]):
+    if not matches_type(target, Annotated[float, Gt(0), Le(1)]):
         raise BudgetError(f"target={target!r} must be a share of the memory, in (0, 1]")
     for name, value in (("block", block), ("horizon", horizon)):
-        if not fits(value, Annotated[int, Ge(1)] | None):
+        if not matches_type(value, Annotated[int, Ge(1)] | None):
             raise OptionError(f"{name}={value!r} must be an int >= 1, or None")
     for name, value, kind in (("seed", seed, int), ("reanchor", reanchor, bool | None)):
-        if not fits(value, kind):
-            raise OptionError(f"{name}={value!r} must be {in_words(kind)}")
+        if not matches_type(value, kind):
+            raise OptionError(f"{name}={value!r} must be {describe_type(kind)}")
     adapter = adapter_of(model)
     if is_patched(model):
         check_patch(attachment_of(model), adapter)

@@ -121,7 +121,7 @@ class BlockReader(Part):
                 features = tower_features(output, self.adapter.config).detach().float()
                 features = features if features.ndim == 3 else features[None]
                 observable = cast(TowerOutput, find_observable(name))
-                state.seen[name, index].append(observable.of_features(features, self.protected))
+                state.seen[name, index].append(observable.compute_from_features(features, self.protected))
         record.attention = state.seen
 
     # -- after the tower
@@ -161,7 +161,7 @@ class BlockReader(Part):
         """Return what an observable makes of pixels, `[tokens, patches, channels * P]`."""
         assert self.colours is not None  # else refused
         shown = coloured(pixels.flatten(0, 1), self.colours)
-        return observable.of_colours(shown.view(*pixels.shape[:2], len(self.colours[0]), -1))
+        return observable.compute_from_colors(shown.view(*pixels.shape[:2], len(self.colours[0]), -1))
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class EncodedTokens:
                 "method's encoder_layers, and pass pixels if the features were encoded under another patch."
             )
         found = self._of([part.values[key] for part in self.parts], segments)
-        return found.masked_fill(~segments.mask.unsqueeze(-1), 0) if segments.padded else found
+        return found.masked_fill(~segments.mask.unsqueeze(-1), 0) if segments.has_padding else found
 
     def patches(self, segments: Segments) -> Patches:
         def make() -> Patches:
@@ -205,11 +205,11 @@ class EncodedTokens:
             return as_patches(cells, segments.mask, sum(part.placed.tiles for part in self.parts))
 
         keys = [part.placed.key for part in self.parts]
-        return make() if None in keys else segments.recent.get(("patches", *keys), make)
+        return make() if None in keys else segments.cache.get(("patches", *keys), make)
 
     def _of(self, parts: list[Tensor], segments: Segments) -> Tensor:
         """Return `[S, N, ...]` of the visual tokens of all modalities, one part each."""
-        numbers = segments.recent.get(("numbers", *map(len, parts)), partial(self._numbers, segments))
+        numbers = segments.cache.get(("numbers", *map(len, parts)), partial(self._numbers, segments))
         found = [part.to(self.device) for part in parts]
         return (found[0] if len(found) == 1 else torch.cat(found))[numbers]
 

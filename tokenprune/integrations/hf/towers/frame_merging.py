@@ -66,7 +66,7 @@ class FramesRun(TowerRun):
         rows: list[int] = []  # that hold the rows so far
         left = [len(mix.first) for mix in mixes]
         for number, (mix, before) in enumerate(zip(mixes, self.left, strict=True)):
-            rows += [sum(left[:number]) + own for own in mix.owners(before)]
+            rows += [sum(left[:number]) + own for own in mix.find_owners(before)]
         owner = to_device(rows, self.units.owner.device)[self.units.owner]
         self.units, self.left = replace(self.units, owner=owner, left=[sum(left)]), left
 
@@ -159,7 +159,7 @@ class FrameMerging(TowerPart):
         run = self._state()
         if run is not None and run.sizes:
             with torch.no_grad():
-                shown = block_observable(self.method.reads).of_patches(observation, self.protected)
+                shown = block_observable(self.method.reads).compute_per_patch(observation, self.protected)
             run.received = shown.float().mean(1)
 
     def _leave_mixed(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:

@@ -58,7 +58,8 @@ class GridTower(TowerPart):
         super().__init__(adapter, method, budget)
         knows = f"{method.name} knows SigLIP 2 of images of any shape"
         self.tower, self.encoder, layers = find_blocks(adapter, ("Siglip2EncoderLayer",), knows)
-        self.side, self.decoder = adapter.family.side(adapter.config), DecoderShape.from_config(adapter.text_config)
+        self.side = adapter.family.get_unit_side(adapter.config)
+        self.decoder = DecoderShape.from_config(adapter.text_config)
         self.blocks = [Block(one, one.get_submodule("layer_norm2"), one.get_submodule("mlp")) for one in layers]
         check_drops(method, budget, len(self.blocks))
         self.reducer = TowerReducer(GridLayout(method, self.blocks), GridHost())
@@ -104,7 +105,7 @@ class GridTower(TowerPart):
             own = torch.zeros(len(grids) * width, dtype=torch.bool, device="cpu")
             own[places] = stays.repeat_interleave(patches)
             left = [patches * int(image.sum()) for image in run.kept]
-            return Merge.dropping(to_device(own.view(-1, width), x.device), left)
+            return Merge.from_kept(to_device(own.view(-1, width), x.device), left)
 
         run.drops = choosing(self.method, self.method.block(len(self.blocks)), fold, choose) if run.acts else {}
         return run

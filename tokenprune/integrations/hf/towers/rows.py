@@ -77,7 +77,8 @@ class RowTower(TowerPart):
         blocks = [
             Block(layer, getattr(layer, block.norm), getattr(layer, block.end), scale=block.scale) for layer in layers
         ]
-        tokens, side = patches_of(adapter.config.vision_config) + block.protected, adapter.family.side(adapter.config)
+        tokens = patches_of(adapter.config.vision_config) + block.protected
+        side = adapter.family.get_unit_side(adapter.config)
         shape, squares = Tower(tokens, block.protected, len(layers), read, self.tower), None
         if side > 1:
             squares = Squares(side, block.protected)
@@ -130,7 +131,9 @@ class RowTower(TowerPart):
             padding = padding.expand(-1, -1, observation.query.shape[2], -1)
             observation = replace(observation, mask=padding, causal=False)
         with torch.no_grad():
-            return block_observable(self.method.reads).of_patches(observation, self.layout.shape.protected).float()
+            return (
+                block_observable(self.method.reads).compute_per_patch(observation, self.layout.shape.protected).float()
+            )
 
     def _note_masked(self, run: TowerRun, observation: Observation, mask: Tensor) -> None:
         """Give masked patches the weight 0, so that they do not count in a mean, and stay masked."""
@@ -146,7 +149,7 @@ class RowTower(TowerPart):
             )
         rows, device = len(observation.query), observation.query.device
         first = torch.zeros(1, 1, dtype=torch.long, device=device)
-        seen = observation.visible(first.expand(rows, 1))[:, 0, 0]
+        seen = observation.visible_keys(first.expand(rows, 1))[:, 0, 0]
         run.units = replace(run.units, weight=seen.float().expand(rows, -1), masked=True)
 
     # -- input and output of the tower
@@ -164,7 +167,7 @@ class RowTower(TowerPart):
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         run = self.reducer.end()
         assert run is not None  # see `_leave_encoder`
-        squares, owners = self.layout.squares, [*run.history, run.units][self.layout.shape.read].owner
+        squares, owners = self.layout.squares, [*run.history, run.units][self.layout.shape.blocks_read].owner
         owners = owners if squares is None else squares.owners(owners)
         self.leave_tokens(output, [sum(rows) for rows in run.counts], owners)
         run.restore_states(output)

@@ -54,8 +54,8 @@ class TileGoals:
         return None if goals is None or len(goals) != rows else goals
 
     def _goals(self, packed: PackedFeatures, image: Tensor, tiles: int) -> list[Goal]:
-        left, asked = self.budget.resolve_keep(len(image)), f"{self.method.name}: {self.budget.short()}"
-        return goals_of(packed, image, tiles, left, self.shape.read, asked)
+        left, asked = self.budget.resolve_keep(len(image)), f"{self.method.name}: {self.budget.format_short()}"
+        return goals_of(packed, image, tiles, left, self.shape.blocks_read, asked)
 
 
 def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> tuple[list[int], PackedFeatures]:

@@ -15,10 +15,10 @@ from tokenprune.integrations.shared.checks.reading import (
     find_joined_layers_error,
     find_reading_error,
 )
-from tokenprune.models.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, tower_kind, tower_of
+from tokenprune.models.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, get_tower, get_tower_type
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import Backend
-from tokenprune.selection.observable_registry import compares_frames, not_served
+from tokenprune.selection.observable_registry import compares_frames, list_unserved
 from tokenprune.selection.sites.encoder import EncoderMethod
 from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.selection.sites.units import UnitDropper
@@ -47,7 +47,7 @@ def find_error(method: Method, family: Family | str | None, in_llm: bool, config
             f"{method.name} compares the frames of a video, and for {served} the tokens of a frame are not known, or "
             f"its prompts hold no videos. {ON_IMAGES_TOO}"
         )
-    tower = None if _traced(row, config) else "" if config is None else f" with the tower {tower_kind(config)!r}"
+    tower = None if _traced(row, config) else "" if config is None else f" with the tower {get_tower_type(config)!r}"
     error = find_reading_error(method, row, served, tower, json.dumps)
     return error or _find_merging_error(method, row, config) or _find_dropping_error(method, row, config)
 
@@ -61,7 +61,7 @@ def unserved_family(architecture: str) -> str:
 def _traced(row: Family, config: Any) -> bool:
     if config is None:
         return row.patches is not None
-    return row.layout(config) is not None and tower_of(config) is not None
+    return row.layout(config) is not None and get_tower(config) is not None
 
 
 def _find_merging_error(method: Method, row: Family, config: Any) -> TokenPruneError | None:
@@ -71,7 +71,7 @@ def _find_merging_error(method: Method, row: Family, config: Any) -> TokenPruneE
     if not _in_rows(row, config, "tiles", "packed"):
         return UnsupportedSetupError(
             f"{method.name} merges inside the vision tower, and the number of tokens that this leaves of this "
-            f"{row.name!r} is not known before (docs/serving.md lists other families). {AFTER_THE_TOWER}"
+            f"{row.name!r} is not known before (docs/serving/start.md lists other families). {AFTER_THE_TOWER}"
         )
     return find_joined_layers_error(method, config)
 
@@ -105,7 +105,7 @@ def _in_rows(row: Family, config: Any, *layouts: str) -> bool:
 
 def _shows_patches(config: Any) -> bool:
     """Return True where visual tokens are made of all patches of a tower that can merge, and not of a class token."""
-    tower, chosen = tower_of(config), getattr(config, "vision_feature_select_strategy", None)
+    tower, chosen = get_tower(config), getattr(config, "vision_feature_select_strategy", None)
     if tower is None or tower.merging is None:
         return False
     return chosen is None or (chosen == "full") == (not tower.class_tokens)  # None: the model has no such choice
@@ -132,7 +132,7 @@ def _uncounted(method: Method) -> str | None:
     """Return why vLLM cannot know the number of kept tokens before the tower runs; None if it can."""
     if isinstance(method, UnitDropper) and method.sees == "pixels":
         return None  # the front end has the pixels
-    if method.by_content_count or not method.least:
+    if method.chooses_count or not method.min_tokens:
         return "the content decides how many tokens stay, and vLLM must know before. Use transformers."
     return None
 
@@ -163,7 +163,7 @@ def _unserved(method: Method) -> str | None:
     if method.site is Site.IN_LLM and _unserved_in_llm(method) is None:
         return (
             f'it acts inside the language model, after the length of the prompt is set. "{IN_LLM}": true allows it, '
-            "with limits (docs/serving.md)."
+            "with limits (docs/serving/start.md)."
         )
     if method.site is not Site.PRE_LLM:
         return (
@@ -174,9 +174,9 @@ def _unserved(method: Method) -> str | None:
         options = _written(method.query_free)
         fix = f"{method.name} with {options}" if options else "its options that switch the later stages off"
         return f"it acts at several stages, and only the entry of the language model is supported. Use {fix}."
-    if isinstance(method, Pruner) and method.weighs:
+    if isinstance(method, Pruner) and method.weighs_attention:
         return f"it weighs attention inside the language model. Use {_written(method.fallback_options)}."
-    if missing := not_served(method.needs, Backend.VLLM):
+    if missing := list_unserved(method.needs, Backend.VLLM):
         less = method.fallback_hint(missing, json.dumps)
         fix = f"{method.name} with {less}" if less else "a method that does not need it, such as divprune"
         return f"it needs {', '.join(missing)}, which the fused layers of vLLM do not provide. Use {fix}."

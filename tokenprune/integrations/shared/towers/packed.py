@@ -72,7 +72,7 @@ class PackedLayout(TowerLayout):
         sizes = [math.prod(grid) for grid in grids]
 
         def plan_of_frame(count: int, keep: float | int) -> Plan:
-            return method.plan(Budget.from_number(keep), self.shape.of(count))
+            return method.plan(Budget.from_number(keep), self.shape.with_tokens(count))
 
         assert self.budget.keep is not None  # see `check_method`
         parts = frames_apart(grids, self.budget.keep, plan_of_frame)

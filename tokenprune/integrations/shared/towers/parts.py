@@ -74,23 +74,23 @@ class PartMatcher:
             merge = matcher(keys[places.clamp(max=len(keys) - 1)], sizes if ragged else None)
             if merge is None:
                 continue
-            drops = merge.drops
+            drops = merge.is_drop
             target = places.gather(1, merge.keep.gather(1, merge.assign.clamp(min=0) if drops else merge.assign))
             target = target.masked_fill(merge.assign < 0, -1) if drops else target
             if ragged:
                 real = torch.arange(max(sizes), device=device) < to_device(sizes, device)[:, None]
                 places = torch.where(real, places, len(keys))
             into[places] = target
-            for part, left in zip(parts, merge.left or [merge.keep.shape[1]] * len(parts), strict=True):
+            for part, left in zip(parts, merge.num_kept or [merge.keep.shape[1]] * len(parts), strict=True):
                 self.left[part] = left - self.protected
         if self.left == before:
             return None
         into, rest = into[:-1].view(rows, width), self._of_rows(self.left, rows)
-        merge = Merge.dropping(into >= 0, rest) if drops else joining(into % width, self._of_rows(before, rows), rest)
+        merge = Merge.from_kept(into >= 0, rest) if drops else joining(into % width, self._of_rows(before, rows), rest)
         if self.place is not None:
             self.place = self.place.gather(1, merge.keep)
-            if merge.left and min(merge.left) < self.place.shape[1]:
-                padding = torch.arange(self.place.shape[1], device=device) >= to_device(merge.left, device)[:, None]
+            if merge.num_kept and min(merge.num_kept) < self.place.shape[1]:
+                padding = torch.arange(self.place.shape[1], device=device) >= to_device(merge.num_kept, device)[:, None]
                 self.place = self.place.masked_fill(padding, -1)
         return merge
 

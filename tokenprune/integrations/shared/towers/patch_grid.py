@@ -12,8 +12,8 @@ import torch
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.towers.packed_features import PackedFeatures
-from tokenprune.kernels.transfer import Recent, to_device
-from tokenprune.models.families import Family, family_of_config
+from tokenprune.kernels.transfer import FIFOCache, to_device
+from tokenprune.models.families import Family, get_config_family
 from tokenprune.selection.segments import square_grid
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class PatchSource:
     """
 
     def __init__(self, base: nn.Module, config: Any) -> None:
-        self.base, self.config, self.family = base, config, family_of_config(config)
+        self.base, self.config, self.family = base, config, get_config_family(config)
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         """Return (frames, height, width) in tokens of each image, from the arguments of `get_image_features` or
@@ -113,7 +113,7 @@ def place(
     return placed
 
 
-_CELLS = Recent()
+_CELLS = FIFOCache()
 
 
 def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.device, first: int = 0) -> Tensor:
@@ -206,7 +206,7 @@ def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, layers:
 
 
 def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
-    side = getattr(source.config, "spatial_merge_size", source.family.side(source.config))
+    side = getattr(source.config, "spatial_merge_size", source.family.get_unit_side(source.config))
     grids = arguments.get("image_grid_hws")
     if grids is None:
         patch = source.config.vision_config.patch_size

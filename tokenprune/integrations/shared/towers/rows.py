@@ -87,7 +87,7 @@ class RowLayout(TowerLayout):
 
     def plan(self, count: int) -> Plan:
         """Return the matcher of each block for `count` tokens per row; None if a block merges nothing."""
-        shape = self.shape if count == self.shape.tokens else self.shape.of(count)
+        shape = self.shape if count == self.shape.tokens else self.shape.with_tokens(count)
         return self.method.plan(self.budget, shape)
 
     def begin(self, hidden: Tensor) -> TowerRun:
@@ -118,12 +118,12 @@ class RowLayout(TowerLayout):
         run.plan = self.plan(count if self.squares is None else self.squares.count(count))
 
     def _num_kept(self, rows: int, shape: Tower) -> Sequence[int]:
-        return [shape.left(self.budget)] * rows
+        return [shape.count_kept(self.budget)] * rows
 
     def _plan_drops(self, run: TowerRun, method: UnitDropper, rows: int, count: int) -> None:
         """Set the drops of a forward. Rows lose equally many units, so none is padded; class tokens stay."""
         squares = self.squares or Squares(1, self.shape.protected)
-        shape = self.shape.of(count if self.squares is None else squares.count(count))
+        shape = self.shape.with_tokens(count if self.squares is None else squares.count(count))
         units, kept = shape.patches, self.num_kept(rows, shape)
         side = math.isqrt(units)
         if min(kept) >= units:
@@ -135,13 +135,13 @@ class RowLayout(TowerLayout):
 
         def choose(x: Tensor, size: int) -> Merge:
             stays = choose_units(method, x, [(1, side, units // side)] * rows, kept, size)
-            merge = Merge.dropping(to_device(stays.view(rows, units), x.device), list(kept))
+            merge = Merge.from_kept(to_device(stays.view(rows, units), x.device), list(kept))
             return squares.spread(merge, squares.order(count, x.device))
 
-        block = method.block(shape.read)
+        block = method.block(shape.blocks_read)
         run.drops = choosing(method, block, fold, choose)
         if not method.removes:
-            come_back(run, method, block, shape.read, [count] * rows)
+            come_back(run, method, block, shape.blocks_read, [count] * rows)
 
 
 class TileLayout(RowLayout):

@@ -91,10 +91,10 @@ class Squares:
             torch.cat([ahead, keep + self.ahead], dim=1),
             source + self.ahead,
             patches(merge.target) + self.ahead,
-            merge.count * self.size + self.ahead,
-            None if merge.left is None else [number * self.size + self.ahead for number in merge.left],
-            None if merge.gone is None else merge.gone * self.size,
-            merge.drops,
+            merge.num_tokens * self.size + self.ahead,
+            None if merge.num_kept is None else [number * self.size + self.ahead for number in merge.num_kept],
+            None if merge.num_merged is None else merge.num_merged * self.size,
+            merge.is_drop,
         )
 
     def owners(self, owner: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tokenprune.errors import BudgetError
 from tokenprune.integrations.shared.towers.packed_features import PackedFeatures
 from tokenprune.integrations.shared.towers.parts import PartMatcher, Plan
-from tokenprune.kernels.merging import most
+from tokenprune.kernels.merging import max_merges
 from tokenprune.selection.sites.encoder import Tower
 
 # Of a tile: which of its patches are cropped, bool `[patches]`, and how many of those that are not, and of those that
@@ -58,7 +58,7 @@ def parts_of_tiles(goals: Sequence[Goal], tower: Tower, plan: Callable[[Tower], 
     reached."""
 
     def plan_of(patches: int, wanted: int) -> Plan:
-        return plan(tower.of(patches + tower.protected, wanted)) if wanted < patches else [None] * tower.blocks
+        return plan(tower.with_tokens(patches + tower.protected, wanted)) if wanted < patches else [None] * tower.blocks
 
     cropped = torch.stack([row for row, _ in goals]).long()
     place = cropped + 2 * torch.arange(len(goals), device="cpu")[:, None]
@@ -73,7 +73,7 @@ def _cropped(count: int, share: float, read: int) -> int:
     come."""
     least = count
     for _ in range(read):
-        least -= most(least)
+        least -= max_merges(least)
     return max(least, round(share * count))
 
 

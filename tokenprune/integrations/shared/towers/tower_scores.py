@@ -14,7 +14,7 @@ from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.towers.patch_grid import Placed
 from tokenprune.selection.method import Method, Pruner
 from tokenprune.selection.observable import ObservedAt, TowerBlock, TowerInput, TowerOutput
-from tokenprune.selection.observable_registry import find_observable, observables_of
+from tokenprune.selection.observable_registry import find_observable, select_observables
 from tokenprune.selection.segments import Patches
 
 if TYPE_CHECKING:
@@ -69,23 +69,23 @@ def blocks_read(method: Pruner, depth: int, config: Any) -> Blocks:
     Raises OptionError for blocks that there are not.
     """
     layers = {layer: block_index(method, layer, depth, config) for layer in method.encoder_layers}
-    names = [one.name for one in observables_of(method.needs, ObservedAt.TOWER_BLOCK)]
+    names = [one.name for one in select_observables(method.needs, ObservedAt.TOWER_BLOCK)]
     found: Blocks = {(name, layer): block for name in names for layer, block in layers.items()}
-    outputs = [one for one in observables_of(method.needs, ObservedAt.TOWER) if isinstance(one, TowerOutput)]
+    outputs = [one for one in select_observables(method.needs, ObservedAt.TOWER) if isinstance(one, TowerOutput)]
     found |= {(one.name,): OUTPUT for one in outputs}
     return found or {("patches",): read_block(config, depth)}
 
 
 def read_of_pixels(method: Method) -> list[TowerInput]:
     """Return the observables of a token's pixels that a method needs."""
-    return [one for one in observables_of(method.needs, ObservedAt.TOWER) if isinstance(one, TowerInput)]
+    return [one for one in select_observables(method.needs, ObservedAt.TOWER) if isinstance(one, TowerInput)]
 
 
 def without_tower(method: Pruner, spell: Callable[[Any], str] = repr) -> str:
     """Return the options under which a method reads nothing of the vision tower; empty if there are none. spell: how
     a value is written."""
     return method.fallback_hint(
-        [one.name for one in observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)], spell
+        [one.name for one in select_observables(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)], spell
     )
 
 
@@ -115,7 +115,7 @@ def take_patches(seen: Seen, block: int, observation: Observation, protected: in
     for name, index in seen:
         if index == block:
             with torch.no_grad():
-                found = heads(block_observable(name).of_patches(observation, protected))
+                found = heads(block_observable(name).compute_per_patch(observation, protected))
             found = found.transpose(1, 2).float()
             seen[name, index].append(found if found.ndim == 3 else found.flatten(2))
 

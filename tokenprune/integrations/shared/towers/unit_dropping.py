@@ -113,7 +113,7 @@ def _guides(
     counts = [torch.bucketize(x, ends, right=True).bincount(minlength=len(rows)).tolist() for x in (stayed, gone)]
     found, widths, start = [], [], 0
     for left, lost in zip(stayed.split(counts[0]), gone.split(counts[1]), strict=True):
-        guides = method.guides(hidden[lost].float(), hidden[left].float())
+        guides = method.choose_guides(hidden[lost].float(), hidden[left].float())
         found.append((guides + start).flatten())
         widths.append(torch.full_like(lost, guides.shape[1]))
         start += len(left)
@@ -124,4 +124,4 @@ def dropping(stays: Tensor, order: Tensor | None, device: torch.device) -> Merge
     """Return what drops all units but some. stays: bool `[N]` on the host, in the order of rows; order: see
     `TowerRun`."""
     stays = stays if order is None else stays[order.cpu()]
-    return Merge.dropping(to_device(stays[None], device), [int(stays.sum())])
+    return Merge.from_kept(to_device(stays[None], device), [int(stays.sum())])

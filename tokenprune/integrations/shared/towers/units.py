@@ -99,9 +99,9 @@ class Units:
         """Return the rest after a merge, and of the hidden states, `[B, n, D]` or, packed, `[n * patches, ...]`, what
         they become. Two units of a packed tower merge patch by patch, each with the one at its place of the other."""
         x = hidden.reshape(1, self.left[0], -1) if self.patches else hidden
-        left = merge.left or [merge.keep.shape[1]] * len(self.left)
+        left = merge.num_kept or [merge.keep.shape[1]] * len(self.left)
         weight = self.weight
-        if weight is None and (not merge.drops or len(set(left)) > 1):
+        if weight is None and (not merge.is_drop or len(set(left)) > 1):
             weight = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
         x = merge.mean(x, weight)
         owner = merge.assign.gather(1, self.owner.clamp(min=0) if self.drops else self.owner)
@@ -110,7 +110,7 @@ class Units:
             owner=owner.masked_fill_(self.owner < 0, -1) if self.drops else owner,
             left=left,
             weight=None if weight is None else merge.sum(weight),
-            drops=self.drops or merge.drops,
+            drops=self.drops or merge.is_drop,
             kept=None if self.kept is None else self.kept[merge.keep[0]],
         )
         return units, x.reshape(-1, *hidden.shape[1:]) if self.patches else x

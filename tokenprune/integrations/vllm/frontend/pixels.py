@@ -17,7 +17,7 @@ from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.shared.resizing import Resizer
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
-from tokenprune.models.token_counts import Reader, rule_for
+from tokenprune.models.token_counts import SettingsReader, find_rule
 from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.selection.sites.units import UnitDropper
 
@@ -94,9 +94,9 @@ class Shrinker:
     def _count(self, images: ImageProcessorItems, options: dict[str, Any], index: int) -> int:
         """Return how many visual tokens the model's processor makes of one of these images."""
         processor, size = self.info.get_hf_processor(**self.kwargs), images.get_image_size(index)
-        rule = rule_for(processor)
+        rule = find_rule(processor)
         assert rule is not None  # `_patch` refuses processors without one
-        return rule.count(Reader(processor, options), size.height, size.width, 1)
+        return rule.count(SettingsReader(processor, options), size.height, size.width, 1)
 
     def check(self) -> None:
         """Raise OptionError or BudgetError if the model cannot do what the setting says."""
@@ -109,7 +109,7 @@ class Shrinker:
 
     def _patch(self) -> Resizer:
         method, processor = self._method, self.info.get_hf_processor(**self.kwargs)
-        rule = rule_for(processor)
+        rule = find_rule(processor)
         if rule is None or rule.resizing != "input":
             image_processor = type(processor.image_processor).__name__
             raise OptionError(

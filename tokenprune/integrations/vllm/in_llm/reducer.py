@@ -17,7 +17,7 @@ from tokenprune.integrations.vllm.selection.in_llm import RequestSource, choose,
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.method import Pruner
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 from tokenprune.selection.segments import LayerInput
 
 
@@ -68,9 +68,9 @@ class Reducer:
         self.attention: Any = layers[method.cut_layer - 1].self_attn.attn
         # The layers that see fewer tokens, by the names under which vLLM keeps what belongs to their attention.
         self.names = {layer.self_attn.attn.layer_name for layer in layers[method.cut_layer :]}
-        if observables_of(method.needs, ObservedAt.LAYER_BEFORE):
+        if select_observables(method.needs, ObservedAt.LAYER_BEFORE):
             self.attention.register_forward_pre_hook(self._observe)
-        if observables_of(method.needs, ObservedAt.INPUT_BEFORE):
+        if select_observables(method.needs, ObservedAt.INPUT_BEFORE):
             layers[method.cut_layer - 1].register_forward_pre_hook(self._keep_input)
         layers[method.cut_layer].register_forward_pre_hook(self._cut)
         for layer in layers[method.cut_layer + 1 :]:

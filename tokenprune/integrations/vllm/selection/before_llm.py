@@ -23,7 +23,7 @@ from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.apply import merge_tokens, validate_selection
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import Backend, ObservedAt, TowerScores
-from tokenprune.selection.observable_registry import compares_frames, observables_of
+from tokenprune.selection.observable_registry import compares_frames, select_observables
 from tokenprune.selection.segments import Patches, Segments, Sizes, VisualView
 from tokenprune.selection.source import Readable, TokenSource
 from tokenprune.selection.tokens import VisualTokens
@@ -64,7 +64,7 @@ class _Features(TokenSource):
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm is None else self.norm(hidden)
 
-    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
+    def read_tower(self, key: tuple, segments: Segments) -> Tensor:
         if self.encoded is None or key not in self.encoded.values:
             raise TokenPruneError(
                 f"it reads {key[0]} of the vision tower ({', '.join(map(str, key[1:]))}), which was not read: a method "
@@ -78,15 +78,15 @@ class _Features(TokenSource):
         placed = self.encoded.placed
         return as_patches(placed.cells[segments.position], segments.mask, placed.tiles)
 
-    def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
+    def gather(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
         if position is segments.position and _all_in_order(segments):
             return values.flatten(0, 1).unflatten(0, position.shape)
-        return super().at(values, position, segments)
+        return super().gather(values, position, segments)
 
-    def entered(self, position: Tensor, segments: Segments) -> Tensor:
-        return self.at(self.hidden, position, segments)
+    def get_embeddings(self, position: Tensor, segments: Segments) -> Tensor:
+        return self.gather(self.hidden, position, segments)
 
-    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+    def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         raise TokenPruneError("it reads the text, but an image's features are shared by all prompts that hold it")
 
 
@@ -178,7 +178,7 @@ def probe(method: Pruner) -> None:
     generator = torch.Generator("cpu").manual_seed(0)
     for counts, share in (([16], 0.25), ([9, 5], 0.6)):
         rows = normal(sum(counts), 8, generator=generator)
-        keep = [min(n, max(1, method.budget(n, max(1, round(n * share))))) for n in counts]
+        keep = [min(n, max(1, method.resolve_count(n, max(1, round(n * share))))) for n in counts]
         rehearse(method, rows, counts, keep, encoded=_made_up(method, counts))
 
 
@@ -200,7 +200,7 @@ def _made_up(method: Pruner, counts: list[int]) -> Encoded:
     generator = torch.Generator("cpu").manual_seed(1)
     sizes = Sizes((sum(counts),))
     values = {}
-    for one in observables_of(method.needs, ObservedAt.TOWER_BLOCK):
+    for one in select_observables(method.needs, ObservedAt.TOWER_BLOCK):
         for layer in method.encoder_layers:
             example = one.example(sizes, generator)[0]
             values[one.name, layer] = example.T if isinstance(one, TowerScores) else example

@@ -16,9 +16,9 @@ from tokenprune.kernels.drawn import normal
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import Backend
-from tokenprune.selection.observable_registry import not_served, served_by
+from tokenprune.selection.observable_registry import list_served, list_unserved
 from tokenprune.selection.row_ends import keep_row_ends
-from tokenprune.selection.segments import LayerInput, SeenAttention, Segments, VisualView
+from tokenprune.selection.segments import LayerInput, ObservedAttention, Segments, VisualView
 from tokenprune.selection.source import Readable, TokenSource
 from tokenprune.selection.tokens import VisualTokens
 
@@ -49,20 +49,20 @@ class RequestSource(TokenSource):
         return self.norm(hidden)
 
     @property
-    def before(self) -> SeenAttention:
-        return super().before if self.observed is None else self.observed
+    def attention_before(self) -> ObservedAttention:
+        return super().attention_before if self.observed is None else self.observed
 
     @property
     def input_before(self) -> LayerInput:
         return super().input_before if self.layer_input is None else self.layer_input
 
-    def last_slot(self) -> Tensor:
+    def get_last_slot(self) -> Tensor:
         return torch.tensor([[self.width - 1]], device=self.hidden.device)
 
-    def real(self) -> Tensor:
+    def get_token_mask(self) -> Tensor:
         return torch.ones(1, self.width, dtype=torch.bool, device=self.hidden.device)
 
-    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+    def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         self._check_whole("the text after an image")
         is_text = torch.ones(self.width, dtype=torch.bool, device="cpu")
         is_text[self.visual] = False
@@ -114,8 +114,8 @@ def choose(method: Pruner, segments: Segments, keep: list[int], seen: RequestSou
 def probe(method: Pruner) -> None:
     """Run `method` on made-up states. Raise TokenPruneError if it reads an observable that is not there, or keeps
     another number of tokens than it was asked for."""
-    if absent := not_served(method.needs, Backend.VLLM_IN_LLM):
-        there = ", ".join(served_by(Backend.VLLM_IN_LLM))
+    if absent := list_unserved(method.needs, Backend.VLLM_IN_LLM):
+        there = ", ".join(list_served(Backend.VLLM_IN_LLM))
         raise TokenPruneError(f"it needs {', '.join(absent)}, and vLLM's layers give {there}")
     places = [list(range(2, 18)), list(range(20, 29))]
     rehearse(method, places, [5, 4], normal(1, 40, 16, generator=torch.Generator("cpu").manual_seed(0)), (2, 1, 8))

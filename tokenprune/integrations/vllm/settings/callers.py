@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.errors import OptionError, short
+from tokenprune.errors import OptionError, shorten
 from tokenprune.integrations.vllm.settings.configuration import check_key
 from tokenprune.integrations.vllm.settings.servable import KEY
 
@@ -54,7 +54,7 @@ class Callers:
         check_key(known and isinstance(given["profiles"], dict), _WHERE, _WANTED)
         header = given.get("header", API_KEY)
         fits = isinstance(header, str) and _NAME.fullmatch(header.lower())
-        check_key(bool(fits), _WHERE, f"with the name of a header, not {short(header)}")
+        check_key(bool(fits), _WHERE, f"with the name of a header, not {shorten(header)}")
         header = header.lower()
         names, digests = {}, {}
         for value, one in given["profiles"].items():

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError, short
+from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError, shorten
 from tokenprune.integrations.shared import checks
 from tokenprune.integrations.vllm.settings.servable import BESIDE
 from tokenprune.integrations.vllm.settings.settings import IN_LLM, KEY, ServedSetting
@@ -43,7 +43,7 @@ def family_of(model_config: Any) -> Family:
     if architecture not in SERVED:
         raise UnsupportedModelError(
             f"{KEY} {checks.unserved_family(architecture)}. Leave the {KEY} setting out to serve the model unchanged "
-            "(docs/serving.md lists the served models)."
+            "(docs/serving/start.md lists the served models)."
         )
     return SERVED[architecture]
 
@@ -82,7 +82,7 @@ def check_spelling(layer: Any) -> None:
         if isinstance(key, str) and key not in SCOPE and (close := difflib.get_close_matches(key, BESIDE, 1, 0.75)):
             options = (option for name in available_methods() for option in method_info(name).options)
             if key not in options:
-                raise OptionError(f"{KEY} has no key {short(key)}: did you mean {close[0]!r}?")
+                raise OptionError(f"{KEY} has no key {shorten(key)}: did you mean {close[0]!r}?")
 
 
 def check_key(condition: bool, key: str, wanted: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.errors import short
+from tokenprune.errors import shorten
 from tokenprune.integrations.vllm.settings.configuration import check_key
 
 _MOST = 32  # steps
@@ -50,15 +50,15 @@ class Overload:
         _check(isinstance(steps, list) and isinstance(profiles, list), wanted)
         _check(0 < len(steps) == len(profiles) <= _MOST, wanted)
         whole = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
-        _check(whole and steps[0] > 0, f"of whole numbers from 1 on, not {short(steps)}")
-        _check(all(a < b for a, b in itertools.pairwise(steps)), f"ascending, not {short(steps)}")
+        _check(whole and steps[0] > 0, f"of whole numbers from 1 on, not {shorten(steps)}")
+        _check(all(a < b for a, b in itertools.pairwise(steps)), f"ascending, not {shorten(steps)}")
         for name in profiles:
             there = isinstance(name, str) and name in names
-            _check(there, f"of profiles that are there ({', '.join(names)}), not {short(name)}")
+            _check(there, f"of profiles that are there ({', '.join(names)}), not {shorten(name)}")
         release, rise, dwell = (_number(given.get(key, getattr(cls, key))) for key in options)
-        _check(0 < release <= 1, f"with a release in (0, 1], as 0.5, not {short(given.get('release'))}")
+        _check(0 < release <= 1, f"with a release in (0, 1], as 0.5, not {shorten(given.get('release'))}")
         for key, value in (("rise", rise), ("dwell", dwell)):
-            seconds = f"with a {key} of 0 to {_LONGEST:g} seconds, not {short(given.get(key))}"
+            seconds = f"with a {key} of 0 to {_LONGEST:g} seconds, not {shorten(given.get(key))}"
             _check(0 <= value <= _LONGEST, seconds)
         return cls(tuple(steps), tuple(profiles), release, rise, dwell)
 

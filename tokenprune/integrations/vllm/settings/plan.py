@@ -19,7 +19,7 @@ from torch import Tensor
 from tokenprune.errors import OptionError, PlaceholderMismatchError
 from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower
-from tokenprune.selection.frames import frame_counts, tokens_per_frame
+from tokenprune.selection.frames import count_tokens_per_frame, split_into_frames
 from tokenprune.selection.observable_registry import compares_frames
 
 # Items of these modalities lose tokens; others (audio) do not.
@@ -114,7 +114,7 @@ class Plan:
         """Rows of the encoder's output in each segment, the pieces that have a budget each."""
         if self.per_run:
             return self.runs
-        counts = frame_counts(sum(self.runs), self.frames if _by_frame(self.setting) else 1)
+        counts = split_into_frames(sum(self.runs), self.frames if _by_frame(self.setting) else 1)
         assert counts is not None  # `make` refuses frames that do not split
         return counts
 
@@ -123,7 +123,7 @@ class Plan:
         video that follow its last frame."""
         if behind is None or not compares_frames(self.setting.method):
             return [None] * len(self.counts)
-        return [tokens_per_frame(count, self.frames, behind) for count in self.counts]
+        return [count_tokens_per_frame(count, self.frames, behind) for count in self.counts]
 
     @cached_property
     def keep(self) -> list[int]:
@@ -231,7 +231,7 @@ class Plan:
             return whole
         if len(whole.runs) == frames:  # time stamps between them, or names of tiles
             return dataclasses.replace(whole, per_run=True)
-        if len(whole.runs) > 1 or frame_counts(sum(whole.runs), frames) is None:
+        if len(whole.runs) > 1 or split_into_frames(sum(whole.runs), frames) is None:
             raise OptionError(
                 'nothing tells which tokens of the video belong to which frame: use "per": "image", so that the whole '
                 "video shares its budget"
@@ -240,7 +240,7 @@ class Plan:
 
     def _compared(self, frames: int, behind: int) -> Plan:
         count = sum(self.runs)
-        if tokens_per_frame(count, frames, behind) is None:
+        if count_tokens_per_frame(count, frames, behind) is None:
             raise OptionError(
                 f"{self.setting.acting.name} compares the frames of a video, and the {count} tokens of this one do not "
                 f"split into {frames} frames: let the processor sample no frames of its own, or use a method that "

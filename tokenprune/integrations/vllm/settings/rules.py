@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.errors import OptionError, short
+from tokenprune.errors import OptionError, shorten
 from tokenprune.integrations.vllm.settings.configuration import check_key
 from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 from tokenprune.methods.registry import method_class
@@ -88,22 +88,24 @@ class Rules:
 
 
 def _min_keep(value: Any) -> float:
-    check_key(isinstance(value, float) and 0 < value <= 1, "min_keep", f"a share in (0, 1], as 0.1, not {short(value)}")
+    check_key(
+        isinstance(value, float) and 0 < value <= 1, "min_keep", f"a share in (0, 1], as 0.1, not {shorten(value)}"
+    )
     return float(value)
 
 
 def _methods(names: Any) -> tuple[str, ...]:
     known = isinstance(names, list) and 0 < len(names) <= _MOST
-    check_key(known, "methods", f"a list of methods, not {short(names)}")
+    check_key(known, "methods", f"a list of methods, not {shorten(names)}")
     return tuple(method_class(name).name for name in names)
 
 
 def _rollout(value: Any) -> float:
     known = isinstance(value, float) and 0 <= value <= 1
-    check_key(known, "rollout", f"a share in [0.0, 1.0], as 0.05; 0.0 reduces nothing and counts; not {short(value)}")
+    check_key(known, "rollout", f"a share in [0.0, 1.0], as 0.05; 0.0 reduces nothing and counts; not {shorten(value)}")
     return float(value)
 
 
 def _on_error(value: Any) -> str:
-    check_key(value in (REFUSE, FULL), "on_error", f'"{REFUSE}" or "{FULL}", not {short(value)}')
+    check_key(value in (REFUSE, FULL), "on_error", f'"{REFUSE}" or "{FULL}", not {shorten(value)}')
     return str(value)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.errors import ConfigError, OptionError, TokenPruneError, short
+from tokenprune.errors import ConfigError, OptionError, TokenPruneError, shorten
 from tokenprune.integrations.vllm.log import SERVER
 from tokenprune.integrations.vllm.settings.callers import CallerError, Callers
 from tokenprune.integrations.vllm.settings.configuration import check_key, configured, split
@@ -32,7 +32,7 @@ from tokenprune.integrations.vllm.settings.servable import (
 )
 from tokenprune.integrations.vllm.settings.settings import IN_LLM, KEY, ServedSetting, check_override, of_request
 from tokenprune.selection.files import File
-from tokenprune.settings.json_values import plain
+from tokenprune.settings.json_values import to_plain_json
 
 logger = logging.getLogger(SERVER)
 SECONDS = 60.0  # for which profiles are served that a reload has removed
@@ -95,7 +95,7 @@ class ServerConfig:
         """
         log, free_kv, positions = _read_engine_keys(given, server)
         uses_gateway = bool(set(given) & set(ADD_ON)) or server.ages is not None
-        given = with_file(plain(given, KEY))
+        given = with_file(to_plain_json(given, KEY))
         profiles = given.get("profiles", {})
         check_key(isinstance(profiles, dict), "profiles", 'an object of settings by name, {"fast": {"keep": 0.1}}')
         check_key(len(profiles) <= _MOST, "profiles", f"{_MOST} at most, not {len(profiles)}")
@@ -103,8 +103,8 @@ class ServerConfig:
         for name, layer in profiles.items():
             if name in (DEFAULT, REQUEST) or not _NAME.fullmatch(name):
                 raise OptionError(
-                    f"{KEY}: {short(name)} cannot be the name of a profile: use letters, digits, '.', '_' and '-', and "
-                    f'neither "{DEFAULT}", which is the setting beside the profiles, nor "{REQUEST}"'
+                    f"{KEY}: {shorten(name)} cannot be the name of a profile: use letters, digits, '.', '_' and '-', "
+                    f'and neither "{DEFAULT}", which is the setting beside the profiles, nor "{REQUEST}"'
                 )
             layer, own = split(layer)
             try:
@@ -137,11 +137,11 @@ class ServerConfig:
         """Return the whole setting of a profile. may: names that the caller may use; None: all. Raises ProfileError, or
         CallerError for one that it may not, whether or not it is there."""
         if may is not None and name not in may:
-            raise CallerError(f"{KEY}: this caller may not use profile {short(name)}; it may use {', '.join(may)}")
+            raise CallerError(f"{KEY}: this caller may not use profile {shorten(name)}; it may use {', '.join(may)}")
         if isinstance(name, str) and name in self.profiles:
             return self.profiles[name]
         there = f"it has {', '.join(self.names)}" if self.names else "it names none"
-        raise ProfileError(f"{KEY}: this server has no profile {short(name)}; {there}, and {DEFAULT}")
+        raise ProfileError(f"{KEY}: this server has no profile {shorten(name)}; {there}, and {DEFAULT}")
 
     def setting(self, asked: Any = NOTHING) -> ServedSetting:
         """Return the setting in force for a request. asked: the request's value of our key.
@@ -194,15 +194,15 @@ class ServerConfig:
 def _read_engine_keys(given: Mapping[str, Any], server: ServedSetting) -> tuple[bool, bool, str | None]:
     """Return the values of `log`, `experimental_free_kv` and `positions`; raises OptionError."""
     log, free_kv, positions = given.get("log"), given.get(FREE_KV, False), given.get("positions")
-    check_key("log" not in given or log == "json", "log", f'"json", or left out, not {short(log)}')
-    check_key(isinstance(free_kv, bool), FREE_KV, f"true or false, not {short(free_kv)}")
+    check_key("log" not in given or log == "json", "log", f'"json", or left out, not {shorten(log)}')
+    check_key(isinstance(free_kv, bool), FREE_KV, f"true or false, not {shorten(free_kv)}")
     if free_kv and not server.in_llm:
         raise OptionError(
             f"{KEY}: {FREE_KV} gives back what layers after a cut inside the language model do not need, so it "
             f'goes with "{IN_LLM}": true; a method that acts before the language model saves all of it anyway'
         )
     known = "positions" not in given or (isinstance(positions, str) and positions in POSITIONS)
-    wanted = f'"original" (where they stood) or "renumbered" (counted anew), not {short(positions)}'
+    wanted = f'"original" (where they stood) or "renumbered" (counted anew), not {shorten(positions)}'
     check_key(known, "positions", wanted)
     return log is not None, free_kv, positions
 
@@ -213,7 +213,7 @@ def with_file(given: dict[str, Any]) -> dict[str, Any]:
     if RELOAD not in given:
         return given
     path = given[RELOAD]
-    check_key(isinstance(path, str) and path != "", RELOAD, f"the name of a file, not {short(path)}")
+    check_key(isinstance(path, str) and path != "", RELOAD, f"the name of a file, not {shorten(path)}")
     if twice := sorted(set(given) & set(RELOADED)):
         raise OptionError(f"{KEY}: {', '.join(twice)} belongs into the file of {RELOAD}, {path}, not beside it")
     try:
@@ -221,9 +221,9 @@ def with_file(given: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{KEY}: cannot read {path} as JSON: {error}") from error
     if not isinstance(found, dict) or (others := sorted(set(found) - set(RELOADED))):
-        what = f"not {short(others)}" if isinstance(found, dict) else f"in an object, not {short(found)}"
+        what = f"not {shorten(others)}" if isinstance(found, dict) else f"in an object, not {shorten(found)}"
         raise ConfigError(f"{KEY}: {path} may hold {', '.join(RELOADED)}, {what}")
-    return given | plain(found, path)
+    return given | to_plain_json(found, path)
 
 
 # -- the config in force. Clients learn of a reload later than the server, and a request may be older than the reload

@@ -12,17 +12,17 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.by_age import Ages, ages, left, reached
-from tokenprune.errors import BudgetError, OptionError, TokenPruneError, short
+from tokenprune.budgets.by_age import Ages, compute_ages, count_kept, find_bounds
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError, shorten
 from tokenprune.integrations.vllm.settings.servable import KEY, check_method, servable
 from tokenprune.selection.files import File
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.observable_registry import compares_frames
-from tokenprune.selection.sites import check_places
+from tokenprune.selection.sites import check_sites
 from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.settings import IN_LLM, Setting
 from tokenprune.settings.budget_checks import check_scope
-from tokenprune.settings.json_values import plain
+from tokenprune.settings.json_values import to_plain_json
 
 __all__ = ["IN_LLM", "KEY", "ServedSetting", "check_method", "check_override", "servable"]
 
@@ -98,7 +98,7 @@ class ServedSetting:
             return (self.without_method(),) * count
         if modality != "image" or self.ages is None:
             return (self.tiers[0],) * count
-        return tuple(map(self._at, ages(count, self.ages.step)))
+        return tuple(map(self._at, compute_ages(count, self.ages.step)))
 
     @property
     def tiers(self) -> list[ServedSetting]:
@@ -109,7 +109,7 @@ class ServedSetting:
         """Return the setting of an image of this age; without bounds where a `keep` says the same, so that it shares
         caches with a setting that was written so."""
         assert self.ages is not None
-        bounds = reached(self.ages.tiers, age)
+        bounds = find_bounds(self.ages.tiers, age)
         new = dataclasses.replace(self, ages=None)
         if len(bounds) == 1 and Budget.from_number(self.keep).is_identity():
             return dataclasses.replace(new, keep=bounds[0])
@@ -140,7 +140,7 @@ class ServedSetting:
         """The share, or the number of tokens, that both methods together keep of an image; of a new one, by age."""
         numbers = [one for one in (self.keep, *self.bounds) if isinstance(one, int)]
         if isinstance(self.keep, int):
-            return left(self.keep, self.bounds)
+            return count_kept(self.keep, self.bounds)
         return min(numbers) if numbers else round(math.prod((self.share, self.keep, *self.bounds)), 4)
 
     def cache_key(self) -> dict[str, Any]:
@@ -155,8 +155,8 @@ class ServedSetting:
 
     def wanted(self, tokens: int) -> int:
         """Return how many of `tokens` visual tokens the method has to keep."""
-        wanted = left(Budget.from_number(self.keep).resolve_keep(tokens), self.bounds)
-        return min(tokens, max(1, self.acting.budget(tokens, wanted)))
+        wanted = count_kept(Budget.from_number(self.keep).resolve_keep(tokens), self.bounds)
+        return min(tokens, max(1, self.acting.resolve_count(tokens, wanted)))
 
 
 def of_request(server: Mapping[str, Any], asked: Mapping[str, Any]) -> ServedSetting:
@@ -183,11 +183,11 @@ def _text(layer: Any) -> str:
     if not isinstance(layer, Mapping):
         raise OptionError(
             f'{KEY} must be an object like {{"method": "divprune", "keep": 0.25}} or {{"off": true}}, '
-            f"not {short(layer)}"
+            f"not {shorten(layer)}"
         )
     if "config" in layer:  # a server's own was read before
         raise OptionError(f"{KEY}: config names a file of the server: it belongs to its setting, not to a request")
-    text = json.dumps(plain(layer, KEY))
+    text = json.dumps(to_plain_json(layer, KEY))
     if len(text) > _LONGEST:
         raise OptionError(f"{KEY} is {len(text)} characters long; at most {_LONGEST} are read")
     return text
@@ -213,7 +213,7 @@ def _checked(whole: Setting) -> ServedSetting:
     """Return what serves a whole setting; raises OptionError or BudgetError if vLLM cannot serve it."""
     per, in_llm, count = whole.per or "image", bool(whole.in_llm), len(whole.names)
     if per not in ("image", "frame"):
-        raise OptionError(f'{KEY}: per must be "image" or "frame", not {short(per)}')
+        raise OptionError(f'{KEY}: per must be "image" or "frame", not {shorten(per)}')
     if in_llm and count > 1:
         raise OptionError(f"{KEY}: {IN_LLM} goes with one method, not with {count}")
     methods = whole.methods
@@ -221,7 +221,7 @@ def _checked(whole: Setting) -> ServedSetting:
         if isinstance(one, dict) and set(one) - {"age", "step"} not in ({"keep"}, {"tokens"}):
             raise _no_number(one)
     steps = [_step(*one, in_llm) for one in zip(methods, whole.budgets, whole.options, strict=True)]
-    check_places(methods)
+    check_sites(methods)
     pixels = [step for step in steps if step[0].site is Site.PRE_ENCODER]
     others = [step for step in steps if step[0].site is not Site.PRE_ENCODER]
     if len(others) > 1:
@@ -246,7 +246,7 @@ def _checked(whole: Setting) -> ServedSetting:
 def _no_number(keep: Any) -> BudgetError:
     return BudgetError(
         f"{KEY}: the prompt is written before the model runs, so keep must be a number, 4 for four tokens or 0.25 for "
-        f"a share, alone or with age and step, not {short(keep)}"
+        f"a share, alone or with age and step, not {shorten(keep)}"
     )
 
 

@@ -20,7 +20,7 @@ from tokenprune.integrations.shared.towers.packed_features import PackedFeatures
 from tokenprune.integrations.shared.towers.tile_goals import Goal, goals_of, parts_of_tiles
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.settings.towers import merges_in_tower, served_tower
-from tokenprune.models.families import SERVED, family_of_config
+from tokenprune.models.families import SERVED, get_config_family
 from tokenprune.selection.method import Method
 from tokenprune.selection.observable_registry import compares_frames
 from tokenprune.selection.sites.encoder import EncoderMethod
@@ -37,7 +37,7 @@ def check_items(method: Method, settings: Mapping[str, Sequence[ServedSetting]],
     """
     from vllm.multimodal.parse import EmbeddingItems, ImageProcessorItems
 
-    served, merges = family_of_config(info.get_hf_config()), merges_in_tower(method)
+    served, merges = get_config_family(info.get_hf_config()), merges_in_tower(method)
     for modality, of_modality in items.items():
         if modality == "image" and compares_frames(method):
             continue  # it leaves them as they are
@@ -109,7 +109,7 @@ def _check(condition: bool, message: str) -> None:
 
 def crops(config: Any) -> bool:
     """Return True for a model that crops its tiles after the tower."""
-    return family_of_config(config).patches == "packed"
+    return get_config_family(config).patches == "packed"
 
 
 def pack(cls: Any, config: Any, size: Any, tiles: int, tokens: int, device: torch.device = _HOST) -> PackedFeatures:
@@ -131,7 +131,7 @@ def goals_of_image(packed: PackedFeatures, tiles: int, left: int, setting: Serve
     method = setting.acting
     assert isinstance(method, EncoderMethod)
     asked = f"{method.name}: keep={json.dumps(setting.keep)}"
-    return goals_of(packed, packed.images[0], tiles, left, served_tower(method, config).read, asked)
+    return goals_of(packed, packed.images[0], tiles, left, served_tower(method, config).blocks_read, asked)
 
 
 def check_tiles(setting: ServedSetting, info: Any, item: Any, left: int) -> None:

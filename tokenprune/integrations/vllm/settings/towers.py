@@ -15,7 +15,7 @@ from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
 from tokenprune.integrations.shared.towers.patch_grid import patches_of
 from tokenprune.integrations.shared.towers.squares import Squares
 from tokenprune.integrations.shared.towers.tower_scores import block_index, read_block, without_tower
-from tokenprune.models.families import TOWERS, TowerRow, family_of, family_of_config, tower_kind, tower_of
+from tokenprune.models.families import TOWERS, TowerRow, get_config_family, get_family, get_tower, get_tower_type
 from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection.method import Method, Pruner
 from tokenprune.selection.sites import encoder
@@ -39,21 +39,21 @@ def drops_by_pixels(method: Method | None) -> bool:
 
 def is_known(config: Any) -> bool:
     """Return True where it is known how patches of this model's tower become visual tokens."""
-    return family_of_config(config).patches is not None and tower_of(config) is not None
+    return get_config_family(config).patches is not None and get_tower(config) is not None
 
 
 def packs(config: Any) -> bool:
     """Return True for a tower that lays the patches of all images end to end, and merges whole units of them."""
-    row = family_of(config.model_type)
+    row = get_family(config.model_type)
     return row.tower_rows == "all images" and row.merges
 
 
 def row_of(config: Any) -> TowerRow:
     """Return the row of a tower; raises UnsupportedSetupError for one that is not known."""
     # Configs that vLLM has of its own name a packed tower otherwise than transformers does.
-    found = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or tower_of(config)
+    found = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or get_tower(config)
     if found is None:
-        raise UnsupportedSetupError(f"The vision tower {tower_kind(config)!r} is not known. {AFTER_THE_TOWER}")
+        raise UnsupportedSetupError(f"The vision tower {get_tower_type(config)!r} is not known. {AFTER_THE_TOWER}")
     return found
 
 
@@ -77,7 +77,7 @@ def check_tower(setting: Any, model_config: Any) -> None:
         method.is_identity(Budget.from_number(setting.keep))
         whole = depth_of(config.vision_config)
         method.checked_block(
-            whole if family_of_config(config).tower_rows == "all images" else served_tower(method, config).read
+            whole if get_config_family(config).tower_rows == "all images" else served_tower(method, config).blocks_read
         )
     elif isinstance(method, EncoderMethod):
         if not setting.removes_nothing:
@@ -143,14 +143,14 @@ def served_tower(method: TowerMethod, config: Any) -> ServedTower:
 
 def units_of(config: Any) -> Squares | None:
     """Return the patches that become one visual token, of a tower whose images are rows; None where each does."""
-    side = family_of(config.model_type).side(config)
+    side = get_family(config.model_type).get_unit_side(config)
     return Squares(side, row_of(config).class_tokens) if side > 1 else None
 
 
 def tiles_of(method: TowerMethod, config: Any, count: int) -> int:
     """Return how many budgets an image of `count` visual tokens has: one for each row of the tower, where rows are not
     cropped; else one."""
-    if (row := family_of_config(config)).tower_rows == "all images" or row.patches == "packed":
+    if (row := get_config_family(config)).tower_rows == "all images" or row.patches == "packed":
         return 1
     return max(1, count // served_tower(method, config).patches)
 
@@ -166,4 +166,4 @@ def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: boo
             f"{setting.keep} tokens"
         )
     for count in set(counts):
-        setting.method.plan(Budget.from_number(setting.keep), served_tower(setting.method, config).of(count))
+        setting.method.plan(Budget.from_number(setting.keep), served_tower(setting.method, config).with_tokens(count))

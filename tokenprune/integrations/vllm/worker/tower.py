@@ -25,7 +25,7 @@ from tokenprune.integrations.vllm.settings.tower_items import pack
 from tokenprune.integrations.vllm.settings.towers import depth_of, heads_of
 from tokenprune.kernels.drawn import normal
 from tokenprune.kernels.observation import Observation
-from tokenprune.models.families import tower_of
+from tokenprune.models.families import get_tower
 from tokenprune.selection.method import Pruner
 
 
@@ -36,7 +36,7 @@ class TowerReader:
     """
 
     def __init__(self, model: Any) -> None:
-        vision, tower = model.config.vision_config, tower_of(model.config)
+        vision, tower = model.config.vision_config, get_tower(model.config)
         assert tower is not None  # `is_known` was asked
         self.served = PatchSource(model, model.config)
         self.protected, self.depth = tower.class_tokens, depth_of(vision)

@@ -33,7 +33,7 @@ from tokenprune.integrations.vllm.settings.tower_items import crops, goals_of_im
 from tokenprune.integrations.vllm.settings.towers import heads_of, merges_in_tower, served_tower, units_of
 from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of, blocks_of, heads_first
 from tokenprune.integrations.vllm.worker.tower_packed import ForwardHost, dropping_plan
-from tokenprune.models.families import tower_kind
+from tokenprune.models.families import get_tower_type
 from tokenprune.selection.sites.encoder import Tower, TowerMethod
 from tokenprune.selection.sites.units import UnitDropper
 
@@ -78,7 +78,7 @@ class ServedRowTower(Attachable):
         self.plans, layers = plans, blocks_of(model)
         self.heads, self.attentions = heads_of(model.config.vision_config), attentions_of(model)
         self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
-        norm, scale = _NAMES.get(tower_kind(model.config) or "", ("layer_norm2", ""))
+        norm, scale = _NAMES.get(get_tower_type(model.config) or "", ("layer_norm2", ""))
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
         budget, shape = Budget.from_number(plans[0].setting.keep), served_tower(method, model.config)
         squares = units_of(model.config)

@@ -25,7 +25,7 @@ from tokenprune.integrations.vllm.settings.configuration import WARM_UP
 from tokenprune.integrations.vllm.settings.plan import MODALITIES
 from tokenprune.integrations.vllm.settings.server_config import get_profile_settings
 from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
-from tokenprune.kernels.dispatch import compiles
+from tokenprune.kernels.dispatch import uses_kernels
 from tokenprune.kernels.drawn import normal
 from tokenprune.selection.method import Pruner
 
@@ -68,7 +68,7 @@ def warm_up(
         UnsupportedSetupError: If a method fails otherwise than by refusing an item of that size. A method that runs out
             of memory only beyond the largest image stays: the server may never get such a video.
     """
-    if not compiles(device):
+    if not uses_kernels(device):
         return []
     began, runs = time.perf_counter(), list[tuple[str, int]]()
     warmed = vars(model).setdefault("tokenprune_warmed", list[ServedSetting]())
@@ -162,7 +162,7 @@ def _warm_up_profiles(worker: Any, profiles: Mapping[str, Mapping[str, Any]]) ->
 
 def _warm_up_worker(worker: Any, settings: Callable[[], Iterable[ServedSetting]]) -> int:
     model = worker.model_runner.get_model()
-    if not getattr(model, "tokenprune_active", False) or not compiles(worker.device):
+    if not getattr(model, "tokenprune_active", False) or not uses_kernels(worker.device):
         return 0
     return len(warm_up(model, worker.vllm_config, worker.device, _largest(worker), settings()))
 
