@@ -30,7 +30,7 @@ from tokenprune_bench.plan import (
     BenchPlan,
     Pass,
 )
-from tokenprune_bench.profiling.cost import record as record_of
+from tokenprune_bench.profiling.cost import record as get_record
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.results import SCHEMA, UNPATCHED
 from tokenprune_bench.two_pass import ESCALATE
@@ -217,7 +217,7 @@ class Bench:
             "correct": correct,
             "right": right,
             "questions": len(self.examples),
-            "stats": record_of(cost, whole or cost),
+            "stats": get_record(cost, whole or cost),
             "environment": self.backend.environment(),
         }
         seen = [_evidence(batches) for batches in passes.values()]

@@ -16,7 +16,7 @@ from oracle import close, reduced
 from session_oracle import recorded
 from tokenprune import Budget, BudgetError, UnsupportedSetupError
 from tokenprune.budgets.video import spread
-from tokenprune.integrations.hf.sequence.segments import Tempo
+from tokenprune.integrations.hf.sequence.segments import VideoTiming
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
@@ -309,7 +309,7 @@ def test_vllm_takes_none_of_them(keep: dict[str, Any]) -> None:
 
 
 def test_frames_that_are_joined(build: Any) -> None:
-    joined = {name: Tempo.from_arguments({}, build(FAMILIES[name]).config).joined for name in VIDEOS}
+    joined = {name: VideoTiming.from_arguments({}, build(FAMILIES[name]).config).joined for name in VIDEOS}
     assert joined == {"llava_onevision": 1, "qwen2_vl": 2, "qwen2_5_vl": 2, "qwen3_vl": 2}
 
 

@@ -16,7 +16,7 @@ import tokenprune
 from each import each
 from tokenprune import UnsupportedSetupError
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.sequence.packing import restarts
+from tokenprune.integrations.hf.sequence.packing import has_restart
 from tokenprune.integrations.shared.checks import unsupported
 from zoo import FAMILIES, Family
 
@@ -407,9 +407,9 @@ def test_a_video_is_no_border(build) -> None:
 )
 def test_where_positions_begin_anew(row: list[int], wanted: bool) -> None:
     positions = torch.tensor(row)
-    assert restarts(positions[None]) is wanted
-    assert restarts(positions.expand(4, 1, -1)) is wanted
-    assert restarts(torch.stack([torch.arange(len(row)), positions])) is wanted  # any row of a batch
+    assert has_restart(positions[None]) is wanted
+    assert has_restart(positions.expand(4, 1, -1)) is wanted
+    assert has_restart(torch.stack([torch.arange(len(row)), positions])) is wanted  # any row of a batch
     # One axis alone falls.
-    assert not restarts(torch.stack([torch.arange(len(row)), positions])[:, None])
-    assert not restarts(positions[None], torch.zeros(1, len(row), dtype=torch.bool))
+    assert not has_restart(torch.stack([torch.arange(len(row)), positions])[:, None])
+    assert not has_restart(positions[None], torch.zeros(1, len(row), dtype=torch.bool))

@@ -77,8 +77,8 @@ class Unmerged:
             gone |= padding
         for row, before, after in zip(segments.row, segments.counts, selection.counts, strict=True):
             left[row] -= before - after
-        layout, _ = Layout.full(batch, length, device).cut(gone, left)
-        slot = layout.slot_of.gather(1, first)
+        layout, _ = Layout.build_uncut(batch, length, device).cut(gone, left)
+        slot = layout.slot_index.gather(1, first)
         if padding is not None:
             slot = slot.masked_fill(padding, layout.width - 1)
         return Unmerged(layout, slot, padding)

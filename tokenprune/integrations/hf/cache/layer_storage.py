@@ -27,7 +27,7 @@ def is_offloaded(cache: Any) -> bool:
     return getattr(cache, "offloading", False)
 
 
-def slots_handed_out(layer: Any) -> int:
+def count_slots(layer: Any) -> int:
     """Return how many physical slots a layer of a cache hands out beside the tokens of a call.
 
     A sliding layer that records its past holds more of them until it is cropped: those that it would otherwise have
@@ -42,7 +42,7 @@ def slots_handed_out(layer: Any) -> int:
     return min(held, layer.sliding_window - 1) if records else held
 
 
-def stored_bytes(layer: Any, slots: int) -> int:
+def count_layer_bytes(layer: Any, slots: int) -> int:
     """Return the bytes of the `slots` that a layer hands out, as they are stored: scales and zero points of quantized
     ones count, what is kept until the next crop only does not."""
     if _quantizes(type(layer)):
@@ -62,12 +62,12 @@ def _bytes(value: Any) -> int:
     return sum(_bytes(part) for part in value) if isinstance(value, (tuple, list)) else 0
 
 
-def keys_of(cache: Cache, layer: int) -> Tensor:
+def read_keys(cache: Cache, layer: int) -> Tensor:
     """Return the keys `[B, H, K, D]` that a layer holds, on the device of its call and in its dtype."""
     return _states(cache, layer, "keys")
 
 
-def values_of(cache: Cache, layer: int) -> Tensor:
+def read_values(cache: Cache, layer: int) -> Tensor:
     """Return the values `[B, H, K, D]` that a layer holds, on the device of its call and in its dtype."""
     return _states(cache, layer, "values")
 

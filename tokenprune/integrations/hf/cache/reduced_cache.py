@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.layer_storage import is_quantized, slots_handed_out
+from tokenprune.integrations.hf.cache.layer_storage import count_slots, is_quantized
 from tokenprune.integrations.shared.attachable import give_back_class, swap_class
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ else:
     _Base = object
 
 
-class Remembered(Protocol):
+class DecodeMemory(Protocol):
     """State that a part which acts while decoding keeps on a cache.
 
     stats: of the prefill, which its steps go on. visual: long `[B]`, the visual tokens of each row.
@@ -71,15 +71,15 @@ class Reduction:
     length: int
     slots: list[tuple[int, Tensor]]
     ragged: bool
-    decode: Remembered | None = None
+    decode: DecodeMemory | None = None
 
-    def of_layer(self, layer: int) -> Tensor:
+    def get_slots(self, layer: int) -> Tensor:
         """long `[B, n]`: the slots of the group that `layer` belongs to."""
         return next(slots for first, slots in reversed(self.slots) if first <= layer)
 
-    def held(self, layer: int, past: int) -> Tensor:
+    def get_past_slots(self, layer: int, past: int) -> Tensor:
         """long `[B, n]`: the logical positions that `layer` holds of the `past` tokens, -1 = empty slot."""
-        return self.of_layer(layer)
+        return self.get_slots(layer)
 
     def map(self, change) -> None:
         self.slots = [(first, change(slots)) for first, slots in self.slots]
@@ -173,7 +173,7 @@ def _reduced_class(cls: type[Cache], kind: type) -> type[Cache]:
     return type(cls.__name__, (kind, cls), {"_tokenprune_original": cls, "__module__": cls.__module__})
 
 
-def reduction_of(cache: Cache | None) -> Reduction | None:
+def get_reduction(cache: Cache | None) -> Reduction | None:
     """Return the cache's `Reduction`, or None if it was never reduced."""
     return getattr(cache, "tokenprune_reduction", None)
 
@@ -191,13 +191,13 @@ def restore(cache: Reduced) -> None:
     give_back_class(cache, cache._tokenprune_original, Reduced)
 
 
-def cached_tokens(cache: Cache | None, layer: int) -> int | None:
-    """Return how many physical slots `layer` hands out (`slots_handed_out`), or None without such a layer (yet)."""
+def count_cached_slots(cache: Cache | None, layer: int) -> int | None:
+    """Return how many physical slots `layer` hands out (`count_slots`), or None without such a layer (yet)."""
     if cache is None or layer >= len(cache.layers):
         return None
-    return slots_handed_out(cache.layers[layer])
+    return count_slots(cache.layers[layer])
 
 
-def new_positions(start: int, count: int, batch: int, device: torch.device) -> Tensor:
+def build_positions(start: int, count: int, batch: int, device: torch.device) -> Tensor:
     """long `[batch, count]`: logical positions of tokens that all stay."""
     return torch.arange(start, start + count, device=device).expand(batch, count)

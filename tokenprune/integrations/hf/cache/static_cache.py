@@ -28,7 +28,7 @@ class KeySpan(NamedTuple):
     stop: int | None
     slots: int
 
-    def of(self, columns: Tensor) -> Tensor:
+    def select(self, columns: Tensor) -> Tensor:
         """long `[B, slots]`: the logical positions of a layer's keys, -1 = empty. columns: those of its group."""
         found = columns[:, self.start : self.stop]
         missing = self.slots - found.shape[1]
@@ -43,21 +43,21 @@ class StaticReduction(Reduction):
     """
 
     capacity: int = 0
-    full: dict[int, int] = field(default_factory=dict)
+    original_slots: dict[int, int] = field(default_factory=dict)
 
-    def removed(self, layer: int) -> int:
+    def count_removed(self, layer: int) -> int:
         """Return how many tokens of the past `layer` does not hold."""
-        return self.capacity - self.of_layer(layer).shape[1]
+        return self.capacity - self.get_slots(layer).shape[1]
 
-    def held(self, layer: int, past: int) -> Tensor:
-        return self.of_layer(layer)[:, : past - self.removed(layer)]
+    def get_past_slots(self, layer: int, past: int) -> Tensor:
+        return self.get_slots(layer)[:, : past - self.count_removed(layer)]
 
 
 class ReducedStatic(Reduced):
     """Put in front of a static cache's own class: it tells the caller's lengths, as tensors where its own are."""
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return super().get_seq_length(layer_idx) + self.tokenprune_reduction.removed(layer_idx)
+        return super().get_seq_length(layer_idx) + self.tokenprune_reduction.count_removed(layer_idx)
 
     get_query_offset = get_seq_length
 
@@ -69,8 +69,8 @@ class ReducedStatic(Reduced):
 
     def reset(self) -> None:
         super().reset()
-        for layer, slots in self.tokenprune_reduction.full.items():
-            give_back_slots(self.layers[layer], slots)
+        for layer, slots in self.tokenprune_reduction.original_slots.items():
+            restore_slots(self.layers[layer], slots)
         restore(self)
 
 
@@ -84,7 +84,7 @@ def _has_slots(kind: type) -> bool:
     return issubclass(kind, StaticLayer)  # abstract: an instance is looked up in Python each time
 
 
-def needs_masks_alone(arguments: dict[str, Any]) -> bool:
+def needs_only_masks(arguments: dict[str, Any]) -> bool:
     """Return True if a forward with `arguments` goes on with a reduced cache and brings no images: nothing but its
     masks is another one. torch.compile traces this."""
     if not isinstance(arguments.get(compat.CACHE), ReducedStatic):
@@ -97,7 +97,7 @@ def needs_masks_alone(arguments: dict[str, Any]) -> bool:
 # -- the slots of a layer
 
 
-def take_fewer_slots(layer: Any, slots: int) -> int | None:
+def limit_slots(layer: Any, slots: int) -> int | None:
     """Let a static layer that is not laid out yet have at most `slots`; return how many it was to have, None where
     nothing changed."""
     if layer.is_initialized or layer.max_cache_len <= slots:
@@ -106,13 +106,13 @@ def take_fewer_slots(layer: Any, slots: int) -> int | None:
     return full
 
 
-def give_back_slots(layer: Any, slots: int) -> None:
+def restore_slots(layer: Any, slots: int) -> None:
     """Let a layer, which was just emptied, be laid out anew with `slots`."""
     layer.max_cache_len, layer.is_initialized = slots, False
     layer.keys = layer.values = None
 
 
-def span_of(layer: Any, held: int, width: int) -> KeySpan:
+def find_span(layer: Any, held: int, width: int) -> KeySpan:
     """Return which columns of its group a static layer attends to, when `width` tokens come to the `held` that its
     group has (a sliding layer threw the oldest of them away)."""
     slots = layer.max_cache_len
@@ -125,12 +125,12 @@ def span_of(layer: Any, held: int, width: int) -> KeySpan:
     return KeySpan(0, slots, slots)
 
 
-def filled_span(layer: Any, held: int, width: int) -> KeySpan:
-    """Return `span_of` without the slots of tokens to come."""
-    start = span_of(layer, held, width).start or 0
+def find_filled_span(layer: Any, held: int, width: int) -> KeySpan:
+    """Return `find_span` without the slots of tokens to come."""
+    start = find_span(layer, held, width).start or 0
     return KeySpan(start, held + width, held + width - start)
 
 
-def held_keys(keys: Tensor, held: int) -> Tensor:
+def slice_keys(keys: Tensor, held: int) -> Tensor:
     """Return those of a static layer's keys `[B, H, slots, D]` that are tokens. held: by its group."""
     return keys[:, :, : min(held, keys.shape[2])]

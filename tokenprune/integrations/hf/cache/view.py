@@ -11,17 +11,17 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.cache import reduced_cache
-from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
-from tokenprune.integrations.hf.cache.reduced_cache import Reduction, Remembered, cached_tokens, reduction_of
+from tokenprune.integrations.hf.cache.layer_storage import count_slots
+from tokenprune.integrations.hf.cache.reduced_cache import DecodeMemory, Reduction, count_cached_slots, get_reduction
 from tokenprune.integrations.hf.cache.static_cache import (
     KeySpan,
     ReducedStatic,
     StaticReduction,
-    filled_span,
-    held_keys,
+    find_filled_span,
+    find_span,
     is_static,
-    span_of,
-    take_fewer_slots,
+    limit_slots,
+    slice_keys,
 )
 from tokenprune.integrations.hf.sequence import masks
 
@@ -41,8 +41,8 @@ class CacheView:
 
     def __init__(self, cache: Cache | None) -> None:
         self.cache = cache
-        self.reduction: Reduction | None = reduction_of(cache)
-        self.decode: Remembered | None = None if self.reduction is None else self.reduction.decode
+        self.reduction: Reduction | None = get_reduction(cache)
+        self.decode: DecodeMemory | None = None if self.reduction is None else self.reduction.decode
         self.past = 0 if cache is None else int(cache.get_seq_length())
 
     def padding(self, mask: Any, length: int) -> Tensor | None:
@@ -59,7 +59,7 @@ class CacheView:
         if shared is not None:
             return KeySpan(-shared, None, shared)
         # No cache, or a layer that has not run yet: it will see this call's tokens only.
-        cached = cached_tokens(self.cache, layer) or 0
+        cached = count_cached_slots(self.cache, layer) or 0
         if cached and self.reduction is not None:
             _check_cached(self.reduction, self.cache, layer, cached)
         keys = cached + width
@@ -69,13 +69,13 @@ class CacheView:
         """Return `key_span` without the slots of tokens to come."""
         return self.key_span(layer, width, shared)
 
-    def past_keys(self, layer: int, width: int, keys_of: Callable[[int, Any], Tensor]) -> Tensor | None:
-        """Return the keys `[B, H, K, D]` that `layer` will attend to beside the call's own; None without any. keys_of:
+    def past_keys(self, layer: int, width: int, read_keys: Callable[[int, Any], Tensor]) -> Tensor | None:
+        """Return the keys `[B, H, K, D]` that `layer` will attend to beside the call's own; None without any. read_keys:
         returns all keys that a layer of a cache hands out."""
-        count = cached_tokens(self.cache, layer)
-        return keys_of(layer, self.cache)[:, :, -count:] if count else None
+        count = count_cached_slots(self.cache, layer)
+        return read_keys(layer, self.cache)[:, :, -count:] if count else None
 
-    def filled(self, layer: int, width: int) -> int | None:
+    def count_filled(self, layer: int, width: int) -> int | None:
         """Return how many of the keys that `layer` hands out are tokens; None where all are."""
         return None
 
@@ -86,7 +86,7 @@ class CacheView:
 
     def save(self, length: int, slots: Slots, ragged: bool) -> None:
         """Note on the cache what it holds after the call; for the arguments see `Reduction`."""
-        if self.cache is None or not any(map(slots_handed_out, self.cache.layers)):
+        if self.cache is None or not any(map(count_slots, self.cache.layers)):
             return  # layers that are checkpointed cache nothing
         self._attach(self.cache, length, slots, ragged)
 
@@ -107,42 +107,45 @@ class StaticView(CacheView):
     def __init__(self, cache: Cache) -> None:
         super().__init__(cache)
         if isinstance(cache, ReducedStatic):
-            self.capacity, self.full = cache.tokenprune_reduction.capacity, cache.tokenprune_reduction.full
+            self.capacity, self.original_slots = (
+                cache.tokenprune_reduction.capacity,
+                cache.tokenprune_reduction.original_slots,
+            )
         else:
             self.capacity = max(layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer))
-            self.full = {}
+            self.original_slots = {}
 
     def padding(self, mask: Any, length: int) -> Tensor | None:
-        return masks.padding_of(mask, self.past, length)
+        return masks.read_padding(mask, self.past, length)
 
     def _held(self, layer: int) -> int:
         """Return how many tokens of the past the group of `layer` has."""
-        return self.past if self.reduction is None else self.past - self.reduction.removed(layer)
+        return self.past if self.reduction is None else self.past - self.reduction.count_removed(layer)
 
     def key_span(self, layer: int, width: int, shared: int | None) -> KeySpan:
-        return span_of(self.cache.layers[layer], self._held(layer), width)
+        return find_span(self.cache.layers[layer], self._held(layer), width)
 
     def known_span(self, layer: int, width: int, shared: int | None) -> KeySpan:
-        return filled_span(self.cache.layers[layer], self._held(layer), width)
+        return find_filled_span(self.cache.layers[layer], self._held(layer), width)
 
-    def past_keys(self, layer: int, width: int, keys_of: Callable[[int, Any], Tensor]) -> Tensor | None:
+    def past_keys(self, layer: int, width: int, read_keys: Callable[[int, Any], Tensor]) -> Tensor | None:
         count = self.known_span(layer, width, None).slots - width
-        return held_keys(keys_of(layer, self.cache), self._held(layer))[:, :, -count:] if count else None
+        return slice_keys(read_keys(layer, self.cache), self._held(layer))[:, :, -count:] if count else None
 
-    def filled(self, layer: int, width: int) -> int:
+    def count_filled(self, layer: int, width: int) -> int:
         return self.known_span(layer, width, None).slots
 
     def fit_slots(self, layer: int, slots: int) -> None:
-        full = take_fewer_slots(self.cache.layers[layer], slots)
+        full = limit_slots(self.cache.layers[layer], slots)
         if full is not None:
-            self.full[layer] = full
+            self.original_slots[layer] = full
 
     def _attach(self, cache: Cache, length: int, slots: Slots, ragged: bool) -> None:
-        found = StaticReduction(length, slots, ragged, self.decode, self.capacity, self.full)
+        found = StaticReduction(length, slots, ragged, self.decode, self.capacity, self.original_slots)
         reduced_cache.attach(cache, found, ReducedStatic)
 
 
-def view_of(cache: Any) -> CacheView:
+def build_view(cache: Any) -> CacheView:
     """Return the view of a cache, or of none."""
     return StaticView(cache) if cache is not None and is_static(cache) else CacheView(cache)
 
@@ -151,7 +154,7 @@ def _check_cached(reduction: Reduction, cache: Any, layer: int, cached: int) -> 
     """Raise UnsupportedSetupError where it matters which keys another library took out of a layer's cache."""
     if getattr(cache.layers[layer], "is_sliding", False):
         return
-    missing = reduction.of_layer(layer).shape[1] - cached
+    missing = reduction.get_slots(layer).shape[1] - cached
     if missing > 0 and (reduction.ragged or reduction.decode is not None):
         why = "methods that drop while decoding" if reduction.decode is not None else "rows of different lengths"
         raise UnsupportedSetupError(

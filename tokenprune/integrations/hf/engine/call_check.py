@@ -21,9 +21,9 @@ from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.hf.forward.plan import Plan, Step
-from tokenprune.integrations.hf.sequence.masks import sliding_layers
-from tokenprune.integrations.hf.sequence.packing import TELLING, borders, unread
-from tokenprune.integrations.hf.sequence.segments import feature_total
+from tokenprune.integrations.hf.sequence.masks import find_sliding_layers
+from tokenprune.integrations.hf.sequence.packing import BORDER_ARGUMENTS, explain_restart, find_borders
+from tokenprune.integrations.hf.sequence.segments import count_features
 from tokenprune.integrations.shared import checks
 from tokenprune.integrations.shared.attachable import states
 from tokenprune.selection.method import Method, Site
@@ -72,15 +72,15 @@ class CallCheck(Part):
         if not (plan.cuts or call.maskless or call.merged is not None):
             return plan
         given, prompt = call.arguments, call.prompt
-        if not prompt.has_sample_numbers and all(given.get(name) is None for name in TELLING):
+        if not prompt.has_sample_numbers and all(given.get(name) is None for name in BORDER_ARGUMENTS):
             return plan
         mrope = hasattr(self.adapter.base, "get_rope_index")
-        if (reason := borders(given, prompt.has_sample_numbers, prompt.position_ids, mrope)) is not None:
+        if (reason := find_borders(given, prompt.has_sample_numbers, prompt.position_ids, mrope)) is not None:
             raise UnsupportedSetupError(
                 f"A row holds several samples (by {reason}), and a cut would treat them as one. Give each sample its "
                 "own row with padding (packing=False, padding_free=False, no DataCollatorWithFlattening)."
             )
-        if (reason := unread(given, prompt.padding, prompt.position_ids)) is not None:
+        if (reason := explain_restart(given, prompt.padding, prompt.position_ids)) is not None:
             self._note(
                 call,
                 f"position_ids begin anew inside a row, which counts as one sample all the same, in attention too: "
@@ -155,7 +155,7 @@ class ChunkedPrefillCheck(Part):
             return
         for modality, output in ahead.items():
             if modality in call.outputs:
-                here, encoded = feature_total(call.outputs[modality]), feature_total(output)
+                here, encoded = count_features(call.outputs[modality]), count_features(output)
                 lost = here is not None and encoded is not None and here < encoded
             else:
                 lost = modality in masks and bool(masks[modality].any())
@@ -245,7 +245,7 @@ def check_decoding(method: DecodeMethod, config: Any, cache: Any, batch: int) ->
     where a sliding window hides how long each row is."""
     if method.mode != "evict":
         return
-    sliding = any(layer >= method.layer for layer in sliding_layers(config))
+    sliding = any(layer >= method.layer for layer in find_sliding_layers(config))
     if sliding and batch > 1 and "flash" in config._attn_implementation:
         raise UnsupportedSetupError(
             f"{method.name}: mode='evict' does not support several rows with sliding-window layers and flash "

@@ -41,8 +41,8 @@ def select_tokens(call: Call, step: Step, observed: Observations, hidden: Tensor
     plan, segments, memories = call.plan, state.segments, state.memories
     assert plan is not None  # only planned cuts are made
     # An earlier method may have kept another number of tokens than its budget, so the counts are planned again.
-    arrived = plan.counts_of(segments)
-    keep = [kept for kept, count in zip(plan.stage(step, arrived).kept, arrived, strict=True) if count]
+    arrived = plan.match_counts(segments)
+    keep = [kept for kept, count in zip(plan.plan_step(step, arrived).kept, arrived, strict=True) if count]
     if step.owner not in memories:
         memories[step.owner] = StageMemory()
     seen = adapter.seen(state.extras, step.layer, hidden)
@@ -87,7 +87,7 @@ def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Decode
     functions, wanted = _mask_functions(call, inputs, adapter), inputs.extras.get("use_cache")
     if inputs.cache is None and (adapter.text_config.use_cache if wanted is None else wanted):
         cache = DynamicCache(config=adapter.text_config)
-        inputs = DecoderInputs(inputs.embeds, inputs.mask, inputs.positions, cache, inputs.extras, inputs.given)
+        inputs = DecoderInputs(inputs.embeds, inputs.mask, inputs.positions, cache, inputs.extras, inputs.names)
         call.cached.cache = cache  # it is empty, so nothing else of the view changes
     return inputs, functions
 
@@ -136,8 +136,10 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     functions, group = call.groups[0].functions, call.group(0) if made else None
     call.groups.clear()
     call.groups.append(call.group(0, functions))
-    if layout.whole and not call.maskless:  # a method that finds the count itself kept all: the decoder makes its masks
-        return DecoderInputs(embeds, inputs.mask, inputs.positions, inputs.cache, inputs.extras, inputs.given)
+    if (
+        layout.is_uncut and not call.maskless
+    ):  # a method that finds the count itself kept all: the decoder makes its masks
+        return DecoderInputs(embeds, inputs.mask, inputs.positions, inputs.cache, inputs.extras, inputs.names)
     extras = dict(inputs.extras)
     for name, dim in adapter.family.entry_tokens.items():
         if extras.get(name) is not None:
@@ -157,7 +159,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
         mask = torch.ones_like(index)
     # The decoder would count the remaining tokens; they keep the positions of the full prompt.
     positions = index + call.past if positions is None else gather_tokens(positions, index, -1)
-    return DecoderInputs(embeds, mask, positions, inputs.cache, extras, inputs.given)
+    return DecoderInputs(embeds, mask, positions, inputs.cache, extras, inputs.names)
 
 
 def _whole_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Any, bool]:
@@ -171,7 +173,7 @@ def _whole_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[An
     functions = call.groups[0].functions
     if functions is None or functions.attention is None:
         return adapter.masks(inputs.embeds, mask, cached.cache), True
-    return functions.made, True
+    return functions.built, True
 
 
 def _mask_of_pairs(group: LayerInputs, mask: Any, dtype: torch.dtype, adapter: Adapter) -> Any:
@@ -215,7 +217,7 @@ class DecoderSource(TokenSource):
 
     def find_slots(self, position: Tensor, segments: Segments) -> Tensor:
         layout = self.state.layout
-        return position if layout.whole else layout.inverse[segments.row_index, position].clamp(min=0)
+        return position if layout.is_uncut else layout.inverse[segments.row_index, position].clamp(min=0)
 
     def gather(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
         return super().gather(values.to(self.hidden.device), position, segments)
@@ -289,7 +291,7 @@ class DecoderSource(TokenSource):
         layout, segments = self.state.layout, self.state.segments
         device = layout.index.device
         last = segments.cache.get("last", lambda: to_device(self.call.prompt.last_index, device)[:, None])
-        return last if layout.whole else layout.inverse.gather(1, last)
+        return last if layout.is_uncut else layout.inverse.gather(1, last)
 
 
 def _shown(observation: Observation | None) -> Observation:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
+from tokenprune.integrations.hf.cache.layer_storage import count_slots
 from tokenprune.integrations.hf.engine.cuts import DecoderSource
 from tokenprune.integrations.hf.engine.decode_state import DecodeState, gather_keys, right_align, sum_by_type
 from tokenprune.integrations.hf.families import Adapter
@@ -202,7 +202,7 @@ def _evict(cache: Any, reduction: Reduction, state: DecodeState) -> None:
     for place, (first, slots) in enumerate(reduction.slots):
         if first >= state.layer:
             # Layers that attend to the keys of others keep none.
-            keeping = [layer for layer in cache.layers[first : ends[place]] if slots_handed_out(layer)]
+            keeping = [layer for layer in cache.layers[first : ends[place]] if count_slots(layer)]
             groups.append((place, (slots >= 0) & ~state.pruned_mask(slots), keeping))
     # A sliding layer holds the last slots only. Where it has lost a slot that the new slots of a short row reach back
     # to, it gets another one there: too old for the window, and masked by it.

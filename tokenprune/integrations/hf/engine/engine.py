@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.static_cache import needs_masks_alone
+from tokenprune.integrations.hf.cache.static_cache import needs_only_masks
 from tokenprune.integrations.hf.checks import Places
 from tokenprune.integrations.hf.engine.call_check import check_call
 from tokenprune.integrations.hf.engine.cuts import apply_selection, cut_entry, prepare, select_tokens
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call, CallStack
 from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.part import Observations, Part, acting
+from tokenprune.integrations.hf.forward.part import Observations, Part, select_moments
 from tokenprune.integrations.hf.forward.plan import Planner, Step
 from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
 from tokenprune.integrations.hf.forward.token_state import Layout, TokenState
@@ -75,13 +75,13 @@ class Engine(Attachable):
         self.reading = list(dict.fromkeys(reading))
         self._latest, self._places = LatestStats(), Places()
         self._reads_text = adapter.family.square == "runs" or any(part.reads_text for part in self.parts)
-        self._on_static_step = acting(part.on_static_step for part in self.parts)
-        self._before_call = acting(part.before_call for part in self.parts)
-        self._before_decoder = acting(part.before_decoder for part in self.parts)
-        self._on_plan = acting(part.on_plan for part in self.parts)
-        self._before_cut = acting(part.before_cut for part in self.parts)
-        self._after_cut = acting(part.after_cut for part in self.parts)
-        self._on_layer = acting(part.on_layer for part in self.parts)
+        self._on_static_step = select_moments(part.on_static_step for part in self.parts)
+        self._before_call = select_moments(part.before_call for part in self.parts)
+        self._before_decoder = select_moments(part.before_decoder for part in self.parts)
+        self._on_plan = select_moments(part.on_plan for part in self.parts)
+        self._before_cut = select_moments(part.before_cut for part in self.parts)
+        self._after_cut = select_moments(part.after_cut for part in self.parts)
+        self._on_layer = select_moments(part.on_layer for part in self.parts)
         # Layers to which a cut is made or what is called with is read, and all of them.
         self._watched = frozenset(layer for layer in self.steps if layer)
         if self._on_layer:
@@ -98,7 +98,7 @@ class Engine(Attachable):
     @property
     def stats(self) -> Stats:
         stats = self._latest.get().finalize()
-        for add_stats in acting(part.add_stats for part in self.parts):
+        for add_stats in select_moments(part.add_stats for part in self.parts):
             add_stats(stats)
         return stats
 
@@ -133,7 +133,7 @@ class Engine(Attachable):
 
     def _enter_base(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         arguments = dict(zip(self._parameters, args, strict=False)) | kwargs if args else kwargs
-        if not needs_masks_alone(arguments):
+        if not needs_only_masks(arguments):
             return eager.run_eagerly(self._begin_call, module, arguments)
         if self.calls.active:
             eager.run_eagerly(self.calls.running)  # drops a call whose forward has ended
@@ -208,7 +208,7 @@ class Engine(Attachable):
         arguments = self.adapter.embeds(kwargs)
         if arguments.get("inputs_embeds") is None:
             return None
-        start, inputs = time.perf_counter(), DecoderInputs.of(arguments)
+        start, inputs = time.perf_counter(), DecoderInputs.from_arguments(arguments)
         call.take_cache(inputs.cache)
         if call.outputs and inputs.embeds.shape[1] > 1:
             self._find_segments(call, inputs.embeds)
@@ -248,7 +248,7 @@ class Engine(Attachable):
         embeds = inputs.embeds
         batch, length = embeds.shape[:2]
         counts = call.prompt.tokens_per_row if cutting else None
-        full = partial(Layout.full, batch, length, embeds.device, counts)
+        full = partial(Layout.build_uncut, batch, length, embeds.device, counts)
         layout = call.state.segments.cache.get(("layout", batch, length), full) if cutting else full()
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         inputs.extras.pop("logits_to_keep", None)
@@ -261,7 +261,7 @@ class Engine(Attachable):
         if call.has_images and self.adapter.extra_arguments:
             arguments = inputs.arguments()
             extras = self.adapter.take_extras(arguments, layout)
-            inputs = DecoderInputs.of(arguments)
+            inputs = DecoderInputs.from_arguments(arguments)
         call.state = TokenState(call.state.segments, layout, extras, call.state.memories)
         call.groups.append(call.group(0, functions))
         if call.cuts_at(0) or call.merged is not None:
@@ -288,7 +288,7 @@ class Engine(Attachable):
             stats = Stats(notes=call.notes)
         if stats is not None:
             self._latest.set(stats)
-        if not call.active or call.state.layout.whole:
+        if not call.active or call.state.layout.is_uncut:
             return None
         return with_output(call.state.layout.scatter_back, output)
 

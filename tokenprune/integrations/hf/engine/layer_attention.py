@@ -61,7 +61,7 @@ class LayerAttention(Part):
         if (trial := self._trials.get(call)) is not None:
             trial.append(observation)
             raise _Stop
-        if (filled := call.cached.filled(layer, call.state.layout.width)) is not None:
+        if (filled := call.cached.count_filled(layer, call.state.layout.width)) is not None:
             observation = observation.first_keys(filled)
         after = layer + 1
         if after in self.before and (call.cuts_at(after) or decides(call, self.steps[after].method)):

@@ -13,7 +13,7 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call, RestoreOutput
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.sequence.packing import TELLING, PackedRows, samples_of
+from tokenprune.integrations.hf.sequence.packing import BORDER_ARGUMENTS, PackedRows, find_samples
 
 
 class PackedCalls(Part):
@@ -27,7 +27,7 @@ class PackedCalls(Part):
     def before_call(self, call: Call, arguments: dict[str, Any]) -> tuple[dict[str, Any], RestoreOutput] | None:
         if self.owner.training:
             return self._split(arguments)
-        for name in TELLING:
+        for name in BORDER_ARGUMENTS:
             if call.arguments.get(name) is not None:
                 return self._split(arguments)
         return None
@@ -44,7 +44,7 @@ class PackedCalls(Part):
         if tokens is None or all(one is None for one in images):  # those of Q-Formers were merged before
             return None
         mrope = hasattr(base, "get_rope_index")
-        sample = samples_of(arguments, (tokens.shape[0], tokens.shape[1]), mrope, base.training)
+        sample = find_samples(arguments, (tokens.shape[0], tokens.shape[1]), mrope, base.training)
         if sample is None:
             return None
         few = arguments.get("logits_to_keep")
@@ -59,7 +59,7 @@ class PackedCalls(Part):
                 f"rows that hold several samples take no {name} under pruning: leave it out, or give each sample a row "
                 "of its own with padding"
             )
-        rows = PackedRows.of(sample, tokens.device)
+        rows = PackedRows.from_samples(sample, tokens.device)
         taken = set(self.adapter.placeholders.values())
         text_id = next(number for number in range(len(taken) + 1) if number not in taken)
         return rows.split(arguments, text_id), rows.join

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, span_of
+from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, find_span
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.part import Part
@@ -52,6 +52,6 @@ class StaticSteps(Part):
             return None
         reduction, layer = cache.tokenprune_reduction, cache.layers[index]
         held = layer.cumulative_length_int if layer.is_sliding else 0  # else all slots are seen
-        columns = span_of(layer, held, hidden_states(args, kwargs).shape[-2]).of(reduction.of_layer(index))
+        columns = find_span(layer, held, hidden_states(args, kwargs).shape[-2]).select(reduction.get_slots(index))
         # The model made it for the caller's lengths: `[B or 1, 1 or H, tokens, capacity]`.
         return args, kwargs | {"attention_mask": masks.gather_mask(kwargs["attention_mask"], None, columns)}

@@ -73,7 +73,7 @@ class VideoFrames(Part):
 
     def on_plan(self, call: Call, plan: Plan) -> Plan:
         images = [modality == "image" for modality in call.state.segments.modality]
-        return plan.raised(partial(self._keep_images, images)) if any(images) else plan
+        return plan.with_floor(partial(self._keep_images, images)) if any(images) else plan
 
     def _keep_images(
         self, images: Sequence[bool], step: Step, arrived: Sequence[int], wanted: Sequence[int]

@@ -150,11 +150,11 @@ class Pages(Part):
 
     def _leave_inside(self, module: nn.Module, args: tuple, output: Any) -> None:
         ahead, call = self.ahead(), self.current()
-        if ahead is None or call is None or not call.active or (layout := call.state.layout).whole:
+        if ahead is None or call is None or not call.active or (layout := call.state.layout).is_uncut:
             return
         ahead.kept = layout.inverse >= 0
         if call.has_images:
-            counts = sum(call.prompt.tokens_per_row), sum(layout.counts)
+            counts = sum(call.prompt.tokens_per_row), sum(layout.tokens_per_row)
             call.trace.stats.defer(partial(_note_vectors, *counts))
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:

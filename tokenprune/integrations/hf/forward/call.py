@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.view import CacheView, view_of
-from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
+from tokenprune.integrations.hf.cache.view import CacheView, build_view
+from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, find_key_positions
 from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
 from tokenprune.integrations.hf.forward.token_state import Layout, TokenState
 from tokenprune.selection.segments import Segments
@@ -80,7 +80,7 @@ class Call:
     busy: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        self.cached = view_of(self.arguments.get(compat.CACHE, self.arguments.get(compat.EARLIER_CACHE)))
+        self.cached = build_view(self.arguments.get(compat.CACHE, self.arguments.get(compat.EARLIER_CACHE)))
 
     @property
     def active(self) -> bool:
@@ -103,12 +103,14 @@ class Call:
     def take_cache(self, cache: Any) -> None:
         """Set the decoder's cache, which may differ from the base model's."""
         if cache is not self.cached.cache:
-            self.cached = view_of(cache)
+            self.cached = build_view(cache)
 
     def save_to_cache(self) -> None:
         """Store the positions of the cached tokens on the cache."""
         cached = self.cached
-        if self.active and (cached.reduction is not None or cached.decode is not None or not self.state.layout.whole):
+        if self.active and (
+            cached.reduction is not None or cached.decode is not None or not self.state.layout.is_uncut
+        ):
             slots = [(group.first, group.columns) for group in self.groups]
             cached.save(cached.past + self.state.layout.length, slots, self.groups[-1].ragged)
 
@@ -143,7 +145,7 @@ class Call:
         start, cached = self.groups[0] if self.groups else None, self.cached
         functions = functions if start is None else start.functions
         device = self.state.layout.index.device if start is None else start.columns.device
-        columns = columns_for(layer, self.state.layout, cached.past, cached.reduction, device, cached.capacity)
+        columns = find_key_positions(layer, self.state.layout, cached.past, cached.reduction, device, cached.capacity)
         ragged = bool(self.groups) and self.groups[-1].ragged
         about = (cached.past, cached.reduction, start, cached.capacity, functions)
         return LayerInputs(layer, self.state.layout, columns, ragged, *about)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.reduced_cache import Reduction, new_positions
+from tokenprune.integrations.hf.cache.reduced_cache import Reduction, build_positions
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.forward.token_state import Layout, gather_token_mask, gather_tokens
 from tokenprune.integrations.hf.sequence import masks
@@ -39,10 +39,10 @@ class DecoderInputs:
     positions: Tensor | None
     cache: Any
     extras: dict[str, Any]
-    given: frozenset[str]
+    names: frozenset[str]
 
     @staticmethod
-    def of(arguments: Mapping[str, Any]) -> DecoderInputs:
+    def from_arguments(arguments: Mapping[str, Any]) -> DecoderInputs:
         """Return the inputs that a call by name with `arguments` has."""
         own: dict[str, Any] = dict.fromkeys(_OWN)
         extras: dict[str, Any] = {}
@@ -53,7 +53,7 @@ class DecoderInputs:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments by name, for the decoder; a dictionary of the caller's own."""
-        found, given = {**self.extras}, self.given
+        found, given = {**self.extras}, self.names
         earlier = compat.EARLIER_CACHE in given and compat.CACHE not in given
         cache = compat.EARLIER_CACHE if earlier else compat.CACHE
         values = (self.embeds, self.mask, self.positions, self.cache)
@@ -76,7 +76,7 @@ class LayerFacts(Protocol):
     def family(self) -> Family: ...
 
 
-def columns_for(
+def find_key_positions(
     layer: int, layout: Layout, past: int, reduction: Reduction | None, device: torch.device,
     capacity: int | None = None,
 ) -> Tensor:  # fmt: skip
@@ -85,11 +85,11 @@ def columns_for(
     columns = layout.positions().to(device)
     if past:
         batch = len(columns)
-        before = new_positions(0, past, batch, device) if reduction is None else reduction.held(layer, past)
+        before = build_positions(0, past, batch, device) if reduction is None else reduction.get_past_slots(layer, past)
         columns = torch.cat([before, torch.where(columns < 0, columns, columns + past)], dim=1)
     if capacity is not None:
         known = past + layout.length
-        columns = torch.cat([columns, new_positions(known, capacity - known, len(columns), device)], dim=1)
+        columns = torch.cat([columns, build_positions(known, capacity - known, len(columns), device)], dim=1)
     return columns
 
 
@@ -152,9 +152,9 @@ class LayerInputs:
             for name, dim in adapter.family.layer_tokens.items():
                 if isinstance(name, int):
                     if name < len(placed):
-                        placed[name] = self.gathered(placed[name], dim)
+                        placed[name] = self.gather_for_group(placed[name], dim)
                 elif name in kwargs:
-                    kwargs[name] = self.gathered(kwargs[name], dim)
+                    kwargs[name] = self.gather_for_group(kwargs[name], dim)
             args = tuple(placed)
         return args, kwargs
 
@@ -164,15 +164,15 @@ class LayerInputs:
         if self.layout is self.arrival:
             return None
         index = self.layout.index
-        return index if self.arrival.whole else self.arrival.slot_of.to(index.device).gather(1, index)
+        return index if self.arrival.is_uncut else self.arrival.slot_index.to(index.device).gather(1, index)
 
-    def gathered(self, value: Any, dim: int) -> Any:
+    def gather_for_group(self, value: Any, dim: int) -> Any:
         """Gather a per-token tensor, or a tuple of them, for the group's layout; the same object is gathered once."""
         if self.rows is None or value is None:
             return value
         if (found := self._memo.get((id(value), dim))) is None:
             if isinstance(value, (tuple, list)):
-                result: Any = type(value)([self.gathered(item, dim) for item in value])
+                result: Any = type(value)([self.gather_for_group(item, dim) for item in value])
             else:
                 result = gather_tokens(value, self.rows, dim)
             # The value is kept beside the result: an id is only unique while its object lives.
@@ -188,14 +188,14 @@ class LayerInputs:
         self, mask: Any, keys: KeySpan, adapter: LayerFacts, dtype: torch.dtype, layer: int | None = None
     ) -> Any:
         """Return the attention mask of a layer that attends to `keys`. mask: what the decoder made for the arrival
-        layout, or a `MaskFunction`. dtype: see `masks.causal_mask`. layer: which it is, if `mask` was handed to one."""
-        made_for_these = self.capacity is None or self.arrival.whole
+        layout, or a `MaskFunction`. dtype: see `masks.build_causal_mask`. layer: which it is, if `mask` was handed to one."""
+        made_for_these = self.capacity is None or self.arrival.is_uncut
         if self.layout is self.arrival and self.reduction is None and made_for_these:
             return self._of_held(mask, keys)  # the decoder made it for exactly these tokens
         if mask is None and not self.ragged:
             return None
         if self.functions is not None and layer is not None:
-            mask = self.functions.of_layer(layer, mask)
+            mask = self.functions.select_for_layer(layer, mask)
 
         if (found := self._memo.get(("mask", id(mask), keys))) is None:
             found = self._memo["mask", id(mask), keys] = (self._made_mask(mask, keys, adapter, dtype), mask)
@@ -206,9 +206,9 @@ class LayerInputs:
         if isinstance(mask, MaskFunction):
             # True if it is known that a layer sees keys of its queries alone, none of which is padding.
             known = self.functions is not None and self.functions.no_padding_after_cut
-            real = known and not self.past and not self.layout.whole
+            real = known and not self.past and not self.layout.is_uncut
             queries = self.layout.index + self.past if self.past else self.layout.index
-            return mask.mask(queries, columns, real and not self.ragged, real)
+            return mask.build_mask(queries, columns, real and not self.ragged, real)
         if mask is not None:
             columns = self._arrival_columns(columns)
             if self.capacity is None:
@@ -219,7 +219,7 @@ class LayerInputs:
             return masks.gather_mask(mask, self.rows, columns)
         own = self.layout.positions()
         queries = torch.where(own < 0, -1, own + self.past)
-        return masks.causal_mask(queries, columns, adapter.attention, dtype)
+        return masks.build_causal_mask(queries, columns, adapter.attention, dtype)
 
     # -- keys
 
@@ -227,7 +227,7 @@ class LayerInputs:
         """Return the logical positions (long `[B, n]`, -1 = hidden) that a layer sees which attends to `keys`."""
 
         if (found := self._memo.get(keys)) is None:
-            found = keys.of(self.columns)
+            found = keys.select(self.columns)
             found = self._memo[keys] = found if self.decode is None else self.decode.hide(found)
         return found
 
@@ -238,13 +238,13 @@ class LayerInputs:
 
     def _behind_first(self, mask: Any, columns: Tensor) -> Tensor:
         """Translate columns of all keys into those of `mask`, which may have the last ones alone: a sliding layer's."""
-        keys = self.past + self.layout.length if self.arrival.whole else (self.start or self).columns.shape[1]
+        keys = self.past + self.layout.length if self.arrival.is_uncut else (self.start or self).columns.shape[1]
         first = keys - mask.shape[-1] if isinstance(mask, Tensor) else 0
         return columns if first <= 0 else (columns - first).clamp(min=-1)
 
     def _arrival_columns(self, columns: Tensor) -> Tensor:
         """Translate logical positions into columns of the masks that the decoder made."""
-        if self.arrival.whole:
+        if self.arrival.is_uncut:
             return columns
         places = (self.start or self)._places
         return places.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)

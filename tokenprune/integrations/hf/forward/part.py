@@ -76,7 +76,7 @@ class Part(Attachable):
     before_call: Callable[[Call, dict[str, Any]], tuple[dict[str, Any], RestoreOutput] | None] | None = None
     # Returns changed inputs of the decoder, or None for the same. Segments and trace exist if the call has images.
     before_decoder: Callable[[Call, DecoderInputs], DecoderInputs | None] | None = None
-    # Returns the plan of all cuts of a call with images, or another one: see `Plan.raised`.
+    # Returns the plan of all cuts of a call with images, or another one: see `Plan.with_floor`.
     on_plan: Callable[[Call, Plan], Plan] | None = None
     # Adds to what the method of a step may read, before it cuts inside the decoder, or would: called where the call
     # cuts nothing there, too. Last the layer's arguments, for the tokens that arrive.
@@ -97,6 +97,6 @@ class Part(Attachable):
         self.hook(register, partial(in_call, self.current, function), eager=False, **options)
 
 
-def acting(moments: Iterable[T | None]) -> list[T]:
+def select_moments(moments: Iterable[T | None]) -> list[T]:
     """Return the moments of parts that are not None."""
     return [moment for moment in moments if moment is not None]

@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenprune.budgets import Budget
 from tokenprune.budgets.video import Clip
 from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
-from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, encoding_key, find_segments
+from tokenprune.integrations.hf.sequence.segments import RunsPerImage, VideoTiming, build_encoding_key, find_segments
 from tokenprune.kernels.transfer import FIFOCache
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.models.families import Family
@@ -28,13 +28,13 @@ class Step:
 
     Attributes:
         owner: Index of the method in the patch. Stages of one method share it.
-        whole: Budget of the method, or None if it has a single stage.
+        method_budget: Budget of the method, or None if it has a single stage.
     """
 
     method: Method
     budget: Budget
     owner: int = 0
-    whole: Budget | None = None
+    method_budget: Budget | None = None
 
     @cached_property
     def layer(self) -> int:
@@ -45,7 +45,7 @@ class Step:
         """True if the stage runs, because it may drop tokens or stores values for a later stage."""
         if not self.budget.is_identity():
             return True
-        return self.method.chooses_count and not (self.whole or self.budget).is_identity()
+        return self.method.chooses_count and not (self.method_budget or self.budget).is_identity()
 
 
 # (step, tokens of each segment that arrive, tokens that it would keep) -> tokens that it keeps.
@@ -58,13 +58,13 @@ class Stage:
 
     Attributes:
         arrived: Tokens that reach the step.
-        wanted: Tokens that its budget asks for.
+        requested: Tokens that its budget asks for.
         kept: Tokens that it keeps.
     """
 
     step: Step
     arrived: list[int]
-    wanted: list[int]
+    requested: list[int]
     kept: list[int]
 
 
@@ -95,18 +95,18 @@ class Plan:
     @cached_property
     def cuts(self) -> frozenset[int]:
         """The layers at whose input a method selects tokens."""
-        asked = (one for one in self.stages if one.kept != one.arrived or one.step.method.chooses_count)
-        return frozenset(stage.step.layer for stage in asked)
+        cutting = (stage for stage in self.stages if stage.kept != stage.arrived or stage.step.method.chooses_count)
+        return frozenset(stage.step.layer for stage in cutting)
 
     @property
     def kept(self) -> list[int]:
         """The number of tokens of each segment after the last stage."""
         return self.stages[-1].kept if self.stages else self.arrived
 
-    def counts_of(self, segments: Segments) -> list[int]:
+    def match_counts(self, segments: Segments) -> list[int]:
         """Return the number of tokens of each segment of the prompt. segments: the segments after earlier cuts."""
-        left = dict(zip(zip(segments.row, segments.ordinal, strict=True), segments.counts, strict=True))
-        return [left.get(key, 0) for key in zip(self.rows, self.ordinals, strict=True)]
+        counts = dict(zip(zip(segments.row, segments.ordinal, strict=True), segments.counts, strict=True))
+        return [counts.get(key, 0) for key in zip(self.rows, self.ordinals, strict=True)]
 
     def _original(self, step: Step, arrived: list[int]) -> list[int]:
         """Return the tokens that reach the first stage of the method of `step`: `arrived` if `step` is that stage."""
@@ -115,7 +115,7 @@ class Plan:
                 return stage.arrived
         return arrived
 
-    def stage(self, step: Step, arrived: list[int]) -> Stage:
+    def plan_step(self, step: Step, arrived: list[int]) -> Stage:
         """Plan `step` for `arrived` tokens of each segment.
 
         Each row is planned separately, so that a batch gives the same result as its rows.
@@ -124,43 +124,43 @@ class Plan:
             if stage.step is step and stage.arrived == arrived:
                 return stage  # as planned
         original = self._original(step, arrived)
-        wanted = [0] * len(arrived)
-        left = [index for index, count in enumerate(arrived) if count]
-        for row in dict.fromkeys(self.rows[index] for index in left):
-            there = [index for index in left if self.rows[index] == row]
-            counts = [arrived[index] for index in there]
+        requested = [0] * len(arrived)
+        alive = [index for index, count in enumerate(arrived) if count]
+        for row in dict.fromkeys(self.rows[index] for index in alive):
+            members = [index for index in alive if self.rows[index] == row]
+            counts = [arrived[index] for index in members]
             if step.budget.video is not None:
-                shares = step.budget.resolve_videos(counts, [self.clips[index] for index in there])
+                shares = step.budget.resolve_videos(counts, [self.clips[index] for index in members])
             else:
                 shares = step.budget.resolve(
                     counts,
                     layer=step.layer,
                     shape=self.shape,
                     text_tokens=self.text[row],
-                    original=[original[index] for index in there],
+                    original=[original[index] for index in members],
                 )
-            for index, number in zip(there, shares, strict=True):
-                wanted[index] = allowed(step.method, arrived[index], number)
-        kept = wanted
+            for index, share in zip(members, shares, strict=True):
+                requested[index] = limit_budget(step.method, arrived[index], share)
+        kept = requested
         for floor in self.floors:
             kept = floor(step, arrived, kept)
-        return Stage(step, arrived, wanted, kept)
+        return Stage(step, arrived, requested, kept)
 
-    def of(self, steps: Iterable[Step]) -> Plan:
+    def with_steps(self, steps: Iterable[Step]) -> Plan:
         """Return the plan with `steps` after its own."""
         plan = self
         for step in steps:
-            plan = replace(plan, stages=(*plan.stages, plan.stage(step, plan.kept)))
+            plan = replace(plan, stages=(*plan.stages, plan.plan_step(step, plan.kept)))
         return plan
 
-    def raised(self, floor: Floor) -> Plan:
+    def with_floor(self, floor: Floor) -> Plan:
         """Return the plan of the same steps with one more floor, the last that is asked."""
-        return replace(self, floors=(*self.floors, floor), stages=()).of(stage.step for stage in self.stages)
+        return replace(self, floors=(*self.floors, floor), stages=()).with_steps(stage.step for stage in self.stages)
 
 
-def allowed(method: Method, count: int, asked: int) -> int:
+def limit_budget(method: Method, count: int, requested: int) -> int:
     """Return how many of a segment's `count` tokens `method` keeps where its budget asks for `asked`."""
-    return min(count, max(method.min_tokens, method.resolve_count(count, asked)))
+    return min(count, max(method.min_tokens, method.resolve_count(count, requested)))
 
 
 def plan_cuts(
@@ -174,7 +174,7 @@ def plan_cuts(
     for row, count in zip(segments.row, segments.counts, strict=True):
         text[row] -= count
     plan = Plan(shape, segments.row, segments.ordinal, text, arrived, segments.clips)
-    return plan.of(step for step in steps if step.acts)
+    return plan.with_steps(step for step in steps if step.acts)
 
 
 # (token ids of a row, (first, last + 1) of each run of placeholders) -> number of runs of each image.
@@ -228,10 +228,10 @@ class Planner:
             notes.append(
                 "the prompt came as embeddings, which do not tell which tiles make up an image: each tile counts as one"
             )
-        tempo = Tempo.from_arguments(arguments, self.config) if self._has_video_budget else None
+        tempo = VideoTiming.from_arguments(arguments, self.config) if self._has_video_budget else None
         # Tensors are freed, and given away again, in the order of one stream.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        key = (prompt, encoding_key(outputs), device, stream, *(tempo.seconds if tempo else ()))
+        key = (prompt, build_encoding_key(outputs), device, stream, *(tempo.seconds if tempo else ()))
         find = partial(find_segments, prompt.placeholders, outputs, self.per, device, family.step_within_image, runs)
         segments = self._segments.get(key, partial(find, self._image_grid, family.after_video, tempo))
         if segments is not None and self._has_video_budget and "image" in segments.modality:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
+from tokenprune.integrations.hf.sequence.segments import KeptTokens, drop_tokens
 from tokenprune.kernels import compact
 from tokenprune.kernels.transfer import FIFOCache, to_device
 from tokenprune.selection.segments import Segments
@@ -39,16 +39,16 @@ class Layout:
     index: Tensor
     valid: Tensor | None
     length: int
-    counts: list[int]
+    tokens_per_row: list[int]
     width: int = field(init=False)
-    whole: bool = field(init=False)
+    is_uncut: bool = field(init=False)
 
     def __post_init__(self) -> None:
         known, width = self.__dict__, self.index.shape[1]  # every layer asks: a property would be a call each time
-        known["width"], known["whole"] = width, width == self.length and self.valid is None
+        known["width"], known["is_uncut"] = width, width == self.length and self.valid is None
 
     @staticmethod
-    def full(batch: int, length: int, device: torch.device, counts: list[int] | None = None) -> Layout:
+    def build_uncut(batch: int, length: int, device: torch.device, counts: list[int] | None = None) -> Layout:
         """Return the layout of a call from which nothing left. counts: see the class; None: all tokens."""
         index = torch.arange(length, device=device).expand(batch, length)
         return Layout(index, None, length, [length] * batch if counts is None else counts)
@@ -57,12 +57,12 @@ class Layout:
         if self.index.device == device:
             return self
         valid = None if self.valid is None else self.valid.to(device)
-        return Layout(self.index.to(device), valid, self.length, self.counts)
+        return Layout(self.index.to(device), valid, self.length, self.tokens_per_row)
 
     @cached_property
-    def slot_of(self) -> Tensor:
+    def slot_index(self) -> Tensor:
         """long `[B, length]`: the slot that holds each position, filler included; -1 if there is none."""
-        if self.whole:
+        if self.is_uncut:
             return self.index
         slots = torch.arange(self.width, device=self.index.device).expand_as(self.index)
         return torch.full((self.index.shape[0], self.length), -1, device=self.index.device).scatter_(
@@ -73,8 +73,8 @@ class Layout:
     def inverse(self) -> Tensor:
         """long `[B, length]`: the slot of each position, -1 if it is gone."""
         if self.valid is None:
-            return self.slot_of
-        slots = self.slot_of
+            return self.slot_index
+        slots = self.slot_index
         return slots.masked_fill((slots >= 0) & ~self.valid.gather(1, slots.clamp(min=0)), -1)
 
     @cached_property
@@ -95,7 +95,7 @@ class Layout:
             device = gone.device
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
             valid = _RIGHT_ENDS.get((device, stream, *kept_per_row), lambda: _right_ends(kept_per_row, device))
-        return Layout(slots if self.whole else self.index.gather(1, slots), valid, self.length, kept_per_row), slots
+        return Layout(slots if self.is_uncut else self.index.gather(1, slots), valid, self.length, kept_per_row), slots
 
     def scatter_back(self, x: Tensor) -> Tensor:
         """`[B, W, D]` -> `[B, length, D]`, zeros where tokens are gone."""
@@ -126,13 +126,13 @@ class StageMemory(dict[str, Any]):
         if per_token is False:
             self.uncut.add(name)
 
-    def drop(self, kept: Kept) -> None:
+    def drop(self, kept: KeptTokens) -> None:
         """Drop the values of dropped tokens and of segments without kept tokens."""
         for name, value in self.items():
             if name not in self.uncut and isinstance(value, Tensor) and value.shape[:2] == kept.keep.shape:
-                self[name] = kept.follow(value)
-            elif kept.withdraws and isinstance(value, (Tensor, list)) and len(value) == len(kept.counts):
-                self[name] = kept.segments_of(value)
+                self[name] = kept.gather(value)
+            elif kept.drops_segments and isinstance(value, (Tensor, list)) and len(value) == len(kept.counts):
+                self[name] = kept.select_segments(value)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class TokenState:
     layout: Layout
     extras: Any = None
     memories: dict[int, StageMemory] = field(default_factory=dict)
-    kept: Kept | None = None
+    kept: KeptTokens | None = None
 
     def __post_init__(self) -> None:
         if self.kept is None:
@@ -160,7 +160,7 @@ class TokenState:
     @cached_property
     def segments(self) -> Segments:
         """Visual tokens after the most recent cut. Computed on first access: the last cut does not need them."""
-        return self.before_cut if self.kept is None else keep_segments(self.before_cut, self.kept)
+        return self.before_cut if self.kept is None else drop_tokens(self.before_cut, self.kept)
 
     def to(self, device: torch.device) -> TokenState:
         """Return the state on `device`. Layers of one model may be on different devices."""
@@ -171,7 +171,7 @@ class TokenState:
     def flat_indices(self) -> Tensor:
         """Return the index of each visual token in the flattened batch, shape (segments, tokens), int64."""
         segments, layout = self.segments, self.layout
-        if layout.whole:
+        if layout.is_uncut:
             return segments.flat_indices(layout.width)
         row = segments.row_index
         return layout.inverse[row, segments.position] + row * layout.width
@@ -192,7 +192,7 @@ class TokenState:
             The new state, and the slots of the current layout that it was gathered from, shape (batch, width).
         """
         segments, layout = self.segments, self.layout
-        if layout.whole:
+        if layout.is_uncut:
             shape = layout.index.shape
             token_index, kind = segments.cache.get(
                 ("slots", shape), lambda: _classify_slots(segments, flat_indices, shape, padding)
@@ -204,12 +204,12 @@ class TokenState:
             if layout.valid is not None:
                 dropped |= ~layout.valid
 
-        tokens_per_row = list(layout.counts)
+        tokens_per_row = list(layout.tokens_per_row)
         for row, before, after in zip(segments.row, segments.counts, num_kept, strict=True):
             tokens_per_row[row] -= before - after
         new_layout, slots = layout.cut(dropped, tokens_per_row)
 
-        extras, kept = cut_extras(self.extras, slots, new_layout), Kept(keep, num_kept)
+        extras, kept = cut_extras(self.extras, slots, new_layout), KeptTokens(keep, num_kept)
         for memory in self.memories.values():
             memory.drop(kept)
         return TokenState(segments, new_layout, extras, self.memories, kept), slots

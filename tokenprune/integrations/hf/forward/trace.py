@@ -74,7 +74,7 @@ class Trace:
         """Record a cut of the visual tokens `before`. layout: all tokens after the cut."""
         num_before, num_after = sum(before.counts), sum(num_kept)
         self.stats.removals.append(Removal(step.method.site, step.layer, step.method.name, num_before, num_after))
-        self.layers.append(LayerTokens(step.layer, num_after, layout.counts, layout.width))
+        self.layers.append(LayerTokens(step.layer, num_after, layout.tokens_per_row, layout.width))
         if self.record:
             # The transfer to the device is queued now, and nothing is read from it until the statistics are.
             is_real = to_device(self.prompt.is_real, layout.index.device).gather(1, layout.index)
@@ -82,7 +82,7 @@ class Trace:
             build_cut = partial(Cut, step.method.site, step.layer, step.method.name)
             self.stats.defer(partial(_append_cut, build_cut, self.past, positions, selection, before))
 
-    def tokens_at(self, layer: int) -> LayerTokens:
+    def get_tokens(self, layer: int) -> LayerTokens:
         """Return the token counts of `layer`, as far as cuts are recorded."""
         return next(tokens for tokens in reversed(self.layers) if tokens.first_layer <= layer)
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.record import features_per_image, record_of
+from tokenprune.integrations.hf.sequence.record import get_record, list_features
 
 
-def placeholder_to_feature(modality: str, mask: Tensor, count: int) -> Tensor:
+def index_placeholders(modality: str, mask: Tensor, count: int) -> Tensor:
     """long `[B, L]`: for each placeholder the number of its feature, of `count` that were encoded; -1 elsewhere.
 
     mask: bool `[B, L]` of the placeholders, on the host, like the result. Raises UnsupportedSetupError where the two
@@ -54,7 +54,7 @@ def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, 
         PlaceholderMismatchError: If an image spans two rows, or copies of a row have different images.
     """
     for modality, output in outputs.items():
-        features = features_per_image(output)
+        features = list_features(output)
         if features is None or modality not in placeholders:
             continue
         counts = placeholders[modality]
@@ -64,7 +64,7 @@ def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, 
             continue  # An older LLaVA-OneVision adds newlines to the features of videos after encoding.
         boundaries = {0, *image_ends}
         wrong_row = next((row for row, end in enumerate(row_ends) if end not in boundaries), None)
-        copies, remainder = divmod(len(features), record_of(output).num_encoded or len(features))
+        copies, remainder = divmod(len(features), get_record(output).num_encoded or len(features))
         if wrong_row is None and copies > 1 and not remainder:
             wrong_row = _first_different_copy(features, copies, row_ends, image_ends)
         if wrong_row is not None:

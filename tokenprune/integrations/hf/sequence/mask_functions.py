@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.sequence.masks import additive
+from tokenprune.integrations.hf.sequence.masks import to_additive
 
 _NAME = "tokenprune_functions"
 _ATTENTION = ("sdpa", "eager")  # flash attention takes masks of one axis, flex attention makes blocks of its own
@@ -41,8 +41,8 @@ class MaskFunction:
     write: Callable[..., Tensor | None]
     form: Callable[[Tensor], Tensor] | None
 
-    def mask(self, queries: Tensor, keys: Tensor, whole: bool, known_real: bool = False) -> Tensor | None:
-        """Return `[B, 1, Q, K]`, bool (True = may attend) or additive float; None where the attention function needs
+    def build_mask(self, queries: Tensor, keys: Tensor, whole: bool, known_real: bool = False) -> Tensor | None:
+        """Return `[B, 1, Q, K]`, bool (True = may attend) or to_additive float; None where the attention function needs
         none to be causal.
 
         queries: long `[B, Q]`, keys: long `[B, K]`, their places; -1 = an empty slot, hidden from all. whole: whether
@@ -105,7 +105,7 @@ class MaskFunctions:
         return getattr(self.config, "layer_types", None)
 
     @cached_property
-    def made(self) -> Any:
+    def built(self) -> Any:
         """The result of `make`, with a `MaskFunction` in the place of each mask of pairs."""
         AttentionMaskInterface.register(_NAME, _function)
         noted = copy.copy(self.config)
@@ -113,12 +113,12 @@ class MaskFunctions:
         noted.tokenprune_original = self.config, self.length
         return self.make(noted)
 
-    def of_layer(self, layer: int, mask: Any) -> Any:
+    def select_for_layer(self, layer: int, mask: Any) -> Any:
         """Return what to make masks of for `layer`, which was handed `mask`: the function that this was made by, or
         `mask` itself where the decoder added something of its own to it, or attention takes no masks of pairs."""
         if self.attention is None:
             return mask
-        found = self.made
+        found = self.built
         if isinstance(found, dict):
             found = None if self.kinds is None else found.get(self.kinds[layer])
         whole = isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == 1
@@ -147,7 +147,7 @@ def _function(
     eager = original._attn_implementation == "eager"
 
     def form(mask: Tensor) -> Tensor:
-        return additive(mask, dtype) if eager else mask
+        return to_additive(mask, dtype) if eager else mask
 
     def write(plain: bool, **places: Any) -> Tensor | None:
         skips = dict(

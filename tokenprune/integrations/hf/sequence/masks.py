@@ -57,7 +57,7 @@ def gather_mask(mask: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
     return made
 
 
-def causal_mask(queries: Tensor, keys: Tensor, attention: str, dtype: torch.dtype) -> Tensor:
+def build_causal_mask(queries: Tensor, keys: Tensor, attention: str, dtype: torch.dtype) -> Tensor:
     """Return a causal mask, for where transformers gave none.
 
     queries: long `[B, Q]`, keys: long `[B, K]`, their logical positions, -1 = an empty slot. attention: name of the
@@ -71,20 +71,20 @@ def causal_mask(queries: Tensor, keys: Tensor, attention: str, dtype: torch.dtyp
     if attention == "sdpa":
         return allowed
     if attention == "eager":
-        return additive(allowed, dtype)
+        return to_additive(allowed, dtype)
     raise UnsupportedSetupError(
         f"attn_implementation={attention!r} cannot be used with rows that keep different numbers of tokens; load the "
         'model with "sdpa", "eager" or "flash_attention_2"'
     )
 
 
-def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+def to_additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mask that eager attention takes: 0 where `allowed` (bool, any shape), else the least number there
     is."""
     return torch.zeros((), dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
-def padding_of(made: Any, past: int, length: int) -> Tensor | None:
+def read_padding(made: Any, past: int, length: int) -> Tensor | None:
     """bool `[B, length]`, True at padding after `past` tokens (it may not attend to itself); None without a mask.
 
     made: the mask that `generate` makes ahead for a static cache, or those by kind of layer.
@@ -98,7 +98,7 @@ def padding_of(made: Any, past: int, length: int) -> Tensor | None:
     return ~own if own.dtype == torch.bool else own < 0
 
 
-def sliding_layers(config: Any) -> list[int]:
+def find_sliding_layers(config: Any) -> list[int]:
     """Return the decoder layers that attend in a window: a sliding one, or chunks."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:

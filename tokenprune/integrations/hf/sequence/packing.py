@@ -17,14 +17,14 @@ from tokenprune.kernels.transfer import to_device
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _BORDERS = (*_LENGTHS, "seq_idx")
 # Without any of these, and out of training, no call is looked at: only there numbers in a mask are read.
-TELLING = {*_BORDERS, "position_ids"}
+BORDER_ARGUMENTS = {*_BORDERS, "position_ids"}
 # A row of its own has none of these, no cache, and no tokens of which the head alone would make logits.
 _GONE = (*_BORDERS, "max_length_q", "max_length_k", "logits_to_keep", "cache_position")
 # A text axis before the three or more of M-RoPE makes so many: transformers reads borders off that axis.
 _WITH_TEXT = 4
 
 
-def restarts(positions: Tensor, real: Tensor | None = None) -> bool:
+def has_restart(positions: Tensor, real: Tensor | None = None) -> bool:
     """Return whether positions begin anew inside a row: all axes fall between two places where they rise.
 
     positions: long `[..., B or 1, L]`. real: bool `[B, L]`, False at padding, which may have any position; None: none
@@ -39,7 +39,7 @@ def restarts(positions: Tensor, real: Tensor | None = None) -> bool:
     return bool((falls & (risen > 0) & (risen < risen[:, -1:])).any())
 
 
-def borders(arguments: Mapping[str, Any], numbered: bool, positions: Tensor | None, mrope: bool) -> str | None:
+def find_borders(arguments: Mapping[str, Any], numbered: bool, positions: Tensor | None, mrope: bool) -> str | None:
     """Return which arguments of a model's forward say that a row holds several samples, in words; None if none does.
 
     numbered: whether the mask numbers tokens above 1. positions: on the host. mrope: whether the model counts positions
@@ -50,7 +50,7 @@ def borders(arguments: Mapping[str, Any], numbered: bool, positions: Tensor | No
     if numbered:
         return "attention_mask with numbers above 1"
     mask = arguments.get("attention_mask")
-    if positions is None or (isinstance(mask, Tensor) and mask.ndim == 2) or not restarts(positions):
+    if positions is None or (isinstance(mask, Tensor) and mask.ndim == 2) or not has_restart(positions):
         return None
     if mask is not None:
         return "position_ids that begin anew inside a row, beside an attention_mask of pairs"
@@ -58,17 +58,17 @@ def borders(arguments: Mapping[str, Any], numbered: bool, positions: Tensor | No
     return None if mrope and not with_text else "position_ids that begin anew inside a row"
 
 
-def unread(arguments: Mapping[str, Any], padding: Tensor | None, positions: Tensor | None) -> str | None:
-    """Return why positions that begin anew tell no borders in a call without `borders`, in words; None where they do
+def explain_restart(arguments: Mapping[str, Any], padding: Tensor | None, positions: Tensor | None) -> str | None:
+    """Return why positions that begin anew tell no borders in a call without `find_borders`, in words; None where they do
     not begin anew. padding: bool `[B, L]`, on the host, as `positions`."""
-    if positions is None or not restarts(positions, None if padding is None else ~padding):
+    if positions is None or not has_restart(positions, None if padding is None else ~padding):
         return None
     if arguments.get("attention_mask") is not None:
         return "an attention mask of tokens tells no borders"
     return "this model reads borders off a text axis in front of the three alone"
 
 
-def samples_of(arguments: Mapping[str, Any], shape: tuple[int, int], mrope: bool, training: bool) -> Tensor | None:
+def find_samples(arguments: Mapping[str, Any], shape: tuple[int, int], mrope: bool, training: bool) -> Tensor | None:
     """Return the sample of each token, long `[B, T]` on the host, rising from 0, -1 at padding; None where each row is
     one. Asks the device only where an argument may say so: numbers in a mask are read in training.
 
@@ -82,7 +82,7 @@ def samples_of(arguments: Mapping[str, Any], shape: tuple[int, int], mrope: bool
         numbers = mask.cpu() if (training or given) and not mask.is_floating_point() else None
     positions = positions.cpu() if positions is not None and not positions.is_floating_point() else None
     numbered = numbers is not None and bool((numbers > 1).any())
-    reason = borders(arguments, numbered, positions, mrope)
+    reason = find_borders(arguments, numbered, positions, mrope)
     if reason is None:
         return None
     begins = torch.zeros(shape, dtype=torch.bool, device="cpu")
@@ -99,7 +99,7 @@ def samples_of(arguments: Mapping[str, Any], shape: tuple[int, int], mrope: bool
         begins[:, 1:] = given["seq_idx"].diff(dim=-1) != 0
     elif numbers is not None and numbered:
         begins[:, 1:] = numbers.diff(dim=-1) != 0
-    if positions is not None and restarts(positions):
+    if positions is not None and has_restart(positions):
         text = positions[0] if positions.ndim == 3 else positions
         anew = begins.clone()
         anew[:, 1:] = text.expand(shape).diff(dim=-1) != 1  # transformers' own rule
@@ -143,8 +143,8 @@ class PackedRows:
     places: Tensor
 
     @staticmethod
-    def of(sample: Tensor, device: torch.device) -> PackedRows:
-        """sample: long `[B, T]` on the host, see `samples_of`."""
+    def from_samples(sample: Tensor, device: torch.device) -> PackedRows:
+        """sample: long `[B, T]` on the host, see `find_samples`."""
         flat = sample.flatten()
         places = (flat >= 0).nonzero()[:, 0]
         counts = flat[places].unique_consecutive(return_counts=True)[1]

@@ -74,7 +74,7 @@ class EncoderRecord:
         return attention
 
 
-def record_of(output: Any) -> EncoderRecord:
+def get_record(output: Any) -> EncoderRecord:
     """Return the record that an encoder's output carries; an empty one, of which the output learns nothing, where there
     is none: it was encoded without a patch. To write to one, see `open_record`."""
     record = getattr(output, KEY, None)
@@ -98,12 +98,12 @@ def start_record(output: Any, grids: list[tuple[int, int, int]] | None, frames: 
     """Write what was encoded, whatever else is in the patch; see `EncoderRecord` for the fields."""
     record = open_record(output)
     record.grids, record.frames = grids, None if frames is None else list(frames)
-    features = features_per_image(output)
+    features = list_features(output)
     record.num_encoded = None if features is None else len(features)
     return record
 
 
-def features_per_image(output: Any) -> list[Tensor] | None:
+def list_features(output: Any) -> list[Tensor] | None:
     """Return the features of each image as a list, or None if the encoder's output does not separate images."""
     features = getattr(output, "pooler_output", None)
     if features is None and (levels := getattr(output, "deepstack_features", None)):

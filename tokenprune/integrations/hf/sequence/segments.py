@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenprune.budgets.video import Clip
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.record import align_per_image, record_of
+from tokenprune.integrations.hf.sequence.record import align_per_image, get_record
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.frames import count_tokens_per_frame, split_into_frames
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 _SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 
 
-class Tempo(NamedTuple):
+class VideoTiming(NamedTuple):
     """Facts by which budgets know how long the videos of a call last.
 
     seconds: that a frame of each stands for, such as the decoder sees it; empty where it is not known. joined: sampled
@@ -55,7 +55,7 @@ class Tempo(NamedTuple):
     joined: int = 1
 
     @classmethod
-    def from_arguments(cls, arguments: dict[str, Any], config: Any) -> Tempo:
+    def from_arguments(cls, arguments: dict[str, Any], config: Any) -> VideoTiming:
         """Read the seconds from the arguments of the base model's forward, and `joined` from the model's config."""
         seconds = next((arguments[name] for name in _SECONDS if arguments.get(name) is not None), ())
         vision = getattr(config, "vision_config", None)
@@ -63,7 +63,7 @@ class Tempo(NamedTuple):
         return cls(torch.as_tensor(seconds, dtype=torch.float64, device="cpu").flatten().tolist(), joined)
 
 
-def feature_counts(output: Any) -> list[int] | None:
+def count_features_per_image(output: Any) -> list[int] | None:
     """Return the number of features of each image in an encoder's output, or None if it keeps no image apart."""
     features = getattr(output, "pooler_output", None)
     if isinstance(features, (list, tuple)):
@@ -71,27 +71,27 @@ def feature_counts(output: Any) -> list[int] | None:
     return None
 
 
-def feature_total(output: Any) -> int | None:
+def count_features(output: Any) -> int | None:
     """Return how many features an encoder's output holds in all, or None if that is not known."""
-    counts = feature_counts(output)
+    counts = count_features_per_image(output)
     if counts is not None:
         return sum(counts)
     features = getattr(output, "pooler_output", None)
     return math.prod(features.shape[:-1]) if isinstance(features, Tensor) else None
 
 
-def encoding_key(outputs: dict[str, Any]) -> tuple:
+def build_encoding_key(outputs: dict[str, Any]) -> tuple:
     """Return all that segments are found by of the encoder's output for each modality, to tell prompts apart by."""
     facts: list[Any] = []
     for modality, output in outputs.items():
-        record = record_of(output)
-        facts += modality, repr((feature_counts(output), record.grids, record.frames))
+        record = get_record(output)
+        facts += modality, repr((count_features_per_image(output), record.grids, record.frames))
     return tuple(facts)
 
 
 def check_placeholders(modality: str, placeholders: int, output: Any) -> None:
     """Raise PlaceholderMismatchError where a prompt holds fewer or more placeholders than there are features."""
-    features = feature_total(output)
+    features = count_features(output)
     if features is not None and features != placeholders:
         raise PlaceholderMismatchError(
             f"the prompt holds {placeholders} {modality} placeholders, but the encoder returned {features} features. "
@@ -103,7 +103,7 @@ def check_placeholders(modality: str, placeholders: int, output: Any) -> None:
 def find_segments(
     masks: dict[str, Tensor], outputs: dict[str, Any], per: str, device: torch.device, step: int = 1,
     runs_per_image: RunsPerImage | None = None, grid_of: GridOf | None = None, behind_video: int = 0,
-    tempo: Tempo | None = None,
+    tempo: VideoTiming | None = None,
 ) -> Segments | None:  # fmt: skip
     """Group placeholders into segments, with tensors on `device`; None if there are none.
 
@@ -121,9 +121,9 @@ def find_segments(
     for modality, mask in masks.items():
         rows, columns = mask.nonzero(as_tuple=True)
         if len(rows):
-            found = pieces_of(modality, rows, columns, outputs.get(modality), step, grid_of, behind_video)
+            found = find_pieces(modality, rows, columns, outputs.get(modality), step, grid_of, behind_video)
             if modality == "video" and (tempo is not None or per == "frame"):
-                found = _by_frame(found, outputs.get(modality), tempo or Tempo([]), per == "frame")
+                found = _by_frame(found, outputs.get(modality), tempo or VideoTiming([]), per == "frame")
             pieces += found
     if not pieces:
         return None
@@ -142,7 +142,7 @@ def find_segments(
     return Segments(row, ordinal, counts, position, mask, grids, modalities, frames, [] if tempo is None else clips)
 
 
-def pieces_of(
+def find_pieces(
     modality: str, rows: Tensor, columns: Tensor, output: Any, step: int, grid_of: GridOf | None = None,
     behind_video: int = 0,
 ) -> list[Piece]:  # fmt: skip
@@ -150,15 +150,15 @@ def pieces_of(
 
     rows, columns: long `[n]`, of the modality's placeholders, on the host.
     """
-    counts = feature_counts(output)
-    grids = record_of(output).grids or []
+    counts = count_features_per_image(output)
+    grids = get_record(output).grids or []
     if counts is None or sum(counts) != len(rows):
         breaks = (rows.diff() != 0) | (columns.diff() > step)
         ends = (breaks.nonzero().flatten() + 1).tolist()
         counts, grids = [b - a for a, b in zip([0, *ends], [*ends, len(rows)], strict=True)], []
     spans = [(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True) if count]
     of_rows = [int(rows[start]) for start, _ in spans]
-    numbers = align_per_image(record_of(output).frames or [], of_rows)
+    numbers = align_per_image(get_record(output).frames or [], of_rows)
     pieces = []
     for row, (start, end), grid, number in zip(of_rows, spans, align_per_image(grids, of_rows), numbers, strict=True):
         count = end - start
@@ -169,10 +169,10 @@ def pieces_of(
     return pieces
 
 
-def _by_frame(pieces: list[Piece], output: Any, tempo: Tempo, split: bool) -> list[Piece]:
+def _by_frame(pieces: list[Piece], output: Any, tempo: VideoTiming, split: bool) -> list[Piece]:
     """Return pieces that are videos with their clips; `split`: one for each frame."""
     rows = [piece.row for piece in pieces]
-    known = record_of(output).frames or []
+    known = get_record(output).frames or []
     # `generate` repeats the caller's numbers for beams, one after the other; what was encoded is known of once.
     once = tempo.seconds[:: max(1, len(tempo.seconds) // max(1, len(known)))]
     found = []
@@ -223,7 +223,7 @@ def _by_row(pieces: list[Piece]) -> list[Piece]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTokens:
     """Visual tokens that a cut leaves; a segment of which nothing is left is a segment no more.
 
     keep: bool `[S, N]`, which are left, none of them padding; counts: its row sums.
@@ -233,53 +233,56 @@ class Kept:
     counts: list[int]
 
     @cached_property
-    def alive(self) -> list[int]:
+    def remaining(self) -> list[int]:
         """The segments that are left, S' of them."""
         return [index for index, count in enumerate(self.counts) if count]
 
     @cached_property
     def order(self) -> Tensor:
         """long `[S', N']`: which tokens of each are left, in order."""
-        return partition(self.segments_of(self.keep))[:, : max(self.counts)]
+        return partition(self.select_segments(self.keep))[:, : max(self.counts)]
 
     @cached_property
     def mask(self) -> Tensor:
         """bool `[S', N']`: False for padding."""
         device = self.keep.device
-        return torch.arange(max(self.counts), device=device) < to_device(self.segments_of(self.counts), device)[:, None]
+        return (
+            torch.arange(max(self.counts), device=device)
+            < to_device(self.select_segments(self.counts), device)[:, None]
+        )
 
     @property
-    def withdraws(self) -> bool:
+    def drops_segments(self) -> bool:
         """True if nothing is left of some segment."""
-        return len(self.alive) < len(self.counts)
+        return len(self.remaining) < len(self.counts)
 
-    def segments_of(self, values: Any) -> Any:
+    def select_segments(self, values: Any) -> Any:
         """Return those of S `values` (a list, or a tensor `[S, ...]`) whose segments are left."""
-        if not self.withdraws:
+        if not self.drops_segments:
             return values
         if isinstance(values, Tensor):
-            return values[to_device(self.alive, values.device, torch.long)]
-        return [values[index] for index in self.alive]
+            return values[to_device(self.remaining, values.device, torch.long)]
+        return [values[index] for index in self.remaining]
 
-    def follow(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """`[S, N, ...]` -> `[S', N', ...]`, zero for padding."""
-        values = self.segments_of(values)
+        values = self.select_segments(values)
         order, mask = self.order.to(values.device), self.mask.to(values.device)
         rows = torch.arange(len(order), device=values.device)[:, None]
         return values[rows, order].masked_fill(~mask.view(*mask.shape, *[1] * (values.ndim - 2)), 0)
 
 
-def keep_segments(segments: Segments, kept: Kept) -> Segments:
+def drop_tokens(segments: Segments, kept: KeptTokens) -> Segments:
     """Return the segments after a cut."""
-    position, counts = kept.follow(segments.position), kept.counts
+    position, counts = kept.gather(segments.position), kept.counts
     grids = [g if new == old else None for g, new, old in zip(segments.grids, counts, segments.counts, strict=True)]
-    facts = (segments.row, segments.ordinal, counts, grids, segments.modality, frames_left(segments, counts))
-    row, ordinal, counts, *about = map(kept.segments_of, facts)
+    facts = (segments.row, segments.ordinal, counts, grids, segments.modality, update_frames(segments, counts))
+    row, ordinal, counts, *about = map(kept.select_segments, facts)
     # Padding must point at a token that is still there.
     return Segments(row, ordinal, counts, torch.where(kept.mask, position, position[:, :1]), kept.mask, *about)
 
 
-def frames_left(segments: Segments, counts: list[int]) -> list[list[int] | None]:
+def update_frames(segments: Segments, counts: list[int]) -> list[list[int] | None]:
     """Return the frames of segments of which `counts` tokens are left: those of a video that was cut are unequal."""
     known = segments.frames or [None] * len(counts)
     return [

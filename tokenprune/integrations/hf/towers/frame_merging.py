@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.sequence.record import open_record
-from tokenprune.integrations.hf.sequence.segments import feature_total
+from tokenprune.integrations.hf.sequence.segments import count_features
 from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.shared.attachable import hidden_states, states, with_output
@@ -208,7 +208,7 @@ class FrameMerging(TowerPart):
         # On the host from here on: how many tokens stay is what it has to know.
         assert run.received is not None  # see `_leave_mixed`
         received = run.units.full(run.received).cpu()
-        total = feature_total(output)
+        total = count_features(output)
         placed = place(self.adapter, encoding.modality, encoding.on_host, total, [received.unsqueeze(-1)], None)
         size = len(placed.cells) // len(run.sizes)  # videos of one call have as many frames
         groups, pieces = [], zip(run.owners(), placed.cells.split(size), placed.scores.split(size), strict=True)

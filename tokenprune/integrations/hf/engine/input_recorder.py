@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.token_state import Layout
 
 
-class KeptInputs(Part):
+class InputRecorder(Part):
     """Keeps what cuts to come will read. steps: the cuts, by layer. attention: observes the layers before them."""
 
     def __init__(self, adapter: Adapter, steps: Mapping[int, Step], attention: LayerAttention) -> None:
@@ -84,7 +84,7 @@ class KeptInputs(Part):
             return
         adapter = self.adapter
         hidden = adapter.seen(call.state.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
-        rotation = rotation_of(args, kwargs)
+        rotation = find_rotation(args, kwargs)
         if rotation is None and any(one.rotary for one in needed):
             raise UnsupportedSetupError(
                 f"{method.name} reads {', '.join(one.name for one in needed if one.rotary)}, and decoder layer {layer} "
@@ -110,14 +110,17 @@ class KeptInputs(Part):
             kwargs = kwargs | {"position_embeddings": still}
         args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
         observation = self.attention.attention_of(call, layer, args, kwargs)
-        if observation.mask is not None and (filled := call.cached.filled(layer, call.state.layout.width)) is not None:
+        if (
+            observation.mask is not None
+            and (filled := call.cached.count_filled(layer, call.state.layout.width)) is not None
+        ):
             observation.mask = observation.mask[..., :filled]
         if observation.mask is not None:  # keys of earlier turns are not among these
             observation.mask = observation.mask[..., -observation.key.shape[2] :]
         return observation
 
 
-def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+def find_rotation(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Return cosines and sines, `[B or 1, W, R]`, among a layer's arguments; None if it gets none."""
     found = kwargs.get("position_embeddings")
     if found is None:
