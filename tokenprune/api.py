@@ -215,7 +215,7 @@ def feature_cache(model: Any) -> FeatureCache:
         )
     from tokenprune.integrations.hf.feature_cache.part import FeatureReuse
 
-    found: FeatureCache = attachment.engine.part(FeatureReuse).cache
+    found: FeatureCache = attachment.engine.get_part(FeatureReuse).cache
     return found
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check how a model is called: refuse rows with several samples, and note calls that prune less than expected."""
+"""Checks of each call: errors for unsupported inputs, and notes on calls that prune less than expected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("tokenprune")
 
 # Extra arguments of a decoder that `check_arguments` skips.
 _SKIPPED = {"input_ids"}
-# Kinds of cache layers of which tokens can be left out, beside quantized ones.
+# Kinds of cache layers from which tokens can be dropped. Quantized layers are supported, too.
 _KNOWN_LAYERS = {
     cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.StaticLayer,
     cache_utils.StaticSlidingWindowLayer, compat.LINEAR_LAYER, compat.EMPTY_LAYER,
@@ -42,9 +42,11 @@ _KNOWN_LAYERS = {
 
 
 class CallCheck(Part):
-    """Stands where methods may remove tokens. methods: those that choose at the decoder.
+    """Checks the inputs of each call. A note is written to the statistics of every call, and logged once.
 
-    A note is written to the statistics of each call, and logged once.
+    Args:
+        adapter: Adapter of the model.
+        methods: Methods that select tokens at the decoder.
     """
 
     def __init__(self, adapter: Adapter, methods: Sequence[Method]) -> None:
@@ -52,7 +54,7 @@ class CallCheck(Part):
         self.adapter = adapter
         self.reading = [method.name for method in methods if method.query_aware]
         self.absolute = [
-            method.name for method in methods if any(seen.absolute for seen in select_observables(method.needs))
+            method.name for method in methods if any(read.absolute for read in select_observables(method.needs))
         ]
         self.logged: set[str] = set()
 
@@ -64,32 +66,32 @@ class CallCheck(Part):
         elif length > 1 and not call.past and not call.outputs and call.arguments.get("input_ids") is None:
             self._note(
                 call,
-                "the prompt came as embeddings without pixels: if it holds images, nothing tells where, and nothing "
-                "was pruned; pass pixel_values with input_ids, or with embeddings of placeholders",
+                "The prompt consists of embeddings without pixels, so no tokens were pruned. Pass pixel_values with "
+                "input_ids, or with embeddings of placeholders.",
             )
 
     def on_plan(self, call: Call, plan: Plan) -> Plan:
         if not (plan.cuts or call.maskless or call.merged is not None):
             return plan
-        given, prompt = call.arguments, call.prompt
-        if not prompt.has_sample_numbers and all(given.get(name) is None for name in BORDER_ARGUMENTS):
+        arguments, prompt = call.arguments, call.prompt
+        if not prompt.has_sample_numbers and all(arguments.get(name) is None for name in BORDER_ARGUMENTS):
             return plan
         mrope = hasattr(self.adapter.base, "get_rope_index")
-        if (reason := find_borders(given, prompt.has_sample_numbers, prompt.position_ids, mrope)) is not None:
+        if (reason := find_borders(arguments, prompt.has_sample_numbers, prompt.position_ids, mrope)) is not None:
             raise UnsupportedSetupError(
                 f"A row holds several samples (by {reason}), and a cut would treat them as one. Give each sample its "
                 "own row with padding (packing=False, padding_free=False, no DataCollatorWithFlattening)."
             )
-        if (reason := explain_restart(given, prompt.padding, prompt.position_ids)) is not None:
+        if (reason := explain_restart(arguments, prompt.padding, prompt.position_ids)) is not None:
             self._note(
                 call,
-                f"position_ids begin anew inside a row, which counts as one sample all the same, in attention too: "
-                f"{reason}; give each sample a row of its own",
+                f"position_ids restart inside a row, but the row counts as one sample, because {reason}. Give each "
+                "sample its own row.",
             )
         return plan
 
     def _note_step(self, call: Call, shape: tuple[int, int]) -> None:
-        """Note where `generate` goes on without a cache: each step reads the whole prompt, and the answer so far."""
+        """Note a step of `generate` without a cache, which reads the prompt and the generated tokens again."""
         if not self.reading or call.arguments.get("use_cache") is not False:
             return
         rows, length = shape
@@ -97,21 +99,21 @@ class CallCheck(Part):
             names = " and ".join(self.reading)
             self._note(
                 call,
-                f"without a cache {names} chose anew for this step, by the token written last: the answer may be "
-                "another than with use_cache=True",
+                f"Without a cache {names} selects tokens again in each step, by the last generated token. The answer "
+                "may differ from use_cache=True.",
             )
         states()[self] = shape
 
     def _note_padding(self, call: Call, inputs: DecoderInputs) -> None:
-        """Note a left-padded prompt without position ids if a method reads values that depend on the positions."""
+        """Note a left-padded prompt without position ids, if a method reads values that depend on positions."""
         if not self.absolute or inputs.positions is not None or call.past or call.prompt.is_real[:, 0].all():
             return
         if self.adapter.positions(inputs.mask, call.past) is None:
             names = " and ".join(dict.fromkeys(self.absolute))
             self._note(
                 call,
-                f"{names} reads values that depend on position ids, which count the left padding here: the choice may "
-                "differ from that of unpadded rows. Pass position_ids, or call generate()",
+                f"{names} reads values that depend on position ids, which count the left padding here. The selection "
+                "may differ from unpadded rows. Pass position_ids, or call generate().",
             )
 
     def _note(self, call: Call, note: str) -> None:
@@ -122,11 +124,10 @@ class CallCheck(Part):
 
 
 class ChunkedPrefillCheck(Part):
-    """Raises UnsupportedSetupError where `generate` encodes images and then leaves them, or parts of them, out of the
-    prompt's forward.
+    """Raises UnsupportedSetupError if `generate` encodes images and passes only a part of them to the prompt's forward.
 
-    With `prefill_chunk_size`, transformers 5.19 hands over no images at all, without a word, and 5.23 those features
-    that a chunk holds placeholders for; tokens are chosen from whole images.
+    With `prefill_chunk_size`, transformers 5.19 silently passes no images, and 5.23 passes the features of each chunk.
+    Methods select from complete images.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -136,7 +137,7 @@ class ChunkedPrefillCheck(Part):
 
     def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
         output = encode(encoding)
-        if self.current() is None:  # ahead of any forward, as `generate` does
+        if self.current() is None:  # `generate` encodes images before the forward
             self.encoded_ahead = True
             states().setdefault(self, {})[encoding.modality] = weakref.ref(output)
         return output
@@ -155,8 +156,8 @@ class ChunkedPrefillCheck(Part):
             return
         for modality, output in ahead.items():
             if modality in call.outputs:
-                here, encoded = count_features(call.outputs[modality]), count_features(output)
-                lost = here is not None and encoded is not None and here < encoded
+                received, encoded = count_features(call.outputs[modality]), count_features(output)
+                lost = received is not None and encoded is not None and received < encoded
             else:
                 lost = modality in masks and bool(masks[modality].any())
             if lost:
@@ -228,8 +229,7 @@ def check_static(cache: Cache, steps: Iterable[Step], adapter: Adapter, in_block
 
 
 def check_arguments(adapter: Adapter, inputs: DecoderInputs) -> None:
-    """Raise UnsupportedSetupError if the decoder got an argument with an entry for each token that its adapter does not
-    cut."""
+    """Raise UnsupportedSetupError if the decoder got a per-token argument that its adapter does not cut."""
     shape = inputs.embeds.shape[:2]
     for name in inputs.extras.keys() - _SKIPPED - adapter.extra_arguments - adapter.family.entry_tokens.keys():
         value = inputs.extras[name]
@@ -241,8 +241,10 @@ def check_arguments(adapter: Adapter, inputs: DecoderInputs) -> None:
 
 
 def check_decoding(method: DecodeMethod, config: Any, cache: Any, batch: int) -> None:
-    """Raise UnsupportedSetupError where a method would take keys out of a cache that does not hold them as they are, or
-    where a sliding window hides how long each row is."""
+    """Raise UnsupportedSetupError if a method cannot evict keys from this cache.
+
+    Quantized and offloaded caches do not store plain keys. A sliding window hides the length of each row.
+    """
     if method.mode != "evict":
         return
     sliding = any(layer >= method.layer for layer in find_sliding_layers(config))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts: a method selects tokens, and the others leave the decoder's input (PRE_LLM, merges in the tower) or its hidden
-states (IN_LLM)."""
+"""Cuts: a method selects visual tokens, and the engine drops the others.
+
+Tokens are dropped from the decoder's inputs (PRE_LLM, merges in the tower) or from its hidden states (IN_LLM).
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,17 @@ from tokenprune.selection.tokens import VisualTokens
 
 
 def select_tokens(call: Call, step: Step, observed: Observations, hidden: Tensor, adapter: Adapter) -> Selection:
-    """Return the selection of the method of `step`. hidden: arrives at the cut, shape (batch, width, channels)."""
+    """Run the method of `step`. hidden: Hidden states at the cut, shape (batch, width, channels)."""
     state = call.state.to(hidden.device)
     plan, segments, memories = call.plan, state.segments, state.memories
     assert plan is not None  # only planned cuts are made
-    # An earlier method may have kept another number of tokens than its budget, so the counts are planned again.
+    # An earlier method may have kept fewer or more tokens than planned, so the counts are planned again.
     arrived = plan.match_counts(segments)
     keep = [kept for kept, count in zip(plan.plan_step(step, arrived).kept, arrived, strict=True) if count]
     if step.owner not in memories:
         memories[step.owner] = StageMemory()
-    seen = adapter.seen(state.extras, step.layer, hidden)
-    source = DecoderSource(call, state, seen, adapter, step.method.needs, memories[step.owner], observed)
+    visible = adapter.seen(state.extras, step.layer, hidden)
+    source = DecoderSource(call, state, visible, adapter, step.method.needs, memories[step.owner], observed)
     tokens = VisualTokens(segments, keep, source)
     method = cast(Pruner, step.method)
     return torch.no_grad()(method.select)(tokens) if torch.is_grad_enabled() else method.select(tokens)
@@ -65,7 +67,7 @@ def apply_selection(call: Call, step: Step, selection: Selection, hidden: Tensor
     segments = state.segments
     keep, num_kept = validate_selection(selection, segments, step.method)
     if num_kept == segments.counts:
-        return hidden  # padding leaves with the first cut that drops a visual token
+        return hidden  # padding is dropped by the first cut that drops a visual token
     if ends := call.prompt.visual_ends:
         selection = keep_row_ends(selection, segments, num_kept, ends)
         keep = selection.keep & segments.mask
@@ -84,8 +86,8 @@ def apply_selection(call: Call, step: Step, selection: Selection, hidden: Tensor
 
 def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[DecoderInputs, MaskFunctions | None]:
     """Return the inputs of a call with cuts, and its mask functions. A missing cache is created."""
-    functions, wanted = _mask_functions(call, inputs, adapter), inputs.extras.get("use_cache")
-    if inputs.cache is None and (adapter.text_config.use_cache if wanted is None else wanted):
+    functions, use_cache = _mask_functions(call, inputs, adapter), inputs.extras.get("use_cache")
+    if inputs.cache is None and (adapter.text_config.use_cache if use_cache is None else use_cache):
         cache = DynamicCache(config=adapter.text_config)
         inputs = DecoderInputs(inputs.embeds, inputs.mask, inputs.positions, cache, inputs.extras, inputs.names)
         call.cached.cache = cache  # it is empty, so nothing else of the view changes
@@ -113,9 +115,9 @@ def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> Mask
     if call.past or not call.prompt.placeholders or adapter.stateful or not (mask is None or mask.shape == shape):
         return functions(mask)
     # Prompts of this shape share the functions. They use the host's copy, because the caller may change its mask.
-    real = partial(to_device, call.prompt.is_real, device)
+    read_mask = partial(to_device, call.prompt.is_real, device)
     key = ("masks", dtype, mask is None, config._attn_implementation)
-    return call.state.segments.cache.get(key, lambda: functions(None if mask is None else real()))
+    return call.state.segments.cache.get(key, lambda: functions(None if mask is None else read_mask()))
 
 
 def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Adapter) -> DecoderInputs:
@@ -124,7 +126,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     The first entry of `call.groups` is replaced by inputs for the kept tokens.
     """
     embeds, positions = inputs.embeds, inputs.positions
-    mask, made = _whole_mask(call, inputs, adapter)
+    mask, is_layer_mask = _uncut_mask(call, inputs, adapter)
     if positions is None:
         positions = adapter.positions(inputs.mask, call.past)
     if call.merged is not None:
@@ -133,21 +135,19 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
         selection = select_tokens(call, step, {}, embeds, adapter)
         embeds = apply_selection(call, step, selection, embeds, adapter)
     layout, index = call.state.layout, call.state.layout.index
-    functions, group = call.groups[0].functions, call.group(0) if made else None
+    functions, group = call.groups[0].functions, call.group(0) if is_layer_mask else None
     call.groups.clear()
     call.groups.append(call.group(0, functions))
-    if (
-        layout.is_uncut and not call.maskless
-    ):  # a method that finds the count itself kept all: the decoder makes its masks
+    if layout.is_uncut and not call.maskless:  # a method that chooses its own count kept all tokens
         return DecoderInputs(embeds, inputs.mask, inputs.positions, inputs.cache, inputs.extras, inputs.names)
     extras = dict(inputs.extras)
     for name, dim in adapter.family.entry_tokens.items():
         if extras.get(name) is not None:
             extras[name] = gather_tokens(extras[name], index, dim)
     if compat.COUNTS_OUTSIDE:
-        extras.pop("cache_position", None)  # the decoder counts what is left
+        extras.pop("cache_position", None)  # the decoder counts the kept tokens
     if call.maskless.issuperset(range(len(adapter.decoder.layers))):
-        mask = torch.ones_like(index)  # so that the decoder makes no dense mask that no layer reads
+        mask = torch.ones_like(index)  # the decoder then builds no dense mask, which no layer would read
     elif group is not None:
         mask = _mask_of_pairs(group, mask, embeds.dtype, adapter)
     elif mask is not None:
@@ -155,16 +155,18 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     elif layout.valid is not None:
         mask = layout.valid.long()
     if mask is None and call.cached.cache is None:
-        # Without mask and cache transformers takes gaps in position_ids for borders of packed sequences.
+        # Without mask and cache, transformers takes gaps in position_ids for borders of packed samples.
         mask = torch.ones_like(index)
-    # The decoder would count the remaining tokens; they keep the positions of the full prompt.
+    # Kept tokens keep the positions of the full prompt. Without position_ids the decoder would number them anew.
     positions = index + call.past if positions is None else gather_tokens(positions, index, -1)
     return DecoderInputs(embeds, mask, positions, inputs.cache, extras, inputs.names)
 
 
-def _whole_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Any, bool]:
-    """Return the mask of the whole sequence, and True if it is what layers take: as it came, or made here because a
-    mask of tokens does not say enough. Else it is of tokens."""
+def _uncut_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Any, bool]:
+    """Return the attention mask before the cut, and whether it has the form that layers take.
+
+    A 2-D mask is expanded to that form if there is a cache or a sliding window. Otherwise it stays a mask of tokens.
+    """
     mask, cached = inputs.mask, call.cached
     if isinstance(mask, dict) or (mask is not None and mask.ndim == 4):
         return mask, True
@@ -177,27 +179,36 @@ def _whole_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[An
 
 
 def _mask_of_pairs(group: LayerInputs, mask: Any, dtype: torch.dtype, adapter: Adapter) -> Any:
-    """Return the mask that layers take, or those by kind of layer, of the tokens that are left, those of `group`. mask:
-    of the whole sequence, with which the group starts."""
+    """Return the layers' mask of the kept tokens: a tensor, or a dictionary by kind of layer like `mask`.
+
+    Args:
+        group: Inputs of the layers after the cut.
+        mask: The mask before the cut, in the form that layers take.
+    """
     keys = KeySpan(0, None, group.columns.shape[1])
 
-    def remaining(kind: str, mask: Any) -> Any:
+    def cut_mask(kind: str, mask: Any) -> Any:
         if kind in STATEFUL:
             return group.state_mask(mask)
         return group.attention_mask(mask, keys, adapter, dtype)
 
-    return {kind: remaining(kind, one) for kind, one in mask.items()} if isinstance(mask, dict) else remaining("", mask)
+    return {kind: cut_mask(kind, part) for kind, part in mask.items()} if isinstance(mask, dict) else cut_mask("", mask)
 
 
-# -- what methods may read
+# -- inputs of methods
 
 
 @dataclass
 class DecoderSource(TokenSource):
-    """Backs a `VisualTokens` in the decoder.
+    """Values that a `VisualTokens` reads in the decoder.
 
-    state: the tokens that arrive at the cut. hidden: `[B, W, D]`, in their layout. needs: of the method. observed: the
-    attention, inputs and records of the layers around the cut, as far as the method reads them.
+    Attributes:
+        call: The current call.
+        state: Tokens that reach the cut.
+        hidden: Hidden states in the layout of `state`, shape (batch, width, channels).
+        needs: Observables that the method declares.
+        carry: Memory of the method between its stages.
+        observed: Attention, inputs and records of the layers around the cut, as far as the method reads them.
     """
 
     call: Call
@@ -228,11 +239,11 @@ class DecoderSource(TokenSource):
 
     @property
     def attention_before(self) -> Observation:
-        return _shown(self.observed.get(ObservedAt.LAYER_BEFORE))
+        return _require(self.observed.get(ObservedAt.LAYER_BEFORE))
 
     @property
     def attention_after(self) -> Observation:
-        return _shown(self.observed.get(ObservedAt.NEXT_LAYER))
+        return _require(self.observed.get(ObservedAt.NEXT_LAYER))
 
     @property
     def input_before(self) -> LayerInput:
@@ -241,7 +252,7 @@ class DecoderSource(TokenSource):
 
     @property
     def unrotated_attention(self) -> Observation:
-        return _shown(self.observed.get(ObservedAt.UNROTATED))
+        return _require(self.observed.get(ObservedAt.UNROTATED))
 
     def get_recorded(self, name: str) -> list[Any]:
         values = self.observed.get(ObservedAt.OWN, {}).get(name, [None])
@@ -271,20 +282,20 @@ class DecoderSource(TokenSource):
 
     def get_token_mask(self) -> Tensor:
         layout = self.state.layout
-        real = to_device(self.call.prompt.is_real, self.hidden.device).gather(1, layout.index)
-        return real if layout.valid is None else real & layout.valid
+        mask = to_device(self.call.prompt.is_real, self.hidden.device).gather(1, layout.index)
+        return mask if layout.valid is None else mask & layout.valid
 
     def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         return segments.cache.get("text", lambda: self._text_after(segments))
 
     def _text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        # The same for all images of a row, as many as the host can tell: all text after the row's first placeholder.
+        # The width is the same for all images of a row: the text after the row's first placeholder, known on the host.
         text, width = self.call.prompt.text_after_image
         text = to_device(text, self.hidden.device)
         order, row = partition(text)[:, :width], segments.row_index.squeeze(1)
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
         order, mask = order[row], text.gather(1, order)[row] & (order[row] > last)
-        # Removed visual tokens have no slot; point the padding at a token that is certainly there.
+        # Dropped visual tokens have no slot, so padding points at a kept token.
         return torch.where(mask, order, segments.position[:, :1]), mask
 
     def get_last_slot(self) -> Tensor:
@@ -294,7 +305,7 @@ class DecoderSource(TokenSource):
         return last if layout.is_uncut else layout.inverse.gather(1, last)
 
 
-def _shown(observation: Observation | None) -> Observation:
+def _require(observation: Observation | None) -> Observation:
     if observation is None:
-        raise TokenPruneError("the decoder layer at this cut showed no attention: it was left out of this call")
+        raise TokenPruneError("No attention of the decoder layer at this cut was observed: the layer did not run.")
     return observation
