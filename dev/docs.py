@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenprune
-from tokenprune.integrations.shared.checks import unsupported
+from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.methods.registry import MethodInfo
 from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.models.families.tested import list_tested_sites
@@ -188,9 +188,9 @@ def leaving() -> list[str]:
     by_pixels, by_states, by_keys = drop(score="detail"), drop(), tokenprune.method("saint")
     lines = ["| engine | by pixels or hidden states | by hidden states alone | by keys |", "|---|---|---|---|"]
     for engine, backend, rows in (("transformers", Backend.HF, SUPPORTED), ("vLLM", Backend.VLLM, SERVED)):
-        left = sorted(one.name for one in rows.values() if not unsupported(by_states, one, backend))
-        pixels = [name for name in left if not unsupported(by_pixels, name, backend)]
-        keys = {one.name for one in rows.values() if not unsupported(by_keys, one, backend)}
+        left = sorted(one.name for one in rows.values() if not find_unsupported_reason(by_states, one, backend))
+        pixels = [name for name in left if not find_unsupported_reason(by_pixels, name, backend)]
+        keys = {one.name for one in rows.values() if not find_unsupported_reason(by_keys, one, backend)}
         found = (pixels, set(left) - set(pixels), keys - set(left), set(left) - keys)
         first, second, more, less = (", ".join(f"`{name}`" for name in sorted(names)) for names in found)
         others = f"these, and {more}" + (f", without {less}" if less else "")

@@ -4,12 +4,12 @@
 python dev/house.py                # print the table, circles, imports that point upward, and sizes beside their limits
 python dev/house.py --root DIR     # the same of another checkout
 
-The site shows the table in docs/extend/architecture.md (dev/mkdocs_hooks.py). To fill it no file is imported: imports are read
-from the code, wherever they stand in a file, but under `if TYPE_CHECKING`, which never runs. A circle is a set of files
-(or folders) each of which reaches the others by imports; files that lie in a distribution's own folder, or beside the
-folders that a contract of `[tool.importlinter]` in pyproject.toml names, count as folders of their own there. Upward is
-against the layers of these contracts. Code is lines without blanks, comments and docstrings. What one cut runs through
-is measured by dev/one_cut.py, which runs the checkout.
+The site shows the table in docs/extend/architecture.md (dev/mkdocs_hooks.py). To fill it no file is imported: imports
+are read from the code, except those under `if TYPE_CHECKING`, which never run. A circle is a set of files (or folders)
+each of which reaches the others by imports; files that lie in a distribution's own folder, or beside the folders that a
+contract of `[tool.importlinter]` in pyproject.toml names, count as folders of their own there. Upward is against the
+layers of these contracts. Code is lines without blanks, comments and docstrings. What one cut runs through is measured
+by dev/one_cut.py, which runs the checkout.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def longest_mro(folder: Path) -> int:
 
 
 # Targets of the measures that dev/one_cut.py takes; see its docstring for what they count. Today's 13 files with 2,976
-# lines are above the first two. Nine of them hold one moment or value of the page in docs/extend/architecture.md each (engine,
+# lines are above the first two. Nine of them hold one moment or value of docs/extend/architecture.md each (engine,
 # cuts, call, prompt_info, segments, plan, token_state, layer_inputs, trace) and have 2,270 lines. The others are the
 # adapter of the family, the checks of a call, the record on the encoder's output, and `run_eagerly`. Further merges
 # would make files of more than 350 lines, and would not lower the number of lines.

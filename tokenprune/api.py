@@ -20,7 +20,7 @@ from tokenprune.errors import (
     UnsupportedSetupError,
     shorten,
 )
-from tokenprune.integrations.shared.attachment import Attachment, attachment_of, find_attachment, is_patched
+from tokenprune.integrations.shared.attachment import Attachment, find_attachment, get_attachment, is_patched
 from tokenprune.methods import DEFAULT_METHOD
 from tokenprune.methods.registry import build
 from tokenprune.selection.method import Method
@@ -172,7 +172,7 @@ def _parts(
 def unpatch(model: ModelT) -> ModelT:
     """Give the model back as it was: hooks, attention functions and processor; raises NotPatchedError if there is no
     patch."""
-    attachment_of(model).detach()
+    get_attachment(model).detach()
     return model
 
 
@@ -202,13 +202,13 @@ def stats(model: Any) -> Stats:
     Raises:
         NotPatchedError: If the model is not patched.
     """
-    found: Stats = attachment_of(model).engine.stats
+    found: Stats = get_attachment(model).engine.stats
     return found
 
 
 def feature_cache(model: Any) -> FeatureCache:
     """Return the encoded images that a model keeps that was patched with `feature_cache=`; raises NotPatchedError."""
-    attachment = attachment_of(model)
+    attachment = get_attachment(model)
     if attachment.feature_cache is None:
         raise NotPatchedError(
             f"this {type(model).__name__} is patched without a feature cache: pass feature_cache=, a number of bytes"

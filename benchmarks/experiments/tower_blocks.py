@@ -79,7 +79,7 @@ def repeated(output: Any, times: int) -> Any:
     lists = {name: getattr(record, name) for name in ("grids", "owners", "kept", "groups")}
     changed: dict[str, Any] = {name: one and one * times for name, one in lists.items()}
     if (encoded := record.encoded) is not None:
-        placed, rounds = encoded.placed, torch.arange(times)
+        placed, rounds = encoded.tokens, torch.arange(times)
         cells = placed.cells.repeat(times, 1)
         cells[:, 0] += torch.where(cells[:, 0] < 0, 0, placed.tiles * rounds.repeat_interleave(len(placed.cells)))
         placed = dataclasses.replace(

@@ -90,11 +90,11 @@ def _by_answer(methods: Iterable[Method], names: Iterable[str], backend: Backend
 
 
 def _answer(methods: Iterable[Method], name: str, backend: Backend) -> str:
-    from tokenprune.integrations.shared.checks import unsupported
+    from tokenprune.integrations.shared.checks import find_unsupported_reason
     from tokenprune.models.families import FAMILIES
 
     for method in methods:
-        if reason := unsupported(method, name, backend):
+        if reason := find_unsupported_reason(method, name, backend):
             for own in (f"this {name!r}", repr(name), FAMILIES[name].vllm.architecture or name):
                 reason = reason.replace(own, "this family", 1)
             return f"no: {reason}"

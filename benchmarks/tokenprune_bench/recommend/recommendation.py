@@ -166,7 +166,7 @@ def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
         return ""
     other = replace(row, method="downsample")
     (method,), _ = other.setting.steps()
-    if reason := checks.unsupported(method, family):
+    if reason := checks.find_unsupported_reason(method, family):
         return f"The same budget by a smaller image (`downsample`) is not supported: {reason}"
     any_size = cost.tower is not None and cost.tower.view is None
     how = f"`downsample` at keep {row.keep:g}{', or max_pixels of the processor' if any_size else ''}"
@@ -221,7 +221,10 @@ def _notes(family: str) -> list[str]:
 def _may_act(row: Advice, family: str) -> bool:
     """Return True where the method of a row is tested at its site in a family, and nothing keeps it from acting."""
     (method,), _ = row.setting.steps()
-    return method.site.name in list_tested_sites(get_family(family)) and checks.unsupported(method, family) is None
+    return (
+        method.site.name in list_tested_sites(get_family(family))
+        and checks.find_unsupported_reason(method, family) is None
+    )
 
 
 def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
@@ -260,7 +263,7 @@ def _why_not(row: Advice, config: Any) -> str | None:
         return "the plugin does not know this family"
     (method,), _ = row.setting.steps()
     hint = "`recommend --task server` names the methods that it serves."
-    if reason := checks.unsupported(method, architecture, Backend.VLLM, config=config):
+    if reason := checks.find_unsupported_reason(method, architecture, Backend.VLLM, config=config):
         return f"{reason} {hint}"
     at_start = SimpleNamespace(  # of vLLM's own config, what the checks at the start of a server read
         hf_config=config, dtype="bfloat16", multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights")

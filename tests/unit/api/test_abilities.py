@@ -26,7 +26,7 @@ from tokenprune.settings import Setting
 
 
 def asked(name: str, family: str, backend: Backend = Backend.HF, cache: checks.Cache = checks.DYNAMIC) -> str:
-    return checks.unsupported(tokenprune.method(name), family, backend, cache) or "yes"
+    return checks.find_unsupported_reason(tokenprune.method(name), family, backend, cache) or "yes"
 
 
 @pytest.mark.parametrize(
@@ -154,16 +154,18 @@ class NoDecoding(TooEarly):
 
 def test_what_a_method_or_a_config_alone_decides(build) -> None:
     """The table says it without a model, and patch() says the same."""
-    assert "too_early: a PRE_LLM method cannot need ['last_row_attention']" in str(checks.unsupported(TooEarly()))
-    assert "too_early: a method of the site DECODE must derive" in str(checks.unsupported(NoDecoding()))
+    assert "too_early: a PRE_LLM method cannot need ['last_row_attention']" in str(
+        checks.find_unsupported_reason(TooEarly())
+    )
+    assert "too_early: a method of the site DECODE must derive" in str(checks.find_unsupported_reason(NoDecoding()))
     joined = LlavaConfig(vision_feature_layer=[-2, -1])
     for backend in (Backend.HF, Backend.VLLM):
         for name in ("tome", "towerdrop"):
-            reason = checks.unsupported(tokenprune.method(name), "llava", backend, config=joined)
+            reason = checks.find_unsupported_reason(tokenprune.method(name), "llava", backend, config=joined)
             assert name in str(reason) and "joins the features of several tower layers ([-2, -1])" in str(reason)
-        assert checks.unsupported(tokenprune.method("divprune"), "llava", backend, config=joined) is None
+        assert checks.find_unsupported_reason(tokenprune.method("divprune"), "llava", backend, config=joined) is None
     for method in (TooEarly(), NoDecoding()):
-        with pytest.raises(OptionError, match=re.escape(str(checks.unsupported(method)))):
+        with pytest.raises(OptionError, match=re.escape(str(checks.find_unsupported_reason(method)))):
             tokenprune.patch(build(BUILT["llava"]), method, keep=0.5)
 
 
@@ -171,7 +173,7 @@ def test_what_a_method_or_a_config_alone_decides(build) -> None:
 def test_patch_refuses_what_the_table_refuses(name: str, build) -> None:
     model = build(BUILT[name])
     for method in MODEL_METHODS:
-        reason = checks.unsupported(tokenprune.method(method), BUILT[name].kind)
+        reason = checks.find_unsupported_reason(tokenprune.method(method), BUILT[name].kind)
         said = None
         try:
             with tokenprune.patched(model, method, keep=0.3):
@@ -204,7 +206,7 @@ def test_the_command_answers_for_every_family_at_80_columns(method: str) -> None
         said = {name: answer.strip() for answer, of in answers for name in of.split(", ")}
         assert set(said) == {*names, *refused}
         for name in names:
-            reasons = [checks.unsupported(one, name, backend) for one in Setting.from_text(method).methods]
+            reasons = [checks.find_unsupported_reason(one, name, backend) for one in Setting.from_text(method).methods]
             assert (said[name] == "yes") == (not any(reasons)), name
         assert all(said[name].startswith("no, as no method may") for name in refused)
 

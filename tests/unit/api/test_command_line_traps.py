@@ -386,7 +386,7 @@ def test_lines_of_python_to_copy_run_one_after_the_other() -> None:
     told = snippets.python(*settings)
     names: dict[str, Any] = {"tokenprune": tokenprune, "model": model, "processor": processor}
     exec(told, names)
-    assert [method.name for method in tokenprune.api.attachment_of(model).methods] == ["downsample", "dart"]
+    assert [method.name for method in tokenprune.api.get_attachment(model).methods] == ["downsample", "dart"]
     assert told.count("tokenprune.patch(") == 3 and snippets.python(settings[0]).count("\n") == 0
     asked = Asked(Setting.from_text("divprune+fastv", 0.25), 256, 16, b"", Stats())
     assert asked.keep_in_words == "0.25 each, 6.25 % in all"

@@ -285,7 +285,7 @@ def test_a_method_that_derives_from_method_is_told_the_base_of_its_site(site: st
     made = dataclass(frozen=True)(type("Old", (tokenprune.Method,), members))
     with pytest.raises(RegistrationError, match=f"must derive from tokenprune.*{base.__name__}"):
         tokenprune.register("old", site=site)(made)
-    assert re.search(f"must derive from tokenprune.*{base.__name__}", str(checks.unsupported(made())))
+    assert re.search(f"must derive from tokenprune.*{base.__name__}", str(checks.find_unsupported_reason(made())))
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from basics import snapshot
 from each import each
 from tokenprune import BudgetError, OptionError, Setting, UnknownMethodError
 from tokenprune.errors import ConfigError
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.integrations.vllm.settings import configure
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.models.fingerprint import compute_fingerprint
@@ -231,7 +231,7 @@ def test_the_plugin_reads_a_setting_the_same_way(setting: dict[str, Any]) -> Non
 def test_none_means_the_default_of_patch_and_of_the_method(build: Callable) -> None:
     for named, name, keep in ((None, "divprune", 0.25), ("dyrate", "dyrate", 0.5)):
         with tokenprune.patched(build(LLAVA), named, keep=None) as model:
-            (method,), (budget,) = attachment_of(model).methods, attachment_of(model).budgets
+            (method,), (budget,) = get_attachment(model).methods, get_attachment(model).budgets
             assert (method.name, budget) == (name, tokenprune.Budget(keep))
 
 

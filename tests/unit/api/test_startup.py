@@ -17,7 +17,7 @@ import tokenprune
 import zoo
 from each import each
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.shared.checks import unserved
+from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.integrations.vllm.settings.servable import check_method
 from tokenprune.methods.registry import available_methods, method_class
 from tokenprune.selection.options import get_file_options
@@ -158,7 +158,7 @@ def test_what_a_method_says_of_itself_is_what_running_it_says() -> None:
             check_method(method)
         except TokenPruneError as error:
             tried = str(error)
-        assert unserved(method) == tried
+        assert find_unserved_reason(method) == tried
 
 
 # The add-ons, and what else of the core is loaded where it is asked for alone.

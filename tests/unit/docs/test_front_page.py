@@ -144,7 +144,7 @@ def test_a_loaded_row_stays_out_of_the_headline(timed: Any) -> None:
 @each("name", ["qwen2_5_vl", "llava"])
 def test_a_row_about_images_runs_and_keeps_that(case: str, name: str, build) -> None:
     row = ADVICE[case]
-    if checks.unsupported(row.setting.steps()[0][0], name):
+    if checks.find_unsupported_reason(row.setting.steps()[0][0], name):
         assert (case, name) == ("documents", "llava")
         row = ADVICE[row.instead]
     more = {"guard": "auto"} if row.more else {}  # tiny models have no processor: prompts are not read then

@@ -21,7 +21,7 @@ from oracle import close
 from tokenprune import OptionError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.forward.part import PerCall
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.methods import registry
 from tokenprune.selection import observable
 from tokenprune.selection import observable_registry as observable_registry
@@ -321,7 +321,7 @@ def test_nothing_is_kept_that_nobody_reads(build) -> None:
         reader(needs, read=read)
         with tokenprune.patched(model, "reader", keep=0.5):
             model(**inputs)
-            parts = attachment_of(model).engine.parts
+            parts = get_attachment(model).engine.parts
         assert observed.pop() == fields
         kept = [one for part in parts for one in vars(part).values() if isinstance(one, PerCall)]
         assert kept or not needs

@@ -413,8 +413,8 @@ def test_an_image_of_a_server(name: str, pieces: str, per_run: bool) -> None:
     plan = Plan.make(ServedSetting.from_json({"method": name, "keep": 0.5}), text, per_run)
     with counting() as served:
         rows = Far(torch.randn(sum(plan.counts), 16))
-        segments = before_llm.segments_of(plan.counts, None, "image", rows.device)
+        segments = before_llm.build_segments(plan.counts, None, "image", rows.device)
         kept, rows = before_llm.choose(plan.setting.acting, rows, 16, segments, plan.keep)
-        awaited = AwaitedRows.kept(plan, rows, kept)
+        awaited = AwaitedRows.from_kept(plan, rows, kept)
     assert not served.ours
-    assert awaited.rows.shape[:2] == awaited.places.shape == (1, plan.rows)
+    assert awaited.rows.shape[:2] == awaited.indices.shape == (1, plan.rows)

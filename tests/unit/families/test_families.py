@@ -26,7 +26,7 @@ from oracle import close, generate_logits, reduced, survivors
 from tokenprune import Pruner, Selection, Site, TokenPruneError, UnsupportedModelError, VisualTokens
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.shared.checks import unsupported
+from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.models import families
 from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.selection.observable import ObservedAt
@@ -156,7 +156,7 @@ def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> No
 def test_units_leave_the_tower_where_the_table_says(family: Family, model) -> None:
     """docs/reference/families.md has the same answers, and says of the others that they are refused."""
     drop = tokenprune.method("towerdrop", layer=1)
-    if unsupported(drop, family.kind, config=adapter_for(model).config) is not None:
+    if find_unsupported_reason(drop, family.kind, config=adapter_for(model).config) is not None:
         with pytest.raises(TokenPruneError, match=family.kind):
             tokenprune.patch(model, drop, keep=0.3)
         return

@@ -89,7 +89,7 @@ def test_an_adapter_of_ones_own_may_cut(monkeypatch: pytest.MonkeyPatch) -> None
     for family in ("minimax_m3_vl", Family("minimax_m3_vl")):
         for row in families.FAMILIES.keys() & families.PIXELS_ONLY:
             monkeypatch.delitem(families.FAMILIES, row)
-        assert checks.unsupported(tokenprune.method("divprune"), "minimax_m3_vl") is not None
+        assert checks.find_unsupported_reason(tokenprune.method("divprune"), "minimax_m3_vl") is not None
         register_adapter(family)(Adapter)
-        assert checks.unsupported(tokenprune.method("divprune"), adapter_for(minimax()).family) is None
+        assert checks.find_unsupported_reason(tokenprune.method("divprune"), adapter_for(minimax()).family) is None
         monkeypatch.delitem(families.FAMILIES, "minimax_m3_vl")

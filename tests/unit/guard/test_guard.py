@@ -22,7 +22,7 @@ from tokenprune.integrations.hf.guard.floors import shipped
 from tokenprune.integrations.hf.guard.images import blocks_of
 from tokenprune.integrations.hf.guard.part import GuardPart
 from tokenprune.integrations.hf.guard.settings import KINDS, TEXT_LIMIT
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.kernels.transfer import AsyncValues
 from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.heldout import load_heldout
@@ -248,7 +248,7 @@ def test_a_verdict_that_comes_later(subject: Model, caplog: pytest.LogCaptureFix
 
 
 def parts(model: Any) -> list[GuardPart]:
-    return [part for part in attachment_of(model).engine.parts if isinstance(part, GuardPart)]
+    return [part for part in get_attachment(model).engine.parts if isinstance(part, GuardPart)]
 
 
 def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> None:
@@ -264,7 +264,7 @@ def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> 
         try:
             with tokenprune.patched(model, **dict(guard="warn") | options):
                 assert len(parts(model)) == number, options
-                assert attachment_of(model).engine._reads_text is False
+                assert get_attachment(model).engine._reads_text is False
         except UnsupportedSetupError:
             assert options["method"] == "pevlm"  # refuses models without videos
         assert snapshot(model) == was

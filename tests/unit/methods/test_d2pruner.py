@@ -102,7 +102,7 @@ def test_a_prior_that_says_nothing_changes_nothing(build: Any, tmp_path: Path) -
     assert of_pivots == [best(tokens.last_row_attention[row].mean(0).tolist()[:n], k) for row, (n, k) in
                          enumerate(((30, 9), (12, 3)))]  # fmt: skip
     assert [len(row) for row in rows(tokenprune.method("d2pruner", prior=holes).select(tokens).keep)] == [9, 3]
-    assert "no prior" in tokens._source.notes[0]
+    assert "prior=None" in tokens._source.notes[0]
 
 
 def test_a_table_on_its_own_grid_is_itself() -> None:
@@ -130,7 +130,7 @@ def test_fitting(build: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(prior.table, torch.stack(maps).mean(0), atol=1e-6, rtol=0)
     with tokenprune.patched(model, "d2pruner", keep=0.5, layer=3, prior=path):
         model(**samples[0])
-    with pytest.raises(OptionError, match="fitted for layer=3"):
+    with pytest.raises(OptionError, match="Pass layer=3"):
         tokenprune.method("d2pruner", prior=path)
     other = build(FAMILIES["llava_next"])
     with pytest.raises(OptionError, match="another model"):

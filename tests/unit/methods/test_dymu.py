@@ -284,16 +284,16 @@ def test_exact_keeps_as_many_as_asked_for(family: Family, model, taus: list[floa
     shape = tower_shape(model)
     with tokenprune.patched(model, "dymu", keep=0.5, **options):
         got = tower(pixels, output_hidden_states=True)
-    want, entered = shape.left(tokenprune.Budget(keep=0.5)) + shape.protected, []
+    want, entered = shape.count_kept(tokenprune.Budget(keep=0.5)) + shape.protected, []
     for row, one in enumerate(pixels):
         image, counts = InputImage(tower, one), []
         for stage, (block, tau) in enumerate(zip(blocks_of(tower), taus, strict=True), 1):
             keys = image.attend(block)
             counts.append(len(keys))
             joined = [[token] for token in range(len(keys))]
-            if stage <= shape.read:
+            if stage <= shape.blocks_read:
                 above = sum(score > tau for score, _, _ in naive_scores(keys, image.protected)) if tau < 1 else 0
-                r = naive_exact(len(keys), above, shape.read - stage, want, image.protected, max_r)
+                r = naive_exact(len(keys), above, shape.blocks_read - stage, want, image.protected, max_r)
                 joined = naive_groups(keys, r, image.protected) if r else joined
             image.finish(block, joined)
             close(got.hidden_states[stage][row], image.grid())
@@ -333,7 +333,7 @@ def test_exact_in_the_decoder(build) -> None:
 def test_exact_says_what_it_cannot_reach(build) -> None:
     model = build(FAMILIES["llava"])
     few = Thresholds({0.05: torch.ones(3), 0.5: torch.ones(3)}, tower_shape(model).fingerprint, 1)
-    with pytest.raises(BudgetError, match=r"exactly 2 of 36 patches: a block merges at most half.*2 blocks count"):
+    with pytest.raises(BudgetError, match=r"exactly 2 of 36 patches: 2 blocks merge at most half"):
         tokenprune.patch(model, "dymu", keep=0.05, thresholds=few, exact=True)
     with pytest.raises(BudgetError, match="max_r=3"):
         tokenprune.patch(model, "dymu", keep=0.5, thresholds=few, exact=True, max_r=3)

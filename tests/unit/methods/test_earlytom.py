@@ -14,7 +14,7 @@ import tokenprune
 from each import each
 from naive_frames import chosen, mix, mixed, segments
 from tokenprune import OptionError
-from tokenprune.integrations.shared.checks import unserved
+from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.selection import FrameMix
 from tokenprune.testing import check_method
 
@@ -150,4 +150,4 @@ def test_what_it_says_of_itself() -> None:
     check_method("earlytom")
     info = tokenprune.method_info("earlytom")
     assert info.for_videos and info.merges and not info.query_aware
-    assert "the content decides" in (unserved(method()) or "")
+    assert "the content decides" in (find_unserved_reason(method()) or "")

@@ -15,7 +15,7 @@ import torch
 import tokenprune
 from tests.unit.methods.naive.flowcut import LAYERS, naive, naive_tile, tokens_of
 from tests.unit.tower.test_encoder_attention import attentions_of
-from tokenprune.integrations.shared.towers.tower_scores import block_index
+from tokenprune.integrations.shared.towers.tower_scores import find_block_index
 from tower_tokens import chosen as chosen_by
 from tower_tokens import tower_tokens
 from zoo import FAMILIES
@@ -38,9 +38,9 @@ def test_looks_are_the_blocks_of_clip() -> None:
     """Blocks 0 to 21 of CLIP-L, whose block 22 is read; of a shallow tower each block several times."""
     method = tokenprune.method("flowcut")
     clip = SimpleNamespace(vision_feature_layer=-2, vision_config=SimpleNamespace())
-    assert [block_index(method, layer, 24, clip) for layer in LAYERS] == list(range(22))
+    assert [find_block_index(method, layer, 24, clip) for layer in LAYERS] == list(range(22))
     last = SimpleNamespace(vision_feature_layer=-1, vision_config=SimpleNamespace())
-    assert sorted({block_index(method, layer, 4, last) for layer in LAYERS}) == [0, 1, 2, 3]
+    assert sorted({find_block_index(method, layer, 4, last) for layer in LAYERS}) == [0, 1, 2, 3]
 
 
 def test_attention_of_zeros_and_of_no_difference() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import tokenprune
 from tests.unit.methods.naive.hiprune import LAYERS
-from tokenprune.integrations.shared.towers.tower_scores import block_index
+from tokenprune.integrations.shared.towers.tower_scores import find_block_index
 from tower_tokens import best, tower_tokens
 from tower_tokens import chosen as chosen_by
 
@@ -44,5 +44,5 @@ def test_the_blocks_of_the_authors() -> None:
     method = tokenprune.method("hiprune")
     clip = SimpleNamespace(vision_feature_layer=-2, vision_config=SimpleNamespace())
     qwen = SimpleNamespace(vision_config=SimpleNamespace(fullatt_block_indexes=[7, 15, 23, 31]))
-    assert [block_index(method, x, 24, clip) for x in method.encoder_layers] == [8, 22]
-    assert [block_index(method, x, 32, qwen) for x in method.encoder_layers] == [15, 31]
+    assert [find_block_index(method, x, 24, clip) for x in method.encoder_layers] == [8, 22]
+    assert [find_block_index(method, x, 32, qwen) for x in method.encoder_layers] == [15, 31]

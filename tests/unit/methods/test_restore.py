@@ -14,7 +14,7 @@ import tokenprune
 from each import each
 from greedy import SIZES, alone, image_tokens
 from tokenprune import OptionError, UnsupportedSetupError
-from tokenprune.integrations.shared.checks.vllm import unserved
+from tokenprune.integrations.shared.checks.vllm import find_unserved_reason
 from zoo import FAMILIES
 
 
@@ -210,9 +210,9 @@ def test_what_cannot_be_weighed_is_refused() -> None:
     tokenprune.unpatch(tokenprune.patch(sliding.build(), "restore", keep=0.5))
     with tokenprune.patched(model, WEIGHED, keep=0.5), pytest.raises(UnsupportedSetupError, match="static cache"):
         model.generate(**family.make_inputs(), max_new_tokens=2, cache_implementation="static")
-    reason = unserved(WEIGHED)
+    reason = find_unserved_reason(WEIGHED)
     assert reason is not None and "calibrate=false" in reason
-    assert unserved(tokenprune.method("restore")) is None
+    assert find_unserved_reason(tokenprune.method("restore")) is None
 
 
 @each("chooser", ["fastv", "pool", "downsample", "towerdrop", "restore"])

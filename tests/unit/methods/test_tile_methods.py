@@ -173,13 +173,13 @@ def test_other_families_are_refused_by_name(method: str, build: Any) -> None:
             refused.add(family.name)
     assert refused == {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm", "idefics3"}
     for name, row in SUPPORTED.items():
-        assert (checks.unsupported(tokenprune.method(method), name) is None) == (
+        assert (checks.find_unsupported_reason(tokenprune.method(method), name) is None) == (
             row.patches == "packed" or (row.patches == "tiles" and name in _TILES)
         ), name
 
 
 def test_vllm_refuses_them_too() -> None:
     method = tokenprune.method("hired")
-    reason = checks.unsupported(method, "qwen2_vl", engine=Backend.VLLM)
+    reason = checks.find_unsupported_reason(method, "qwen2_vl", engine=Backend.VLLM)
     assert reason is not None and "hired needs a thumbnail" in reason and "Qwen2VLForConditionalGeneration" in reason
-    assert checks.unsupported(method, "llava_next", engine=Backend.VLLM) is None
+    assert checks.find_unsupported_reason(method, "llava_next", engine=Backend.VLLM) is None

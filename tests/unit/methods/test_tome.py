@@ -176,5 +176,5 @@ def test_what_cannot_be_reached_is_said() -> None:
 
 
 def test_list_longer_than_the_tower() -> None:
-    with pytest.raises(OptionError, match="only 2 blocks"):
+    with pytest.raises(OptionError, match="the tower has 2 blocks"):
         schedule([1, 1, 1], blocks=2, read=2)

@@ -115,7 +115,7 @@ def test_batches_of_prompts() -> None:
     for images in (VIEWS[:3], VIEWS[:1], [VIEWS[:1]]):
         with pytest.raises(PlaceholderMismatchError, match=r"\[2\] placeholders '<image>'"):
             processor(images=images, text=["<image><image> front?"])
-    with pytest.raises(OptionError, match="names 2"):
+    with pytest.raises(OptionError, match="views has 2 names"):
         processor(images=VIEWS[:3], text=["<image><image><image> front?"])
 
 

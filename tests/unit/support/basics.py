@@ -10,8 +10,8 @@ from torch import nn
 
 import tokenprune
 from tokenprune import Budget, Method, Site
-from tokenprune.integrations.shared.checks.reading import missing_observable
-from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
+from tokenprune.integrations.shared.checks.reading import find_missing_observable
+from tokenprune.integrations.shared.towers.tower_scores import find_pixel_observables
 from tokenprune.models.families import SUPPORTED
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import select_observables
@@ -28,9 +28,9 @@ _ELSEWHERE = (*_BEFORE_THE_DECODER, Site.ATTENTION)
 _COMPARING = [name for name in METHODS if select_observables(tokenprune.method_info(name).needs, ObservedAt.FRAMES)]
 VIDEO_METHODS = [name for name in _COMPARING if tokenprune.method_info(name).site not in _ELSEWHERE]
 # What reads something that not every family has: see test_tile_methods.py.
-TILE_METHODS = [name for name in METHODS if missing_observable(tokenprune.method(name), SUPPORTED["qwen2_vl"])]
+TILE_METHODS = [name for name in METHODS if find_missing_observable(tokenprune.method(name), SUPPORTED["qwen2_vl"])]
 # What reads the colours of pixels needs a processor, too: see test_erase.py.
-COLOUR_METHODS = [name for name in METHODS if read_of_pixels(tokenprune.method(name))]
+COLOUR_METHODS = [name for name in METHODS if find_pixel_observables(tokenprune.method(name))]
 MODEL_METHODS = [
     name
     for name in METHODS
@@ -75,7 +75,7 @@ def check_takes(family: Family, method: str) -> None:
     """Skip the test if `method` refuses models of `family`."""
     if (tokenprune.method_info(method).site is Site.ATTENTION or method in _COMPARING) and not family.video:
         pytest.skip(f"{family.name} takes no video, and {method} says so (test_pevlm.py, test_frames.py)")
-    if method in TILE_METHODS and missing_observable(tokenprune.method(method), SUPPORTED[family.kind]):
+    if method in TILE_METHODS and find_missing_observable(tokenprune.method(method), SUPPORTED[family.kind]):
         pytest.skip(f"{family.name} has no thumbnail ahead of tiles, and {method} says so (test_tile_methods.py)")
 
 

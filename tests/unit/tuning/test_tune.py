@@ -19,7 +19,7 @@ import tokenprune
 from made_up_panels import Fake, candidates
 from tokenprune.cli import app
 from tokenprune.errors import OptionError
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.settings import Setting
 from tokenprune_bench.backend import HfBackend
 from tokenprune_bench.errors import RunError
@@ -182,7 +182,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
     assert tuned["data"]["name"] == "held-out set of tokenprune" and len(tuned["measured"]["kinds"]) == 8
     assert tuned["environment"]["tokenprune"] == tokenprune.__version__ and str(tmp_path) not in out.read_text()
     with tokenprune.patched(subject.model, config=out):
-        assert "pool" in attachment_of(subject.model).describe()
+        assert "pool" in get_attachment(subject.model).describe()
     # The answers were kept: this asks the model nothing, and finds that nothing keeps a stricter promise.
     out.unlink()
     stricter = ["--max-drop", "15%", "--confidence", "0.9", "--max-kind-drop", "0.1%", "--verbose"]

@@ -47,7 +47,7 @@ def test_an_image_keeps_what_the_budget_says(keep: dict[str, Any], method: str) 
         wanted = apply_ages(new, budget.ages.tiers, budget.ages.step)
         own = made.of_items("image", len(counts))
         assert [one.wanted(count) for one, count in zip(own, counts, strict=True)] == [
-            made.acting.budget(count, number) for count, number in zip(counts, wanted, strict=True)
+            made.acting.resolve_count(count, number) for count, number in zip(counts, wanted, strict=True)
         ]
         assert own[-1] == made.tiers[0] and {*own} <= {*made.tiers}
         assert own[-1].count(36) == setting(budget.keep if made.keep != 1 else 1.0, method).count(36)

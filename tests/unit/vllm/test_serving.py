@@ -114,7 +114,7 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"padding": "x" * 5000}, OptionError, "characters long"),
         ({"keep": object()}, OptionError, "what JSON can hold"),
         ({"method": "fastv"}, OptionError, "true allows it, with limits"),
-        ({"method": "tome", "r": 3}, OptionError, "set before the tower runs.*Leave r out"),
+        ({"method": "tome", "r": 3}, OptionError, "set before the tower runs.*Pass keep instead of r"),
         ({"method": "dymu"}, OptionError, "Pass exact=True"),
         ({"method": "dymu", "exact": True, "vtu": "expanded"}, OptionError, 'Use vtu="off"'),
         ({"method": "vscan"}, OptionError, "vscan with stage2=false"),

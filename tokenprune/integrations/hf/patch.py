@@ -32,7 +32,7 @@ from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.build import tower_part
 from tokenprune.integrations.hf.towers.frame_merging import FrameMerging
 from tokenprune.integrations.shared import checks
-from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
+from tokenprune.integrations.shared.towers.tower_scores import find_pixel_observables
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import select_observables
@@ -126,7 +126,7 @@ def _parts(
             case Pruner():
                 steps.append(step)
     towers = [part for part in parts if isinstance(part, TowerPart)]
-    read = pixels or any(part.reads_processor for part in towers) or any(map(read_of_pixels, acting))
+    read = pixels or any(part.reads_processor for part in towers) or any(map(find_pixel_observables, acting))
     unread = processor is not None and not read
     if guard is not None and unread:
         check_unread_processor(processor, methods)

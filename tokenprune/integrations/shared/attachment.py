@@ -42,9 +42,9 @@ class Attachment(Attachable):
         self.parts.append(part)
 
     def _with_lines(self, extra_repr: Callable[[], str]) -> Callable[[], str]:
-        return partial(_joined, extra_repr, self.lines())
+        return partial(_append_lines, extra_repr, self.format_lines())
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return what `print(model)` shows of the patch: a line for each method, one for encoded images, one for the
         guard."""
         lines = [
@@ -64,7 +64,7 @@ class Attachment(Attachable):
         )
 
 
-def _joined(extra_repr: Callable[[], str], lines: list[str]) -> str:
+def _append_lines(extra_repr: Callable[[], str], lines: list[str]) -> str:
     """Return what a module says of itself, with `lines` below it."""
     return "\n".join([*filter(None, [extra_repr()]), *lines])
 
@@ -75,7 +75,7 @@ def find_attachment(model: Any) -> Attachment | None:
     return next((vars(one)[_ATTRIBUTE] for one in modules if _ATTRIBUTE in vars(one)), None)
 
 
-def attachment_of(model: Any) -> Attachment:
+def get_attachment(model: Any) -> Attachment:
     """Return what `patch` left on the model; raises NotPatchedError."""
     attachment = find_attachment(model)
     if attachment is None:

@@ -195,11 +195,11 @@ def _registered(architecture: str, original: Any, whole: bool) -> Any:
         def load_model_cls(self) -> type:
             base = self.original.load_model_cls()
             if not self.whole:
-                from tokenprune.integrations.vllm.worker.weights import renaming_class
+                from tokenprune.integrations.vllm.worker.weights import create_renaming_class
 
-                return renaming_class(base)
-            from tokenprune.integrations.vllm.worker.models import reducing_class
+                return create_renaming_class(base)
+            from tokenprune.integrations.vllm.worker.models import create_reducing_class
 
-            return reducing_class(base, SERVED[self.architecture])
+            return create_reducing_class(base, SERVED[self.architecture])
 
     return RegisteredModel(architecture, original, whole)

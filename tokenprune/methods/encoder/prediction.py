@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict each unit of a grid of pixels from the units beside it, as lossless codecs of images do (LOCO-I).
+"""Predict units of pixels from neighbouring units, as the lossless image codec LOCO-I does.
 
-X is the unit at hand, A the one on its left, B the one above, C the one above A. Two are similar if their distance is
-at most the threshold. X is predicted from B if C is similar to A and not to B (an edge runs down between C and B), else
-from A; in the first row from A, in the first column from B. In a video X is also predicted from the unit at its place
-one temporal patch before. A unit that a prediction is similar to is gone; the first one stays. Predicted from the patch
-before alone, the first frame stays whole.
+X is the predicted unit, A the unit to its left, B the unit above, and C the unit above A. Two units are similar if
+their distance is at most the threshold. X is predicted from B if C is similar to A and not to B (an edge runs down
+between C and B), otherwise from A. The first row uses A, the first column B. In a video, X is also predicted from the
+same unit of the previous temporal patch. A unit similar to a prediction is dropped. The first unit is kept.
+
+Shapes: T temporal patches, H rows and W columns of units, P pixel values per unit.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 METRICS = ("max", "mae", "rmse")
-# Colours come from a normalisation and back, which rounds; 0 stays exact.
+# Tolerance for the rounding of normalised colors. A threshold of 0 stays exact.
 _ROUNDING = 1 + 1e-4
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The outcome of predicting T x H x W units.
+    """Result of a prediction.
 
-    keep:   bool `[T, H, W]`, those that no prediction is similar to.
-    error:  float32 `[T, H, W]`, distance to the better prediction; inf for the first unit, which has none.
-    source: long `[T, H, W]`, for each unit the place (in the flattened grid) of the one whose pixels stand for it; None
-            where neighbours were taken as they are, so that nothing is reconstructed.
+    Attributes:
+        keep: Units without a similar prediction, shape (T, H, W), bool.
+        error: Distance to the better prediction, shape (T, H, W), float32; inf for the first unit.
+        source: Flat index of the unit that replaces each unit, shape (T, H, W), int64. None if units are not
+            reconstructed.
     """
 
     keep: Tensor
@@ -40,8 +42,7 @@ class Prediction:
 
 
 def compute_distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
-    """Return float `[...]`, how far the units a and b, `[..., P]`, are apart: the largest ("max"), mean ("mae") or root
-    mean square ("rmse") difference of their values."""
+    """Return the distance of units a and b, shape (..., P): "max", mean ("mae") or "rmse" of the differences."""
     difference = a - b
     if metric == "rmse":
         return difference.square_().mean(-1).sqrt_()
@@ -51,8 +52,13 @@ def compute_distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Distances:
-    """The distance of each unit to its neighbours, float32 `[T, H, W]` each: to the one on its left, above, and one
-    temporal patch before (None of a single frame); inf where there is none."""
+    """Distance of each unit to its neighbours, each (T, H, W), float32; inf without a neighbour.
+
+    Attributes:
+        left: Distance to the unit to the left.
+        above: Distance to the unit above.
+        before: Distance to the same unit of the previous temporal patch. None for a single frame.
+    """
 
     left: Tensor
     above: Tensor
@@ -60,8 +66,13 @@ class Distances:
 
     @staticmethod
     def from_pixels(pixels: Tensor, metric: str, spatial: bool = True) -> Distances:
-        """pixels: `[T, H, W, P]`. Frame by frame, so that no second copy of a video is made. spatial: units of the same
-        frame are neighbours too."""
+        """Compute the distances frame by frame, without a second copy of a video.
+
+        Args:
+            pixels: Pixel values, shape (T, H, W, P).
+            metric: See `compute_distance`.
+            spatial: Compare units of the same frame too.
+        """
         left, above = (pixels.new_full(pixels.shape[:3], torch.inf) for _ in range(2))
         before = torch.full_like(left, torch.inf) if len(pixels) > 1 else None
         for t, frame in enumerate(pixels):
@@ -74,11 +85,13 @@ class Distances:
 
 
 def predict_from_neighbours(found: Distances, threshold: float) -> Prediction:
-    """Predict every unit from its neighbours as they are: no loop over units. At threshold 0 this is the same as
-    `anchored`, since what is equal to a neighbour reconstructs to it."""
+    """Predict every unit from its original neighbours, without a loop over units.
+
+    At threshold 0 the result equals `predict_anchored`, because equal units reconstruct to their neighbours.
+    """
     limit = threshold * _ROUNDING
     left, above = found.left <= limit, found.above <= limit
-    # Of X: C is similar to A if the unit on the left is similar to the one above it; C to B likewise.
+    # C is similar to A if A is similar to the unit above it, and to B if B is similar to the unit on its left.
     take_above = above[:, 1:, :-1] > left[:, :-1, 1:]
     spatial = found.left.clone()
     spatial[:, 1:, 0] = found.above[:, 1:, 0]
@@ -88,10 +101,15 @@ def predict_from_neighbours(found: Distances, threshold: float) -> Prediction:
 
 
 def predict_anchored(pixels: Tensor, threshold: float, metric: str) -> Prediction:
-    """Predict every unit from what a decoder would have: a kept unit is itself, one that is gone has the pixels of its
-    prediction. So no unit is further than the threshold from what stands for it, however long the chain.
+    """Predict every unit from reconstructed units: a dropped unit has the pixels of its prediction.
 
-    pixels: `[T, H, W, P]`. A diagonal at a time: what a unit is predicted from lies on the diagonals before it.
+    Every unit is within the threshold of the unit that replaces it. Units are processed by diagonals, because a unit
+    depends only on earlier diagonals.
+
+    Args:
+        pixels: Pixel values, shape (T, H, W, P).
+        threshold: Maximum distance of similar units.
+        metric: See `compute_distance`.
     """
     frames, height, width, _ = pixels.shape
     x, limit = pixels.flatten(0, 2), threshold * _ROUNDING
@@ -113,7 +131,7 @@ def predict_anchored(pixels: Tensor, threshold: float, metric: str) -> Predictio
 
 
 def predict_anchored_in_time(pixels: Tensor, threshold: float, metric: str) -> Prediction:
-    """Predict every unit as `anchored` does, from its place one temporal patch before alone."""
+    """Predict every unit like `predict_anchored`, but only from the same unit of the previous temporal patch."""
     x, limit = pixels.flatten(1, 2), threshold * _ROUNDING
     stands, (count, units) = x[0], x.shape[:2]
     source = torch.arange(count * units, device=x.device).view(count, units)
@@ -130,7 +148,7 @@ def predict_anchored_in_time(pixels: Tensor, threshold: float, metric: str) -> P
 
 @lru_cache(maxsize=16)
 def _diagonals(frames: int, height: int, width: int) -> tuple[Tensor, ...]:
-    """Places of the flattened grid by t + row + column, ascending; long, on the host."""
+    """Return the flat indices of the units of each diagonal t + row + column, ascending, int64, on the host."""
     axes = [torch.arange(size, device="cpu") for size in (frames, height, width)]
     t, row, column = torch.meshgrid(*axes, indexing="ij")
     number = (t + row + column).flatten()

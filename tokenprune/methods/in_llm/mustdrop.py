@@ -19,34 +19,48 @@ from tokenprune.methods.registry import register
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_HALVES = 40  # of the search for a ratio
-_STEP = 0.5  # from cut to cut, for a number of tokens, which is no share before an image is seen
+_HALVES = 40  # bisection steps of the search for a ratio
+_STEP = 0.5  # ratio between cuts if the budget is a token count, which is not a share until the image is known
 
 
 @register("mustdrop", site=Site.IN_LLM, paper="arXiv 2411.10803")
 @dataclass(frozen=True)
 class MustDrop(SharedBudgetCuts):
-    """Drop in four cuts the visual tokens that the text neither attends to on the whole nor with any of its words; what
-    the vision tower finds most salient is dropped last.
+    """Drop tokens with little attention from the text in four cuts (MustDrop).
 
-    keep: tokens averaged over the decoder's layers; a third (default) is the paper's "192 tokens" of 576.
-    layers: four decoder layers at whose input the cuts are made; None: 3, 7, 11 and 15 of 32, in proportion, and
-    in a decoder of four layers or fewer the first of these.
-    protected: share of an image's tokens with most attention in the vision tower, which go first into what a cut keeps;
-    0 asks the tower nothing.
-    thresholds: (share, word) of the authors' rule: a token leaves where it has less than `share` of the attention that
-    the text pays to the image, and no word pays it as much as `word`. What stays is then the content's affair, and
-    `keep` an upper bound. None: both thresholds are one number, which follows from `keep`.
+    A token is ranked by the larger of two scores: its share of the text's attention to the image, and the highest
+    attention from any word. Tokens with the most attention in the vision tower are protected: each cut keeps them
+    first. Images without following text are scored by the prompt's last token.
 
-    Source: "Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large Language Model", the authors' code,
-    its stages 2 and 3. "After layers 2, 6, 10 and 14" there is at the input of 3, 7, 11 and 15 here.
+    `keep` is the average number of tokens over the decoder's layers. The default 1/3 matches the paper's "192 tokens"
+    of 576. With `thresholds` it is an upper bound.
 
-    Differs from the paper: counts follow `keep`, falling from cut to cut by one ratio (the code has thresholds alone,
-    set for each benchmark); the tower's block is the last that the model reads (there the one after it), and without
-    a class token the attention of all patches counts; kept tokens keep their positions (there they are numbered anew).
-    Where no text is after an image, the prompt's last token rates. Left out: stage 1, merging windows of patches in
-    the tower (compose it with `tome`, and `protected=0`), and stage 4, taking from the caches of earlier layers
-    what later cuts drop. The paper's text was not read.
+    Args:
+        layers: Decoder layers of the four cuts. None: layers 3, 7, 11 and 15 of 32, scaled to the depth of the decoder.
+            Decoders with four layers or fewer use the first of these.
+        protected: Share of an image's tokens that are protected. 0 does not read the vision tower.
+        thresholds: The authors' rule (share, word): drop a token if its share of the text's attention is below `share`
+            and no word attends to it with at least `word`. None: rank the tokens and keep exactly the budget.
+
+    Source:
+        "Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large Language Model" (arXiv 2411.10803),
+        stages 2 and 3 of the authors' code. The paper's text was not available. "After layers 2, 6, 10 and 14" in the
+        code is the input of layers 3, 7, 11 and 15 here.
+
+    Differences from the paper:
+        - Counts follow `keep` and shrink by a constant ratio from cut to cut. The code uses one set of thresholds per
+          benchmark.
+        - The tower attention comes from the last block that the model reads. The code uses the block after it. Towers
+          without a class token use the attention of all patches.
+        - Kept tokens keep their positions. The authors renumber them.
+        - Stage 1, which merges windows of patches in the tower, is left out. Combine with `tome` and `protected=0`.
+        - Stage 4, which also drops tokens from the caches of earlier layers, is left out.
+
+    Example:
+        >>> model = tokenprune.patch(model, MustDrop(protected=0.1), keep=0.5)
+        >>> output = model(**inputs)
+        >>> len(tokenprune.stats(model).removals)
+        4
     """
 
     query_aware: ClassVar[bool] = True
@@ -60,7 +74,7 @@ class MustDrop(SharedBudgetCuts):
     def __post_init__(self) -> None:
         super().__post_init__()
         two = self.thresholds is None or len(self.thresholds) == 2
-        self._check(two, f"thresholds={self.thresholds!r} must be two numbers, (share, word)")
+        self._check(two, f"thresholds={self.thresholds!r} must be a pair of numbers, (share, word)")
 
     @property
     def chooses_count(self) -> bool:
@@ -88,14 +102,13 @@ class MustDrop(SharedBudgetCuts):
         if self.thresholds is not None:
             left = left & ((share >= least[0]) | (word >= least[1]))
             stays = first | top_mask(rank, left, tokens.budget - first.sum(1), most)
-            # One token at least, where nothing passes and nothing is protected.
+            # Keep at least one token.
             best = top_mask(rank, tokens.mask, torch.ones_like(tokens.budget), 1)
             return Selection(torch.where(stays.any(1, keepdim=True), stays, best))
         return Selection(first | top_mask(rank, left, tokens.budget - first.sum(1), most), counts=tokens.keep)
 
     def _paid(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 `[S, N]` each: the share of the text's attention to an image that each token has, and the most that
-        any word pays it."""
+        """Return the share of the attention of the text, and the highest attention from a word, per token."""
         total, most = tokens.text_sum_and_max.unbind(1)
         alone = ~tokens.text.mask.any(1, keepdim=True)
         last = tokens.last_row_attention.mean(1).masked_fill(~tokens.mask, 0)
@@ -104,7 +117,7 @@ class MustDrop(SharedBudgetCuts):
         return total / total.masked_fill(~tokens.mask, 0).sum(1, keepdim=True).clamp(min=tiny), most
 
     def _key(self, tokens: VisualTokens) -> torch.Tensor:
-        """bool `[S, N]`: the tokens that are protected, found at the first cut."""
+        """Return the protected tokens, shape (segments, tokens), bool. Computed at the first cut."""
         if not self.protected:
             return torch.zeros_like(tokens.mask)
         if "key" not in tokens.carry:
@@ -116,7 +129,7 @@ class MustDrop(SharedBudgetCuts):
 
 
 def _step(placed: Sequence[int], layers: int, share: float) -> float:
-    """Return the ratio by which counts fall from cut to cut, so that they are `share` of all on average."""
+    """Return the ratio between successive counts that makes the average over the layers equal `share`."""
     runs = [later - layer for layer, later in pairwise([*placed, layers])]
     low, high = 2.0**-10, 1.0
     for _ in range(_HALVES):

@@ -17,10 +17,10 @@ from tokenprune.methods.registry import register
 from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_LAYER = 4 / 28  # of the layers of the model that the authors' numbers are for, before the one that rates
-_DENSITY = 2.0  # distance at which a token counts 1/e for how dense it is around another
-_ROOM = 1.5  # tokens in clusters, at least, for each that is to be kept
-_HALVINGS = 16  # of the range of cutoffs that is searched
+_LAYER = 4 / 28  # the authors' layer, as a share of the decoder's depth
+_DENSITY = 2.0  # bandwidth of the Gaussian density, as a cosine distance
+_ROOM = 1.5  # minimum number of clustered tokens per kept token
+_HALVINGS = 16  # bisection steps of the search for the cutoff
 
 
 @register(
@@ -29,30 +29,42 @@ _HALVINGS = 16  # of the range of cutoffs that is searched
 )  # fmt: skip
 @dataclass(frozen=True)
 class PACT(Pruner):
-    """Leave out the tokens that nothing asks for, and cluster the others by their keys, each cluster within a fixed
-    distance of its centre, which becomes the cluster's mean (PACT).
+    """Drop unimportant tokens and cluster the others by their keys (PACT).
 
-    A token matters by what the mean query of all tokens up to the image's end attends to, without rotation, times the
-    length of its hidden state. Of those that matter, visited by falling density, a token is a centre if none so far is
-    within the cutoff, by cosine distance of rotated keys. Each joins the nearest centre; so does a token that was left
-    out, if it is near enough. The choice knows nothing of the question, and reads no attention weights.
+    The importance of a token is its attention score under the mean query of all tokens up to the end of the image,
+    without rotation, times the norm of its hidden state. The important tokens are visited by descending density; a
+    token becomes a centre unless an earlier centre is within the cutoff (cosine distance of rotated keys). Each token
+    joins its nearest centre, and a cluster becomes its mean. An unimportant token joins only if it is close enough. The
+    selection does not depend on the question and reads no attention weights.
 
-    keep: exact; the smallest cutoff is looked for that leaves at least so many centres, and of those the least dense
-    go. At least `share` of the tokens, or one and a half times `keep`, are clustered.
-    layer: int >= 1, the decoder layer at whose input the cut is made, by queries, keys and input of the layer before
-    it; None: after layer 4 of 28, counted from 0.
-    share: in (0, 1], how many of an image's tokens matter.
-    cutoff: distance in [0, 2]; the image then decides how many tokens stay, whatever `keep` says, unless that is all of
-    them (the authors have 0.21). None: by `keep`.
-    reach: how many cutoffs away from a centre a token that was left out may be to join it; 0 drops all but copies.
+    `keep` is exact: a bisection finds the largest cutoff with at least `keep` centres, and the densest of them stay. At
+    least `share` of the tokens, or 1.5 times `keep`, are clustered.
 
-    Source: "PACT: Pruning and Clustering-Based Token Reduction for Faster Visual Language Models", the authors' code.
+    Args:
+        layer: First decoder layer that runs on the kept tokens. The layer before it provides queries, keys and hidden
+            states. None: the layer after layer 4 of 28 (counted from 0), scaled to the depth of the decoder.
+        share: Share of an image's tokens that count as important, in (0, 1].
+        cutoff: Fixed cosine distance in [0, 2]; the authors use 0.21. The content then decides the number of kept
+            tokens, regardless of `keep`, unless `keep` is 1.0. None: derived from `keep`.
+        reach: Maximum distance, in cutoffs, at which an unimportant token joins a centre. 0 drops all but exact copies.
 
-    Differs from the paper: attention does not know how many tokens a merged one stands for (the logarithm of that
-    number is added to its logits there, in this and all later layers; the code has a switch for that); an exact number
-    by default; the cut is one layer later, where queries and keys are there anyway, so that means are of what the
-    layer makes of them; each image is by itself, and its mean query is of the tokens up to its own end (there all
-    images and videos are one pool). The paper's text was not read.
+    Source:
+        "PACT: Pruning and Clustering-Based Token Reduction for Faster Visual Language Models" (arXiv 2504.08966), the
+        authors' code. The paper's text was not available.
+
+    Differences from the paper:
+        - Attention ignores the size of merged tokens. The authors add the logarithm of the size to the attention logits
+          of all later layers; their code has a switch for it.
+        - The number of kept tokens is exact by default.
+        - The cut is one layer later, after queries and keys have been computed. Means are of the layer's outputs.
+        - Each image is clustered separately, with the mean query up to its own end. The authors pool all images and
+          videos.
+
+    Example:
+        >>> model = tokenprune.patch(model, PACT(layer=2), keep=0.25)
+        >>> output = model(**inputs)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     syncs_device: ClassVar[bool] = True
@@ -88,8 +100,13 @@ class PACT(Pruner):
         return Selection(assign == itself, assign, counts=counts)
 
     def _of_image(self, score: torch.Tensor, keys: torch.Tensor, keep: int) -> torch.Tensor:
-        """long `[n]`: the centre that each of an image's tokens joins, -1 where it joins none. score: `[n]`; keys: `[n,
-        D]`, of length 1."""
+        """Return the centre that each token of an image joins, shape (tokens,), int64; -1 for dropped tokens.
+
+        Args:
+            score: Importance, shape (tokens,).
+            keys: Unit keys, shape (tokens, channels).
+            keep: Number of kept tokens.
+        """
         count, device = len(score), score.device
         share = self.share if self.chooses_count else min(1.0, max(self.share, _ROOM * keep / count))
         number = max(1, int(share * count))
@@ -97,13 +114,13 @@ class PACT(Pruner):
         matters = top_mask(score[None], everything, to_device([number], device), number)[0]
         place = matters.nonzero().flatten()
         dense = Products(keys[None, place], round_=True).reduce_rows(_density)[0]
-        # From here on by falling density, of equal ones the first.
+        # Sort by descending density. A stable sort puts the earlier of equal tokens first.
         place = place[dense.argsort(descending=True, stable=True)]
         alike = Products(keys[None, place], round_=True)
         cutoff = self._cutoff(alike, keep)
         centre = find_centres(alike, cutoff)
         if not self.chooses_count:
-            # Copies are one centre at any cutoff: where that is too few, the densest others are centres as well.
+            # Identical tokens share one centre at any cutoff. If there are too few centres, add the densest tokens.
             rank = torch.where(centre, 0, len(place)) + torch.arange(len(place), device=device)
             centre = torch.zeros_like(centre).index_fill_(0, rank.argsort()[:keep], True)
         target, _ = place[centre].sort()
@@ -113,8 +130,7 @@ class PACT(Pruner):
         return assign.index_copy(0, target, target)
 
     def _cutoff(self, alike: Products, keep: int) -> float:
-        """Return the largest cutoff that bisection finds at which at least `keep` tokens are centres, 0 if there is
-        none. alike: cosines, by falling density."""
+        """Return the largest cutoff, by bisection, with at least `keep` centres; 0 if there is none."""
         if self.cutoff is not None:
             return self.cutoff
         low, high = 0.0, 2.0
@@ -128,13 +144,17 @@ class PACT(Pruner):
 
 
 def _density(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
-    """float64 `[n]`: how many tokens are near, each counting the less the farther it is. rows: cosines `[n, m]`."""
+    """Return the density of each token, float64: a sum of Gaussians of the cosine distances. `rows` are cosines."""
     return torch.exp(-((1 - rows).clamp(min=0) / _DENSITY).square()).sum(1, dtype=torch.float64)
 
 
 def find_centres(alike: Products, cutoff: float) -> torch.Tensor:
-    """bool `[m]`: tokens, in their order, of which none before them is within the cutoff that is one itself. alike:
-    cosines `[1, m, m]`. Waits for the device."""
+    """Return the tokens without an earlier centre within the cutoff, shape (tokens,), bool. Device sync.
+
+    Args:
+        alike: Cosines of all pairs of tokens, sorted by descending density.
+        cutoff: Cosine distance.
+    """
     found = torch.zeros(alike.shape[1], dtype=torch.bool, device=alike.a.device)
 
     def block(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
@@ -146,9 +166,13 @@ def find_centres(alike: Products, cutoff: float) -> torch.Tensor:
 
 
 def select_in_rounds(near: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """bool `[m]`: tokens out of `left` (bool `[m]`), in their order, that are near to none that is so before them.
+    """Greedily select tokens that are not near an earlier selected token, shape (tokens,), bool.
 
-    near: bool `[m, m]`, symmetric. In rounds, each of all tokens that no token before them can bar any more.
+    Each round selects all tokens that no earlier candidate can exclude, so there are few rounds.
+
+    Args:
+        near: Symmetric mask of near pairs, shape (tokens, tokens), bool.
+        left: Candidates, shape (tokens,), bool.
     """
     earlier, centre = near.tril(-1), torch.zeros_like(left)
     while bool(left.any()):

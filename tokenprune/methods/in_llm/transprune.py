@@ -23,25 +23,35 @@ _LOOKS = frozenset({"transitions"})
 )  # fmt: skip
 @dataclass(frozen=True)
 class TransPrune(SharedBudgetCuts):
-    """Keep the visual tokens that attention and MLP turn and lengthen, layer after layer, and those that the question
-    attends to (TransPrune).
+    """Keep tokens that change most between layers or that the question attends to (TransPrune).
 
-    A module's transition of a token is how much longer its output is than its input, times a softmax over the image of
-    how far it points elsewhere. Transitions are added up over all layers from the one before the first cut on.
+    The transition of a token through a module (attention or MLP) is the relative growth of its norm, times a softmax
+    over the image of its change of direction. Transitions are summed over all layers from the layer before the first
+    cut. At each cut the score combines this sum with the attention from the text after the image in the next layer.
+    Images without following text use the prompt's last token.
 
-    keep: tokens averaged over the decoder's layers; 0.41 (default) is the paper's "High" on LLaVA-1.5, 576, 504, 360
-    and 72 of 576 tokens.
-    layers: three decoder layers at whose input the cuts are made; None: 7, 9 and 12 of 32, in proportion.
-    alpha: in [0, 1], the weight of transitions against that of the attention of the text after the image, in the layer
-    after each cut.
+    `keep` is the average number of tokens over the decoder's layers. The default 0.41 is the paper's "High" setting on
+    LLaVA-1.5: 576, 504, 360 and 72 of 576 tokens.
 
-    Source: Li et al., "TransPrune: Token Transition Pruning for Efficient Large Vision-Language Model", sections 3.2 to
-    3.4, and the authors' code where the two differ: 1 minus the cosine, without its absolute value; the attention of
-    the layer right after the cut.
+    Args:
+        layers: Decoder layers of the three cuts. None: layers 7, 9 and 12 of 32, scaled to the depth of the decoder.
+        alpha: Weight of the transitions against the attention, in [0, 1].
 
-    Differs from the paper: the softmax runs over the tokens of an image, as the paper says (the code's over a whole
-    batch). Counts follow `keep` by one profile, 504 : 360 : 72, and positions are kept (there they are numbered anew
-    after each cut). Where no text is after an image, the prompt's last token rates.
+    Source:
+        Li et al., "TransPrune: Token Transition Pruning for Efficient Large Vision-Language Model" (arXiv 2507.20630),
+        sections 3.2 to 3.4. The authors' code decides where the two differ: 1 minus the cosine, without its absolute
+        value; attention of the layer after the cut.
+
+    Differences from the paper:
+        - Counts follow `keep` in the fixed ratio 504 : 360 : 72.
+        - The softmax covers the tokens of one image, as in the paper's text. The code covers a whole batch.
+        - Kept tokens keep their positions. The authors renumber them after each cut.
+
+    Example:
+        >>> model = tokenprune.patch(model, TransPrune(layers=(1, 2, 4)), keep=0.5)
+        >>> output = model(**inputs)
+        >>> len(tokenprune.stats(model).removals)
+        3
     """
 
     query_aware: ClassVar[bool] = True
@@ -70,10 +80,10 @@ class TransPrune(SharedBudgetCuts):
 
 @dataclass(frozen=True)
 class _Look(CutStage):
-    """Adds the transitions of the layer before to what is known, and removes nothing."""
+    """Stage that adds the transitions of the previous layer and keeps all tokens."""
 
     needs = _LOOKS
-    chooses_count = True  # asked, though all tokens stay
+    chooses_count = True  # makes the engine call select() although the budget keeps all tokens
 
     def select(self, tokens: VisualTokens) -> Selection:
         accumulate_transitions(tokens)
@@ -81,7 +91,7 @@ class _Look(CutStage):
 
 
 def accumulate_transitions(tokens: VisualTokens) -> torch.Tensor:
-    """float32 `[S, N]`: the transitions of all layers so far, that before this stage included."""
+    """Add the transitions of the previous layer. Return the sum over all layers, (segments, tokens), float32."""
     longer, cosine = tokens.transitions.float().unbind(-1)  # [S, N, 2]
     turned = (1 - cosine).masked_fill(~tokens.mask[:, :, None], -torch.inf).softmax(1)
     total = (turned * longer).sum(2).masked_fill(~tokens.mask, 0)

@@ -18,33 +18,41 @@ from tokenprune.methods.video.merging import VideoMerger
 from tokenprune.selection.method import Site
 from tokenprune.selection.videos import Videos
 
-_MEASURED = 1024  # tokens that tell how far apart those of a video are
+_MEASURED = 1024  # maximum number of tokens in the estimate of the median distance
 
 
 @register("kitoke", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2604.03414", merges=True)
 @dataclass(frozen=True)
 class KiToke(VideoMerger):
-    """Draw tokens of a video the more likely the fewer others are like them, and merge the rest into the drawn ones
-    (KiToke).
+    """Sample rare tokens of a video and merge the rest into them (KiToke).
 
-    How crowded a token is, is a sum of Gaussians of its distances to all tokens of the video; its chance is in
-    proportion to the inverse, so that copies share one chance however many there are. As many as the budget says are
-    drawn, never two where one would do: pairs of tokens play for their chances until all are drawn or out. Every other
-    token joins the most similar drawn one of its interval, the frames between two sudden changes; means are weighted
-    by the inverse, too. The interval without any takes those of the nearest one.
+    The density of a token is the sum of Gaussians of its distances to all tokens of the video. Its sampling probability
+    is proportional to the inverse, so duplicates share one probability. Pivotal sampling draws exactly as many tokens
+    as the budget allows and avoids drawing close duplicates. Every other token joins the most similar sampled token of
+    its interval, the frames between two abrupt changes. Means are weighted by inverse density. An interval without
+    samples uses those of the nearest interval.
 
-    sample: False takes the least crowded tokens in place of drawing.
-    seed: int, of the draw; see `random`.
-    alpha: width of the Gaussians, as a share of the median squared distance in the video.
-    change: an interval ends where two frames are farther apart than this, in square roots of that median: the mean
-    distance at the same place plus that to the nearest token.
-    jump: or where they are farther apart than two neighbouring frames by this and by 40 %.
+    The method compares all tokens of a video with each other.
 
-    Source: "KiToke", arXiv 2604.03414; no code is public: the formulas are those of notes and of a port by others.
+    Args:
+        sample: Draw at random. False keeps the tokens with the lowest density.
+        seed: Seed of the draw. See `random`.
+        alpha: Squared bandwidth of the Gaussians, as a share of the median squared distance in the video.
+        change: An interval ends if the distance of two frames exceeds this, in square roots of the median squared
+            distance. The distance is the mean distance of equal patches plus the mean distance to the nearest token.
+        jump: An interval also ends if the distance exceeds that of a neighbouring step by this value and by 40 %.
 
-    Differs from the paper, as far as that is known: distances are in units of the video's own median squared distance
-    (of 1024 of its tokens, evenly spread), for which alpha, change and jump are our guess, where the paper has numbers
-    for the features of LLaVA-OneVision; experimental. Compares all tokens of a video with each other.
+    Source:
+        "KiToke" (arXiv 2604.03414). Reconstruction: no code is public, and the formulas come from notes and a port by
+        others.
+
+    Differences from the paper:
+        - Distances are relative to the video's median squared distance, from 1024 evenly spaced tokens. The paper uses
+          constants for the features of LLaVA-OneVision. The defaults of `alpha`, `change` and `jump` are guesses.
+
+    Example:
+        >>> model, _ = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, KiToke(seed=1), keep=0.25)
     """
 
     syncs_device: ClassVar[bool] = True
@@ -65,7 +73,7 @@ class KiToke(VideoMerger):
             )
             spot, frame = to_device(spot, into.device), to_device(frame, into.device)
             tokens = videos.hidden[video].flatten(0, 1)[spot]
-            x = tokens - tokens.mean(0)  # so that distances between near ones are exact
+            x = tokens - tokens.mean(0)  # reduces cancellation in distances between close tokens
             unit = median_squared_distance(x)
             rarity = 1 / compute_density(x, self.alpha * unit)
             kept = self._drawn(videos, video, compute_probabilities(rarity, keep), rarity, keep)
@@ -85,7 +93,15 @@ class KiToke(VideoMerger):
         return into, weight
 
     def _drawn(self, videos: Videos, video: int, chance: torch.Tensor, rarity: torch.Tensor, keep: int) -> torch.Tensor:
-        """bool `[n]`: which tokens of a video are drawn. chance, rarity: float64 `[n]`."""
+        """Return the sampled tokens of a video, shape (tokens,), bool.
+
+        Args:
+            videos: Tokens by frame.
+            video: Index of the video.
+            chance: Sampling probabilities, shape (tokens,), float64.
+            rarity: Inverse densities, shape (tokens,), float64.
+            keep: Number of sampled tokens.
+        """
         if not self.sample:
             mask = torch.ones_like(rarity, dtype=torch.bool)[None]
             return top_mask(rarity.float()[None], mask, torch.full_like(mask[:, 0], keep, dtype=torch.long), keep)[0]
@@ -95,7 +111,13 @@ class KiToke(VideoMerger):
         return to_device(drawn, rarity.device)
 
     def _intervals(self, x: torch.Tensor, mask: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-        """long `[F]`: the interval of each frame. x: `[F, P, D]`; mask: bool `[F, P]`; unit: of distances, float."""
+        """Return the interval of each frame, shape (frames,), int64.
+
+        Args:
+            x: Tokens, shape (frames, patches, channels).
+            mask: False for padding, shape (frames, patches).
+            unit: Unit of distances, a scalar.
+        """
         steps = [torch.zeros_like(unit)]
         for before, after, there, here in zip(x[:-1], x[1:], mask[:-1], mask[1:], strict=True):
             both = there & here
@@ -106,7 +128,7 @@ class KiToke(VideoMerger):
         step = torch.stack(steps)
         number = torch.arange(len(step), device=step.device)
         cut = step > self.change
-        # The first frame has no step; the second has none before it, the last none after it.
+        # The first frame has no step. The second has no earlier neighbour, the last no later neighbour.
         for shift, known in ((-1, number < len(step) - 1), (1, number > 1)):
             other = step.roll(shift)
             cut = cut | (known & (step - other > self.jump) & (step > 1.4 * other))
@@ -114,7 +136,7 @@ class KiToke(VideoMerger):
 
 
 def median_squared_distance(x: torch.Tensor) -> torch.Tensor:
-    """float32 `[]`: the median squared distance of two tokens `[n, D]`, of at most 1024 of them."""
+    """Return the median squared distance of two tokens (tokens, channels), a scalar, from at most 1024 tokens."""
     step = -(-len(x) // _MEASURED)
     apart = torch.pdist(x[::step])
     floor = 1e-4 * x.square().sum(1).mean() + torch.finfo(x.dtype).tiny
@@ -122,32 +144,38 @@ def median_squared_distance(x: torch.Tensor) -> torch.Tensor:
 
 
 def compute_density(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """float64 `[n]`: the sum over all tokens of exp(-squared distance / width), itself included. x: `[n, D]`."""
+    """Return the density of each token, shape (tokens,), float64: the sum over all tokens of exp(-d^2 / width)."""
     norm, parts = x.square().sum(1), []
     for rows in split_rows(len(x), len(x)):
         squared = (norm[rows, None] + norm - 2 * x[rows] @ x.T).clamp(min=0)
-        # Each is at no distance from itself, whatever rounding says.
+        # Rounding can make the distance of a token to itself positive.
         squared.diagonal(rows.start).fill_(0)
         parts.append((-squared / width).exp().sum(1, dtype=torch.float64))
     return torch.cat(parts)
 
 
 def compute_probabilities(weight: torch.Tensor, number: int) -> torch.Tensor:
-    """float64 `[n]`: in proportion to `weight` (`[n]`, above 0), at most 1, of sum `number`."""
+    """Return sampling probabilities proportional to `weight` (tokens,), at most 1 each, with sum `number`."""
     order = weight.argsort(descending=True, stable=True)
     sorted_ = weight[order].double()
     behind = sorted_.flip(0).cumsum(0).flip(0)
-    factor = (number - torch.arange(len(sorted_), device=weight.device)) / behind  # if all before an entry are certain
+    # The common factor, if all larger weights have probability 1.
+    factor = (number - torch.arange(len(sorted_), device=weight.device)) / behind
     certain = (factor * sorted_ >= 1).cumprod(0).sum()
     factor = factor.gather(0, certain.clamp(max=len(sorted_) - 1)[None])
     return (weight.double() * factor).clamp(max=1)
 
 
 def sample_pivotal(chance: list[float], number: int, generator: torch.Generator) -> list[int]:
-    """Return the indices of the `number` that are drawn, each with its chance; they sum to `number`.
+    """Draw `number` indices with the given probabilities by the pivotal method.
 
-    In random order two at a time play: their chances go to one of the two, or, where that is more than 1, one is drawn
-    and the other keeps the rest.
+    Tokens compete in pairs, in random order. Two probabilities with a sum below 1 move to one of the tokens. Otherwise
+    one token is drawn, and the other keeps the rest.
+
+    Args:
+        chance: Sampling probabilities with the sum `number`.
+        number: Number of drawn indices.
+        generator: Random number generator on the CPU.
     """
     order = torch.randperm(len(chance), generator=generator, device="cpu").tolist()
     luck = torch.rand(len(chance), generator=generator, dtype=torch.float64, device="cpu").tolist()
@@ -161,7 +189,7 @@ def sample_pivotal(chance: list[float], number: int, generator: torch.Generator)
                 current = other
             mine = both
             continue
-        # One of the two is drawn: each stays after the likelier, the farther its chance is from 1.
+        # One of the two is drawn. The other stays in the game with the rest of the probability.
         if draw * (2 - both) < 1 - mine:
             drawn.append(other)
         else:
@@ -172,13 +200,17 @@ def sample_pivotal(chance: list[float], number: int, generator: torch.Generator)
 
 
 def _exactly(candidates: Iterable[int], number: int, drawn: list[int]) -> list[int]:
-    """Return `number` of the candidates, the last of whom rounding may have left undecided."""
+    """Return `number` of the candidates. Rounding may leave the last one undecided."""
     return list(candidates)[:number] if len(drawn) < number else drawn[:number]
 
 
 def find_nearest_nonempty(interval: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """long `[F]`: for each frame its interval, or, if that has none, the nearest that has one; of two the earlier.
-    interval: long `[F]`; number: long `[F]`, how many each interval has."""
+    """Return the nearest interval with samples for each frame, shape (frames,), int64; the earlier of two.
+
+    Args:
+        interval: Interval of each frame, shape (frames,).
+        number: Samples per interval, shape (frames,).
+    """
     index = torch.arange(len(number), device=number.device)
     apart = 2 * (interval[:, None] - index).abs() + (index > interval[:, None])
     return apart.masked_fill(number == 0, 4 * len(number)).argmin(1)

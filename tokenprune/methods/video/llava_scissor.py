@@ -18,32 +18,39 @@ from tokenprune.methods.video.merging import VideoMerger
 from tokenprune.selection.method import Site
 from tokenprune.selection.videos import Videos
 
-_HALVINGS = 12  # of the range of thresholds that is searched
-_ROWS = 256  # of products at a time
-_NEAR = 50  # one part in so many that the number may be off when the search ends
+_HALVINGS = 12  # bisection steps of the search for a threshold
+_ROWS = 256  # rows of similarities computed at a time
+_NEAR = 50  # the search ends within keep / 50 of the requested count
 
 
 @register("llava_scissor", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2506.21862", merges=True)
 @dataclass(frozen=True)
 class LLaVAScissor(VideoMerger):
-    """Stand in for each group of similar tokens of a video by one: connected components within frames, then of these
-    across the video (LLaVA-Scissor).
+    """Merge connected components of similar tokens across a video (LLaVA-Scissor).
 
-    Two tokens of a frame are connected if they are similar enough, and a component becomes its mean; the means of all
-    frames are connected alike, and a component of these becomes its mean, a representative. Every token joins the
-    most similar representative.
+    Two tokens of a frame are connected if they are similar enough, and each component becomes its mean. The means of
+    all frames are connected in the same way, and each component becomes a representative. Every token joins the most
+    similar representative.
 
-    exact: True searches for the threshold that leads to about as many representatives as are to be kept, and then
-    merges the most similar ones, or splits off the tokens least similar to theirs, until it is exact. False takes
-    `threshold`: the video decides how many tokens stay, whatever `keep` says, unless that is all of them.
-    threshold: cosine above which two tokens are connected, where exact is False.
+    Args:
+        exact: Find a threshold by bisection that gives about `keep` representatives. Then merge the most similar
+            representatives, or split off the tokens least similar to theirs, until the count is exact. False: use
+            `threshold`; the content then decides the number of kept tokens, regardless of `keep`, unless `keep` is 1.0.
+        threshold: Cosine above which two tokens are connected, for exact=False.
 
-    Source: Sun et al., "LLaVA-Scissor: Token Compression with Semantic Connected Components for Video LLMs", from its
-    formulas alone.
+    Source:
+        Sun et al., "LLaVA-Scissor: Token Compression with Semantic Connected Components for Video LLMs" (arXiv
+        2506.21862), implemented from its formulas only.
 
-    Differs from the paper: an exact number by default; true components of all tokens (there sampled ones, by a
-    union-find that can lose some); a token that stays is the mean of those that join it (there with its representative
-    as one more), and stands where the token of the component stood that had most neighbours in its frame.
+    Differences from the paper:
+        - The number of kept tokens is exact by default.
+        - Components are exact and use all tokens. The paper samples tokens, and its union-find can lose some.
+        - A kept token is the mean of the tokens that join it. The paper adds its representative to the mean.
+        - A kept token takes the position of the component's token with the most neighbours in its frame.
+
+    Example:
+        >>> model, _ = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, LLaVAScissor(exact=False, threshold=0.95))
     """
 
     syncs_device: ClassVar[bool] = True
@@ -67,7 +74,14 @@ class LLaVAScissor(VideoMerger):
         return into, None
 
     def _joined(self, x: torch.Tensor, mask: torch.Tensor, spot: torch.Tensor, keep: int) -> torch.Tensor:
-        """long `[n]`: the token that each of a video's joins. x: `[F, P, D]`; mask: bool `[F, P]`; spot: long `[n]`."""
+        """Return the token that each token of a video joins, shape (tokens,), int64.
+
+        Args:
+            x: Tokens, shape (frames, patches, channels).
+            mask: False for padding, shape (frames, patches).
+            spot: Flat index of each token, shape (tokens,).
+            keep: Number of kept tokens.
+        """
         direction = normalize(x)
         alike = (direction @ direction.transpose(1, 2)).clamp(max=1)
         alike = alike.masked_fill(~(mask.unsqueeze(1) & mask.unsqueeze(2)), -torch.inf)
@@ -77,7 +91,7 @@ class LLaVAScissor(VideoMerger):
             found = _representatives(x, alike, spot, self.threshold)
         tokens = x.flatten(0, 1)[spot]
         likeness, nearest = (one[0] for one in best_match(tokens[None], found.mean[None]))
-        # The token of each representative that had most neighbours.
+        # Select the token with the most neighbours of each representative.
         rank = rank_in_group(found.of[None], found.degree[None])[0]
         stays = rank == 0
         token = torch.empty_like(found.size).scatter(0, found.of[stays], stays.nonzero().flatten())
@@ -90,8 +104,14 @@ class LLaVAScissor(VideoMerger):
 
 
 class _Representatives(NamedTuple):
-    """Representatives: mean, float32 `[C, D]`; size, long `[C]`, of how many means each is the mean; of, long `[n]`,
-    the representative of the component that each token is in; degree, long `[n]`, neighbours of each in its frame."""
+    """Representatives of a video.
+
+    Attributes:
+        mean: Feature of each representative, shape (representatives, channels), float32.
+        size: Number of component means in each representative, shape (representatives,), int64.
+        of: Representative of each token's component, shape (tokens,), int64.
+        degree: Number of neighbours of each token in its frame, shape (tokens,), int64.
+    """
 
     mean: torch.Tensor
     size: torch.Tensor
@@ -102,12 +122,19 @@ class _Representatives(NamedTuple):
 def _representatives(
     x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, threshold: float, pairs: SimilarPairs | None = None
 ) -> _Representatives:
-    """Components within frames, then of their means. alike: `[F, P, P]`, cosines in each frame, -inf for padding;
-    pairs: those of all tokens."""
+    """Return the components within frames, joined by the components of their means.
+
+    Args:
+        x: Tokens, shape (frames, patches, channels).
+        alike: Cosines within frames, shape (frames, patches, patches), -inf for padding.
+        spot: Flat index of each token, shape (tokens,).
+        threshold: Cosine above which two tokens are connected.
+        pairs: Similar pairs of all tokens, shared by several thresholds.
+    """
     near = alike > threshold
-    inside = connected_components(near)  # [F, P], the lowest place of each one's component
+    inside = connected_components(near)  # [F, P], lowest patch index of each component
     start = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
-    head = (start + inside).flatten()[spot]  # its spot
+    head = (start + inside).flatten()[spot]  # flat index
     means, of_token = _means(x.flatten(0, 1), spot, head)
     if pairs is None:
         joined = connected_components(normalize(means), threshold)
@@ -122,9 +149,12 @@ def _representatives(
 
 
 def _means(x: torch.Tensor, member: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean of each group, `[C, D]`, in order of their heads, and the group of each member, long `[n]`.
+    """Return the mean of each group (groups, channels) in order of the heads, and the group of each member (members,).
 
-    x: `[m, D]`; member: long `[n]`, indices into x; head: long `[n]`, the index into x of the first of its group.
+    Args:
+        x: Features, shape (features, channels).
+        member: Feature index of each member, shape (members,).
+        head: Feature index of the first member of each member's group, shape (members,).
     """
     ones = torch.ones(len(x), dtype=torch.float32, device=x.device)
     own = head == member
@@ -136,8 +166,7 @@ def _means(x: torch.Tensor, member: torch.Tensor, head: torch.Tensor) -> tuple[t
 
 
 def _searched(x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, keep: int) -> _Representatives:
-    """Return the representatives of the threshold, of those that bisection tries, at which their number is nearest to
-    `keep`; of two the fewer."""
+    """Return the representatives at the tried threshold with the count nearest to `keep`; the fewer of two."""
     low, high = -1.01, 1.0
     best: _Representatives | None = None
     pairs = SimilarPairs(normalize(x.flatten(0, 1)[spot]))
@@ -151,21 +180,25 @@ def _searched(x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, keep: in
         low, high = (middle, high) if number < keep else (low, middle)
         if _NEAR * abs(number - keep) <= keep:
             break
-    assert best is not None  # it tried at least one threshold
+    assert best is not None  # the loop runs at least once
     return best
 
 
 def merge_to_count(found: _Representatives, keep: int) -> _Representatives:
-    """Merge the most similar two representatives until at most `keep` are left; a mean goes on being that of all its
-    components' means."""
+    """Merge the two most similar representatives until at most `keep` remain.
+
+    A merged representative is the mean of all its component means.
+
+    Args:
+        found: Representatives of a video.
+        keep: Maximum number of representatives.
+    """
     mean, size, of = found.mean.clone(), found.size.clone(), found.of.clone()
     count = len(mean)
     if count <= keep:
         return found
     likeness = _Likeness(normalize(mean))
-    most, with_ = likeness.best(
-        torch.arange(count, device=mean.device)
-    )  # of each the most similar one, kept up to date
+    most, with_ = likeness.best(torch.arange(count, device=mean.device))  # most similar other, updated below
     for _ in range(count - keep):
         one = int(most.argmax())
         first, second = sorted((one, int(with_[one])))
@@ -187,27 +220,29 @@ def merge_to_count(found: _Representatives, keep: int) -> _Representatives:
 
 
 class _Likeness:
-    """Similarities of representatives of which some merge, without a table of all pairs where they are many.
+    """Similarities of representatives under merging. Large tables of all pairs are never materialised.
 
-    direction: float32 `[C, D]`. gone: bool `[C]`, those that merged into another; merged: bool `[C]`, those that are
-    not what they were.
+    Attributes:
+        direction: Unit features, shape (representatives, channels), float32.
+        gone: Representatives that merged into another, shape (representatives,), bool.
+        merged: Representatives that changed, shape (representatives,), bool.
     """
 
     def __init__(self, direction: torch.Tensor) -> None:
         self.direction = direction.clone()
         self._products = Products(direction[None])
         if self._products.fits_in_memory:
-            self._products.table  # noqa: B018 (rows are read from it then)
+            self._products.table  # noqa: B018 (computes and caches the table)
         self.gone, self.merged = torch.zeros(2, len(direction), dtype=torch.bool, device=direction.device)
 
     def best(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return to what of all others each of these (long `[n]`) is most similar: how much, and which."""
+        """Return the highest similarity of each representative in `index` to any other, and the index of the other."""
         value, place = torch.empty(len(index), dtype=torch.float32, device=index.device), torch.empty_like(index)
         merged = self.merged.nonzero().flatten()
         for part in torch.arange(len(index), device=index.device).split(_ROWS):
             some = index[part]
             rows = self._products.rows(0, some)
-            # Of what changed since, as `merge` returned it.
+            # The products predate the merges. Recompute merged rows and columns as `merge` does.
             for row in self.merged[some].nonzero().flatten().tolist():
                 rows[row] = (self.direction * self.direction[some[row]]).sum(1)
             for row in (~self.merged[some]).nonzero().flatten().tolist() if len(merged) else ():
@@ -218,7 +253,7 @@ class _Likeness:
         return value, place
 
     def merge(self, first: int, second: int, direction: torch.Tensor) -> torch.Tensor:
-        """Let `second` join `first`, which then has another direction; return how similar that is to each, `[C]`."""
+        """Merge `second` into `first`, which gets `direction`. Return the new similarities of `first`."""
         self.gone[second], self.merged[first] = True, True
         self.direction[first] = direction
         row = (self.direction * direction).sum(1).masked_fill(self.gone, -torch.inf)

@@ -19,7 +19,7 @@ from tokenprune.methods.video.merging import VideoMerger, flat_indices, get_towe
 from tokenprune.selection.method import Site
 from tokenprune.selection.videos import Videos
 
-_WITHIN_FRAMES = 0.3  # of the reduction, on a logarithmic scale
+_WITHIN_FRAMES = 0.3  # share of the reduction between frames, on a logarithmic scale
 _TEMPERATURE = 0.3
 
 
@@ -28,23 +28,29 @@ _TEMPERATURE = 0.3
 )  # fmt: skip
 @dataclass(frozen=True)
 class OTTVid(VideoMerger):
-    """Pick the tokens of each frame that stand for the others, and merge those of neighbouring frames along an optimal
-    transport between them (OTT-Vid).
+    """Pick representative tokens and merge them between frames by optimal transport (OTT-Vid).
 
-    The picks of a frame cover it: each token is as well covered as it is similar to the nearest pick, and counts as
-    much as the vision tower attends to it. The transport from a frame to the next carries more mass between picks whose
-    frame could do without them; what costs least to carry merges first, and pairs of frames with little to carry give
-    up more tokens. A pair keeps at least one pick of its later frame, and its surplus is shared again, by the same
-    weights, among the pairs with room. A pick that merges goes into that of the earlier frame, or, where that is too
-    unlike, it is dropped with all that merged into it.
+    The picks of a frame cover its tokens: a token is covered by its similarity to the nearest pick and weighted by its
+    attention in the vision tower. Optimal transport moves mass from the picks of a frame to the picks of the next;
+    picks that the frame can spare carry more mass. Pairs with the largest transported mass merge first, and frame pairs
+    with a low transport cost give up more tokens. A merged pick joins the pick of the earlier frame. If the two are too
+    different, it is dropped with all tokens that merged into it. A pair keeps at least one pick of its later frame; its
+    surplus is split among the other pairs.
 
-    threshold: cost above which a pick is dropped and not merged.
+    Args:
+        threshold: Transport cost above which a pick is dropped instead of merged.
 
-    Source: "OTT-Vid", arXiv 2605.11803, and the authors' code.
+    Source:
+        "OTT-Vid" (arXiv 2605.11803), and the authors' code.
 
-    Differs from the paper: where the share of a frame that its rule gives cannot lead to the number that is to be kept
-    (few tokens a frame, or nearly all), a frame has as many picks as can; of fewer tokens than frames, frames may lose
-    all of theirs. Rows and columns of the grid count from 0 to 1 at their ends.
+    Differences from the paper:
+        - If the paper's number of picks cannot lead to the budget (few tokens per frame, or nearly all), the closest
+          feasible number is used. If the budget is below the number of frames, frames may lose all tokens.
+        - Row and column coordinates run from 0 to 1 inclusive.
+
+    Example:
+        >>> model, _ = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, OTTVid(), keep=0.25)
     """
 
     threshold: Annotated[float, Gt(0)] = 0.3
@@ -54,7 +60,7 @@ class OTTVid(VideoMerger):
         number = [count_picks(keep, frames) for keep, frames in zip(videos.keep, videos.frames, strict=True)]
         picks = self._picks(videos, number)
         spot = flat_indices(mask)
-        scratch = spot.numel()  # where what is dropped ends
+        scratch = spot.numel()  # index that absorbs dropped tokens
         parent = torch.arange(scratch + 1, device=mask.device).repeat(len(mask), 1)
         if mask.shape[1] > 1:
             joins, target = self._joins(videos, picks, number)
@@ -66,7 +72,7 @@ class OTTVid(VideoMerger):
         return torch.where(picks.mask & (root < scratch), root, -1), None
 
     def _picks(self, videos: Videos, number: list[int]) -> _Picks:
-        """Choose so many tokens of each frame of each video. number: of each video."""
+        """Pick `number[v]` tokens of each frame of video v."""
         x, mask, attention = (one.flatten(0, 1) for one in (videos.hidden, videos.mask, get_tower_attention(videos)))
         attention = attention.clamp(min=0).masked_fill(~mask, 0)
         whole = attention.sum(1, keepdim=True)
@@ -88,12 +94,16 @@ class OTTVid(VideoMerger):
         )
 
     def _joins(self, videos: Videos, picks: _Picks, number: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which picks merge into the previous frame, bool `[V, F - 1, k]`, and the index of the pick that each
-        one merges into, -1 where it is dropped."""
+        """Choose the picks that merge into the previous frame.
+
+        Returns:
+            Mask of the merging picks, shape (V, F - 1, K), and the flat index of the pick that each joins; -1 if it is
+            dropped.
+        """
         cost = self._cost(videos, picks)
         there = picks.there[:, 1:] & picks.there[:, :-1]
         real = there.any(2)
-        # Frames that are not there are made alike ones, so that nothing of them is infinite.
+        # Give padding frames uniform mass. Their logarithms would be infinite.
         mass = picks.mass.masked_fill(~picks.there.any(2, keepdim=True), 0)
         plan = optimal_transport(cost.flatten(0, 1), mass[:, :-1].flatten(0, 1), mass[:, 1:].flatten(0, 1)).view_as(
             cost
@@ -112,8 +122,10 @@ class OTTVid(VideoMerger):
         return joins.view_as(best), target.masked_fill(dear, -1)
 
     def _cost(self, videos: Videos, picks: _Picks) -> torch.Tensor:
-        """float32 `[V, F - 1, k, k]`: what it costs to carry mass from a pick to one of the next frame: how unlike they
-        are, and, the more alike the frames are, how far apart."""
+        """Return the transport cost between the picks of neighbouring frames, shape (V, F - 1, K, K), float32.
+
+        It combines dissimilarity and spatial distance. The distance counts more if the frames are similar.
+        """
         both = videos.mask[:, 1:] & videos.mask[:, :-1]
         alike = previous_frame_similarity(videos.hidden, videos.mask).sum(2) / both.sum(2).clamp(min=1)
         alpha = (0.5 + 0.5 * (1 - alike).clamp(0, 1))[..., None, None]
@@ -132,8 +144,15 @@ class OTTVid(VideoMerger):
 
 
 class _Picks(NamedTuple):
-    """The picks of each frame, k at most: mask, bool `[V, F, P]`; spot, long `[V, F, k]`; there, bool `[V, F, k]`,
-    False for padding; x, float32 `[V, F, k, D]`; mass, `[V, F, k]`, the logarithm of each one's part of its frame."""
+    """Picks of each frame, at most K.
+
+    Attributes:
+        mask: Picked tokens, shape (V, F, P), bool.
+        spot: Flat index of each pick, shape (V, F, K), int64.
+        there: False for padding, shape (V, F, K), bool.
+        x: Tokens, shape (V, F, K, D), float32.
+        mass: Logarithm of each pick's share of its frame, shape (V, F, K).
+    """
 
     mask: torch.Tensor
     spot: torch.Tensor
@@ -143,22 +162,25 @@ class _Picks(NamedTuple):
 
 
 def count_picks(keep: int, frames: list[int]) -> int:
-    """Return how many tokens of each frame are picked, of which `keep` of the video are to be left. frames: how many
-    tokens each has."""
+    """Return the number of picks per frame for a video that keeps `keep` tokens. `frames` are the tokens per frame."""
     count, tokens = len(frames), sum(frames)
     if count == 1:
         return keep
     if keep <= count:
         return 1
     wanted = int(max(frames) * (keep / tokens) ** (1 - _WITHIN_FRAMES) + 1e-9)
-    # As many at least as are to be left, and so few that frames after the first need not lose all.
+    # Enough picks for the budget, and few enough that later frames need not lose all of them.
     return min(max(wanted, -(-keep // count)), keep - count + 1)
 
 
 def _missed(x: torch.Tensor, weight: torch.Tensor, chosen: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """float32 `[R, k]`: how much worse a frame would be covered without each pick, the most of any pick as 1.
+    """Return the loss of coverage without each pick, relative to the largest loss of the frame, shape (R, K), float32.
 
-    x: `[R, P, D]`; weight: float `[R, P]`; chosen: `[R, k, D]`; there: bool `[R, k]`.
+    Args:
+        x: Tokens of R frames, shape (R, P, D).
+        weight: Weight of each token, shape (R, P).
+        chosen: Picks, shape (R, K, D).
+        there: False for padding, shape (R, K), bool.
     """
     alike = (normalize(x) @ normalize(chosen).transpose(1, 2)).masked_fill(~there.unsqueeze(1), -2)
     first, which = alike.max(2)

@@ -29,37 +29,45 @@ from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.selection.videos import Videos
 
-_SEGMENTS = 0.25  # as many clusters of frames as this share of them
-_NEIGHBOURS = 7
-_WHOLE = 14  # of so few tokens none merge
+_SEGMENTS = 0.25  # clusters of frames, as a share of the frames
+_NEIGHBOURS = 7  # nearest neighbours in the density of a frame
+_WHOLE = 14  # largest group that is not clustered
 
 
 @register("prunevid", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2412.16117, ACL 2025 Findings", merges=True)
 @dataclass(frozen=True)
 class PruneVid(TwoCutMerger):
-    """Merge what stands still in a scene of a video, cluster what is left, and keep inside the decoder what some word
-    of the question attends to (PruneVid).
+    """Merge static patches of a scene and cluster the rest (PruneVid).
 
-    Scenes are clusters of frames, made contiguous. A place whose tokens are alike throughout a scene, by the mean of
-    all pairs' cosines, becomes its mean over time. The still places of a scene, and the other tokens of each frame, are
-    clustered, where they are more than 14 to half as many, and a cluster becomes its mean. The second cut ranks by the
-    most attention that any head of any text token after the video pays in the layer before; each scene's still part
-    and each frame's other part have their share of it.
+    Scenes are contiguous clusters of frames. A patch is static in a scene if the mean cosine of all pairs of its tokens
+    exceeds `threshold`; it becomes its mean over time. The static patches of a scene, and the other tokens of each
+    frame, are clustered to half as many if there are more than 14, and each cluster becomes its mean. The second cut
+    ranks tokens by the highest attention from any head and any text token after the video. Each scene's static part and
+    each frame's other part get their share of it.
 
-    keep: tokens averaged over the decoder's layers, the second cut included.
-    threshold: mean cosine above which a place stands still.
-    inner: False leaves out the second cut: the choice then knows nothing of the question, and `keep` is the first cut.
-    layer: int >= 1, decoder layer at whose input the second cut is made, ranked by the layer before it; None: 11 of 32,
-    in proportion.
-    inner_keep: share of the tokens that the second cut keeps.
+    `keep` is the average number of tokens over the decoder's layers, including the second cut.
 
-    Source: Huang et al., "PruneVid: Visual Token Pruning for Efficient Video Large Language Models", from its formulas
-    alone.
+    Args:
+        threshold: Mean cosine above which a patch is static.
+        inner: Make the second cut. False makes the selection independent of the question; `keep` is then the first cut.
+        layer: Decoder layer of the second cut, ranked by the layer before it. None: layer 11 of 32, scaled to the
+            depth.
+        inner_keep: Share of the tokens that the second cut keeps.
 
-    Differs from the paper: counts are exact, in proportion to what its rule gives scenes and frames; where more is kept
-    than merging leaves, the still tokens least similar to the one before stay by themselves; a cluster stands where its
-    centre stood; the second cut leaves the caches of the layers before it as they are. A video of fewer than four
-    frames is one scene.
+    Source:
+        Huang et al., "PruneVid: Visual Token Pruning for Efficient Video Large Language Models" (arXiv 2412.16117),
+        implemented from its formulas only.
+
+    Differences from the paper:
+        - Counts are exact, in proportion to the sizes that the paper's rule gives scenes and frames.
+        - If merging leaves fewer tokens than the budget, static tokens with the lowest similarity stay unmerged.
+        - A cluster takes the position of its centre.
+        - The second cut leaves the caches of earlier layers unchanged.
+        - A video with fewer than four frames is one scene.
+
+    Example:
+        >>> model, _ = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, PruneVid(threshold=0.9), keep=0.25)
     """
 
     syncs_device: ClassVar[bool] = True
@@ -77,10 +85,10 @@ class PruneVid(TwoCutMerger):
         still = self._still(videos, find_first_frames(ends))
         places = StaticPatches.from_segments(videos, ends, still, previous_frame_similarity(videos.hidden, mask))
         heads, moving = places.heads, places.moving
-        sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: of each frame, still before moving
+        sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: static and moving tokens per frame
         room = videos.budget - places.unmerged.sum((1, 2))
         half = torch.where(sizes > _WHOLE, sizes // 2, sizes)
-        # One each beforehand: with as many as the rule gives in all, each part has what the rule gives it.
+        # `least=1` assigns one token each first. Subtract it, so that the paper's total gives the paper's split.
         numbers = split_budget((half - 1).flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
 
         _, of = cluster_frames(places.compute_means(), heads, numbers[..., 0], most, capped=False)
@@ -90,14 +98,13 @@ class PruneVid(TwoCutMerger):
         into = torch.where(places.unmerged, flat_indices(mask), torch.where(places.mask, places.expand(of), into))
         weight = torch.where(places.unmerged, 1.0, torch.where(places.mask, places.expand(part), weight))
 
-        # After the cut a scene's still tokens are one group, and each frame's others.
+        # Groups of the second cut: the static tokens of a scene, and the other tokens of a frame.
         frame = torch.arange(mask.shape[1], device=mask.device)[:, None]
         self._remember(videos, torch.where(places.mask, 2 * places.first.unsqueeze(-1), 2 * frame + 1))
         return into, weight
 
     def _remember(self, videos: Videos, group: torch.Tensor) -> None:
-        """Tell the second cut the group of each token, long `[V, F, P]`; what is in no video's frame is of the first
-        one."""
+        """Store the group of each token (V, F, P) for the second cut. Tokens outside of frames belong to group 0."""
         tokens = videos.tokens
         whole = torch.zeros_like(tokens.mask, dtype=torch.long)
         rows = to_device(videos.segments, whole.device)
@@ -105,7 +112,7 @@ class PruneVid(TwoCutMerger):
         tokens.remember("groups", 2 * group.shape[1])
 
     def _scenes(self, videos: Videos) -> torch.Tensor:
-        """bool `[V, F - 1]`: whether a scene ends after each frame, also where a video does."""
+        """Return whether a scene ends after each frame, shape (V, F - 1), bool. A video's end is a scene's end."""
         real = videos.sizes > 0
         means = frame_means(videos.hidden, videos.mask)
         wanted = [max(1, int(_SEGMENTS * len(sizes))) for sizes in videos.frames]
@@ -120,7 +127,7 @@ class PruneVid(TwoCutMerger):
         return to_device(torch.tensor(ends, dtype=torch.bool, device="cpu").view(len(real), -1), real.device)
 
     def _still(self, videos: Videos, first: torch.Tensor) -> torch.Tensor:
-        """bool `[V, F, P]`: tokens at places that stand still in their scene. first: long `[V, F]`."""
+        """Return the tokens of patches that are static in their scene, shape (V, F, P), bool."""
         direction = normalize(videos.hidden)
         own = sum_segments(direction.square().sum(-1), first)
         pairs = sum_segments(direction, first).square().sum(-1) - own
@@ -131,9 +138,14 @@ class PruneVid(TwoCutMerger):
 
 
 def find_scene_ends(labels: Sequence[int]) -> list[bool]:
-    """Return whether a scene ends after each frame but the last: of each label its longest runs stay (none, where they
-    are of one frame), and every stretch of other frames joins the longer of the runs beside it, one after the other; of
-    equal ones the earlier. Runs of one label that touch then are one."""
+    """Return whether a scene ends after each frame except the last.
+
+    Each label keeps its longest runs of frames, unless they have one frame. Other frames join the longer neighbouring
+    run (the earlier of equal runs), from left to right. Adjacent runs of one label become one scene.
+
+    Args:
+        labels: Cluster of each frame.
+    """
     of_frame = find_runs(labels)
     longest = {label: max(length for own, length in of_frame if own == label) for label in set(labels)}
     kept = [label if length == longest[label] > 1 else None for label, length in of_frame for _ in range(length)]
@@ -156,10 +168,7 @@ def find_runs(labels: Sequence[Any]) -> list[tuple[Any, int]]:
 
 @dataclass(frozen=True)
 class _InnerPruneVid(Pruner):
-    """The second cut: of each group keep what some head of some text token attends to most in the layer before.
-
-    layer: where it cuts.
-    """
+    """Second cut at `layer`: keep the tokens of each group with the highest attention from any head and text token."""
 
     layer: int
 
@@ -170,7 +179,7 @@ class _InnerPruneVid(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         rows = tokens.text_attention
-        # Without text after the video all tokens are alike.
+        # Without text after the video, all scores are equal.
         score = rows.amax((1, 2)) if rows.shape[2] else torch.zeros_like(tokens.mask, dtype=torch.float32)
         groups = tokens.carry.get("groups", 1)
         group = tokens.carry.get("group", torch.zeros_like(tokens.mask, dtype=torch.long))

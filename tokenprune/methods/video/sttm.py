@@ -18,39 +18,49 @@ from tokenprune.methods.video.merging import VideoMerger
 from tokenprune.selection.method import Site
 from tokenprune.selection.videos import Videos
 
-_SPATIAL, _TEMPORAL = 0.85, 0.55  # the authors', of LLaVA-Video-7B where half is kept
-_HALVINGS = 18  # of the range of distances that is searched
-_NOTHING = 2.0  # a threshold that no cosine reaches
+_SPATIAL, _TEMPORAL = 0.85, 0.55  # the authors' thresholds for LLaVA-Video-7B at keep=0.5
+_HALVINGS = 18  # bisection steps of the search for thresholds
+_NOTHING = 2.0  # threshold above all cosines
 
 
 @register("sttm", site=Site.IN_LLM, needs=("frames",), paper="arXiv 2507.07990, ICCV 2025", merges=True)
 @dataclass(frozen=True)
 class STTM(VideoMerger):
-    """Merge each frame of a video into the coarse tokens of a quadtree where it is plain, then these along time (STTM).
+    """Merge each frame with a quadtree and the quadtrees along time (STTM).
 
-    From the coarsest level down, a square of 2 x 2 whose parts all have a cosine of `spatial` to their mean becomes
-    that mean. Then of consecutive frames those merge that lie at one place, one within the other, and have a cosine of
-    `temporal`; what hangs together is the mean of its squares, and stands at the upper left token of the earliest.
-    It acts on the hidden states that enter one decoder layer, so the choice knows nothing of the question, and reads no
+    From the coarsest level down, a square of 2 x 2 parts becomes its mean if all parts have a cosine of at least
+    `spatial` to it. Squares of consecutive frames merge if one contains the other and their cosine is at least
+    `temporal`. Connected squares become the mean of their means, at the upper left token of the earliest square. The
+    method acts on the hidden states that enter one decoder layer, does not depend on the question, and reads no
     attention weights.
 
-    keep: exact; both thresholds move, the ratio of their distances from 1 fixed, to the loosest that leave at least so
-    many; what is too many joins the most similar one before it.
-    layer: int >= 1, the decoder layer at whose input the merge is made.
-    spatial: least cosine of a square's parts to their mean, in [-1, 2], above 1 none merge; None: 0.85.
-    temporal: least cosine along time, in [-1, 2]; at most 0 leaves time out; None: 0.55.
-    exact: False takes the thresholds as they are; the video then decides how many tokens stay, whatever `keep` says,
-    unless that is all of them.
+    `keep` is exact: both thresholds are scaled, with a fixed ratio of their distances from 1, to the loosest values
+    that leave at least `keep` tokens. Surplus tokens join the most similar token before them.
 
-    Source: "Multi-Granular Spatio-Temporal Token Merging for Training-Free Acceleration of Video LLMs", a description
-    of the authors' code.
+    Args:
+        layer: Decoder layer that first sees the merged tokens.
+        spatial: Minimum cosine of a square's parts to their mean, in [-1, 2]. Above 1, no squares merge. None: 0.85.
+        temporal: Minimum cosine of squares along time, in [-1, 2]. 0 or less disables merging along time. None: 0.55.
+        exact: Keep exactly `keep` tokens. False uses the thresholds unchanged; the content then decides the number of
+            kept tokens, regardless of `keep`, unless `keep` is 1.0.
 
-    Differs from the paper: an exact number by default. A token keeps its own position (there positions are cut to the
-    new length). Where a side is odd, its first row or column stands alone, as there, but is compared with nothing of
-    another place, and what has one part is that part; every token is in exactly one square. Without a grid, where a
-    newline ends the video, frames are taken to be squares, else as rows that merge along time alone. As there, what
-    hangs together is found in rounds that end early: of two squares that meet one square of the next frame, the second
-    may stay by itself. The paper's text was not read.
+    Source:
+        "Multi-Granular Spatio-Temporal Token Merging for Training-Free Acceleration of Video LLMs" (arXiv 2507.07990),
+        implemented from a description of the authors' code. The paper's text was not available.
+
+    Differences from the paper:
+        - The number of kept tokens is exact by default.
+        - A token keeps its position. The authors truncate the positions to the new length.
+        - With an odd side, the first row or column forms half squares, as in the code, but is compared only with
+          itself. Every token belongs to exactly one square.
+        - Without a known grid, frames are square if a newline ends the video. Otherwise they are rows that merge along
+          time only.
+        - As in the code, connected squares are found in a limited number of rounds. If two squares meet one square of
+          the next frame, the second may stay separate.
+
+    Example:
+        >>> model, _ = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, STTM(layer=2), keep=0.5)
     """
 
     syncs_device: ClassVar[bool] = True
@@ -81,7 +91,7 @@ class STTM(VideoMerger):
         return into, weight
 
     def _of_video(self, trees: _Trees, keep: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return for each token of a video the one that absorbs it, and its weight in the mean, `[F, P]`."""
+        """Return the absorbing token of each token of a video, and its weight in the mean, both (frames, patches)."""
         spatial = _SPATIAL if self.spatial is None else self.spatial
         temporal = _TEMPORAL if self.temporal is None else self.temporal
         along_time = temporal > 0
@@ -104,7 +114,13 @@ class STTM(VideoMerger):
 
 
 class _Trees:
-    """The quadtrees of a video's frames. x: float32 `[F, P, D]`; height, width: of the grid that the places are."""
+    """Quadtrees of a video's frames.
+
+    Args:
+        x: Tokens, shape (frames, patches, channels), float32.
+        height: Rows of the token grid.
+        width: Columns of the token grid.
+    """
 
     def __init__(self, x: torch.Tensor, height: int, width: int) -> None:
         self.x = x
@@ -112,8 +128,8 @@ class _Trees:
         row, column = torch.arange(height, device=device), torch.arange(width, device=device)
         values = x.unflatten(1, (height, width))
         weight = torch.ones(height, width, dtype=torch.float32, device=device)
-        # By level, tokens first: of each token its square's index, its upper left token, and its weight in the mean;
-        # of squares their directions, and whether they may be one, by the least cosine of a part.
+        # Per level, from the tokens up. Per token: index of its square, upper left token, weight in the mean.
+        # Per square: unit mean, and the minimum cosine of its parts.
         self._square, self._corner, self._weight = [], [], []
         self._unit: list[torch.Tensor] = []
         self._least = [torch.full(values.shape[:3], torch.inf, dtype=torch.float32, device=device)]
@@ -139,17 +155,19 @@ class _Trees:
         self._along = [[self._cosines(one, other) for other in range(len(sides))] for one in range(len(sides))]
 
     def _cosines(self, one: int, other: int) -> torch.Tensor:
-        """float32 `[F - 1, P]`: at each place of the square of one level with that of the other a frame later."""
+        """Return the cosines of the squares at two levels in consecutive frames, (frames - 1, patches), float32."""
         fine, place = min(one, other), self._square[min(one, other)]
         first = torch.zeros(self._unit[fine].shape[1], dtype=torch.long, device=place.device)
-        first = first.scatter(0, place, torch.arange(len(place), device=place.device))  # any token of each fine square
+        first = first.scatter(0, place, torch.arange(len(place), device=place.device))  # one token per fine square
         before, after = (self._unit[level][:, self._square[level][first]] for level in (one, other))
         return round_cosines((before[:-1] * after[1:]).sum(-1))[:, place]
 
     def merged(self, spatial: float, temporal: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return for each token the one that absorbs it, long `[F, P]`, and its weight in the mean, float32 `[F, P]`.
+        """Return the absorbing token of each token, and its weight in the mean, both (frames, patches). Device sync.
 
-        spatial, temporal: the least cosines. Waits for the device.
+        Args:
+            spatial: Minimum cosine of a square's parts to their mean.
+            temporal: Minimum cosine of squares along time.
         """
         frames, size = self.x.shape[:2]
         start = torch.arange(frames, device=self.x.device)[:, None] * size
@@ -168,7 +186,7 @@ class _Trees:
 
 
 def _grid(grid: tuple[int, int, int] | None, size: int) -> tuple[int, int]:
-    """Return height and width of a frame of so many tokens."""
+    """Return the height and width of a frame with `size` tokens."""
     if grid is not None and grid[1] * grid[2] == size:
         return grid[1], grid[2]
     side = math.isqrt(size)
@@ -176,7 +194,7 @@ def _grid(grid: tuple[int, int, int] | None, size: int) -> tuple[int, int]:
 
 
 def _sides(height: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield height and width of each level from the tokens up; the coarsest, with a side of 2 or less, is left out."""
+    """Yield the height and width of each level, from the tokens up to the coarsest level with sides above 2."""
     yield height, width
     height, width = (height + 1) // 2, (width + 1) // 2
     while min(height, width) > 2:
@@ -185,26 +203,26 @@ def _sides(height: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _pooled(x: torch.Tensor, odd_rows: int, odd_columns: int, fill: float = 0.0) -> torch.Tensor:
-    """`[F, H, W, D]` -> `[F, ceil(H / 2), 2, ceil(W / 2), 2, D]`: of an odd side the first stands alone."""
+    """Split into 2 x 2 squares, (F, H, W, D) to (F, ceil(H / 2), 2, ceil(W / 2), 2, D), padding odd sides first."""
     x = torch.nn.functional.pad(x, (0, 0, odd_columns, 0, odd_rows, 0), value=fill)
     return x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
 
 
 def _spread(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """`[F, ceil(H / 2), ceil(W / 2), D]` -> `[F, H, W, D]`: to each part its square's."""
+    """Repeat each square for its parts: (F, ceil(H / 2), ceil(W / 2), D) to (F, H, W, D)."""
     x = x.repeat_interleave(2, 1).repeat_interleave(2, 2)
     return x[:, height % 2 :, width % 2 :]
 
 
 def _first(of: torch.Tensor, count: int) -> torch.Tensor:
-    """long `[count]`: where each number first stands in `of`, long `[n]`, which holds all of them and rises."""
+    """Return the first index of each value 0 .. count - 1 in the sorted tensor `of`, shape (count,), int64."""
     return torch.searchsorted(of, torch.arange(count, device=of.device))
 
 
 def _representatives(count: int, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """long `[count]`: the representative of each token, where those of each pair, long `[e]`, are to have the same.
+    """Return the representative of each token, shape (count,), int64. Paired tokens `one` and `other` share it.
 
-    Rounds end once representatives are their own, though a pair may still differ.
+    The rounds end as soon as all representatives represent themselves, so a pair may still differ.
     """
     found = torch.arange(count, device=one.device)
     while True:
@@ -216,13 +234,22 @@ def _representatives(count: int, one: torch.Tensor, other: torch.Tensor) -> torc
 
 
 def _count(into: torch.Tensor) -> int:
-    """Return how many tokens stay. Waits for the device."""
+    """Return the number of kept tokens. Device sync."""
     return int((into.flatten() == torch.arange(into.numel(), device=into.device)).sum())
 
 
 def _united(x: torch.Tensor, into: torch.Tensor, weight: torch.Tensor, keep: int) -> torch.Tensor:
-    """Return `into`, long `[F, P]`, once so many that stay have joined the most similar one before them that `keep`
-    stay. Of equally similar ones the earlier joins, and the earlier is joined."""
+    """Merge kept tokens into the most similar kept token before them until `keep` remain. Earlier tokens win ties.
+
+    Args:
+        x: Tokens, shape (frames, patches, channels).
+        into: Absorbing token of each token, shape (frames, patches), int64.
+        weight: Weight of each token in its mean, shape (frames, patches).
+        keep: Number of kept tokens.
+
+    Returns:
+        The new absorbing tokens, shape (frames, patches), int64.
+    """
     flat, count = into.flatten(), into.numel()
     stays = (flat == torch.arange(count, device=flat.device)).nonzero().flatten()
     if len(stays) == keep:
@@ -238,7 +265,7 @@ def _united(x: torch.Tensor, into: torch.Tensor, weight: torch.Tensor, keep: int
         return torch.stack([best.double(), nearest.double()], 1)
 
     best, nearest = alike.reduce_rows(earlier)[0].unbind(1)
-    later = column > 0  # the first has none before it
+    later = column > 0  # the first token has no earlier token
     number = to_device([len(stays) - keep], flat.device)
     joins = top_mask(best.float()[None], later[None], number, len(stays) - keep)[0]
     parent = find_roots(torch.where(joins, nearest.long(), column)[None], len(stays))[0]

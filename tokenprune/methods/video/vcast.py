@@ -17,19 +17,24 @@ _TEMPERATURE, _EPS = 0.7, 1e-6
 @register("vcast", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2603.27650")
 @dataclass(frozen=True)
 class VCast(VideoPruner):
-    """Keep of each frame of a video what stands out, and more of the frames at which the video turns (V-CAST).
+    """Keep salient tokens of each frame and more at turns of the video (V-CAST).
 
-    The means of the frames are a path; how sharply it turns at a frame, as a softmax, is the frame's share of the
-    budget, beside one token that each gets if there are enough. In a frame those tokens stay that point away from its
-    mean or are long: 1 - cosine to the mean, plus the norm scaled to 0 .. 1 within the frame. A video of one frame is
-    chosen from by the same score.
+    The means of the frames form a path. The budget is shared by a softmax of the path's curvature at each frame, after
+    one token per frame if possible. Within a frame, the score of a token is 1 minus its cosine to the frame's mean,
+    plus its norm rescaled to [0, 1]. Videos of one frame use the same score.
 
-    Source: Lin et al., "V-CAST: Video Curvature-Aware Spatio-Temporal Pruning for Efficient Video Large Language
-    Models"; the authors' code for what it leaves open (temperature, score, one token a frame).
+    Source:
+        Lin et al., "V-CAST: Video Curvature-Aware Spatio-Temporal Pruning for Efficient Video Large Language Models"
+        (arXiv 2603.27650), and the authors' code for temperature, score, and the token per frame.
 
-    Differs from the paper: what does not divide among frames goes to the largest fractions, one token each (the code
-    gives all of it to one frame), and what a full frame cannot take goes to the others in proportion; fewer tokens
-    than frames may be kept.
+    Differences from the paper:
+        - The remainder of the split goes to the frames with the largest fractions, one token each. The code gives it to
+          one frame. Tokens that do not fit into a frame go to the others in proportion.
+        - Fewer tokens than frames may be kept.
+
+    Example:
+        >>> model, _ = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, VCast(), keep=0.25)
     """
 
     def choose(self, videos: Videos) -> torch.Tensor:

@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.sequence.masks import find_sliding_layers
 from tokenprune.integrations.hf.sequence.packing import BORDER_ARGUMENTS, explain_restart, find_borders
 from tokenprune.integrations.hf.sequence.segments import count_features
 from tokenprune.integrations.shared import checks
-from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachable import get_thread_states
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.observable_registry import select_observables
 from tokenprune.selection.sites.decode import DecodeMethod
@@ -95,14 +95,14 @@ class CallCheck(Part):
         if not self.reading or call.arguments.get("use_cache") is not False:
             return
         rows, length = shape
-        if states().get(self) == (rows, length - 1):
+        if get_thread_states().get(self) == (rows, length - 1):
             names = " and ".join(self.reading)
             self._note(
                 call,
                 f"Without a cache {names} selects tokens again in each step, by the last generated token. The answer "
                 "may differ from use_cache=True.",
             )
-        states()[self] = shape
+        get_thread_states()[self] = shape
 
     def _note_padding(self, call: Call, inputs: DecoderInputs) -> None:
         """Note a left-padded prompt without position ids, if a method reads values that depend on positions."""
@@ -139,11 +139,11 @@ class ChunkedPrefillCheck(Part):
         output = encode(encoding)
         if self.current() is None:  # `generate` encodes images before the forward
             self.encoded_ahead = True
-            states().setdefault(self, {})[encoding.modality] = weakref.ref(output)
+            get_thread_states().setdefault(self, {})[encoding.modality] = weakref.ref(output)
         return output
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
-        waiting = states().pop(self, None) if self.encoded_ahead else None
+        waiting = get_thread_states().pop(self, None) if self.encoded_ahead else None
         if waiting is None:
             return
         ahead = {modality: output for modality, ref in waiting.items() if (output := ref()) is not None}
@@ -152,7 +152,7 @@ class ChunkedPrefillCheck(Part):
             return  # another prompt, with pixels
         masks = self.adapter.visual_mask(call.arguments) if ahead else {}
         if ahead and not call.outputs and not any(bool(mask.any()) for mask in masks.values()):
-            states()[self] = waiting  # text before the images
+            get_thread_states()[self] = waiting  # text before the images
             return
         for modality, output in ahead.items():
             if modality in call.outputs:

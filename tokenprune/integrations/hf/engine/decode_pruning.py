@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drop visual tokens during decoding (the site DECODE).
 
-The prefill's cut creates a `DecodeState` on the cache, which follows the rows of the cache. A later call with one new token
-observes the layer before the cut, selects tokens, and applies the selection to all layers from the cut on: `evict` removes
-keys and values from the cache, `mask` hides them. Calls with several tokens (the next turn, drafts that are not accepted
-yet) select nothing.
+The prefill's cut creates a `DecodeState` on the cache, which follows the rows of the cache. A later call with one new
+token observes the layer before the cut, selects tokens, and applies the selection to all later layers: `evict` removes
+keys and values from the cache, `mask` hides them. Calls with several tokens (the next turn, drafts) select nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tokenprune.integrations.hf.engine.decode_state import DecodeState, gather_k
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.integrations.shared.attachable import get_hidden_states
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.segments import Segments
@@ -67,7 +66,7 @@ class DecodePruning(Part):
         if step.layer != self.method.layer:
             return
         if call.cuts_at(step.layer):
-            hidden = self.adapter.flatten(hidden_states(args, kwargs))
+            hidden = self.adapter.flatten(get_hidden_states(args, kwargs))
             query = DecoderSource(call, call.state, hidden, self.adapter).get_last_slot()
             row = _row(call, observed, query, call.past + call.state.layout.length)
             self._prefill[call] = _Prefill(row, call.state.segments.to(hidden.device))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Have drafts of assisted generation kept out of the forward that reads a prompt; `hf.engine.draft_prompts` does
-so, and is loaded with the first draft."""
+"""Part that keeps drafts of assisted generation out of the forward that reads a prompt (see `draft_prompts`)."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from transformers.generation import GenerationMixin
 
 from tokenprune.integrations.hf.engine.draft_prompts import hold_back
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachable import get_thread_states
 
 if TYPE_CHECKING:
     from transformers.generation import CandidateGenerator
@@ -24,22 +23,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tokenprune")
 
-# Private to transformers; every kind of drafting is made by it.
+# A private method of transformers that creates the generator of every kind of drafts.
 _MAKES_DRAFTS = "_get_candidate_generator"
 
 
 class Drafts(Part):
-    """Changes what the `generate` of `model`, and of models inside it, gets its drafts from.
+    """Changes the generators of drafts of a model and of its submodules.
 
-    decides: name of a method that acts while decoding, if there is one. It decides by one token after the other, so
-    that `generate` gets no drafts at all, and writes the answer token by token.
+    Args:
+        model: The patched model.
+        decides: Name of a method that drops tokens during decoding, or None. Such a method reads one token after the
+            other, so `generate` then gets no drafts.
     """
 
     def __init__(self, model: nn.Module, decides: str | None = None) -> None:
         super().__init__()
         self.decides = decides
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
-        # Whether this version of transformers makes drafts elsewhere.
+        # True if this version of transformers creates drafts elsewhere.
         self.unknown = any(getattr(module, _MAKES_DRAFTS, None) is None for module in self.generating)
         if decides is not None or self.unknown:
             self.before_decoder = self._add_notes
@@ -50,22 +51,22 @@ class Drafts(Part):
                 self.wrap(module, _MAKES_DRAFTS, partial(partial, self._generator))
 
     def _add_notes(self, call: Call, inputs: DecoderInputs) -> None:
-        drafts = states().pop(self, None)
+        drafts = get_thread_states().pop(self, None)
         if not call.has_images:
             return
         if drafts is not None:
             call.notes.append(drafts)
         if self.unknown:
             call.notes.append(
-                f"with assisted generation, drafts count as the end of the prompt: this version of transformers has no "
-                f"GenerationMixin.{_MAKES_DRAFTS} to keep them out"
+                f"With assisted generation, drafts count as the end of the prompt, because this version of transformers "
+                f"has no GenerationMixin.{_MAKES_DRAFTS}."
             )
 
     def _generator(self, original: Callable[..., CandidateGenerator], *args: Any, **kwargs: Any) -> CandidateGenerator:
         generator: Any = original(*args, **kwargs)
         if self.decides is not None:
-            note = f"{self.decides} decides by one token after the other: drafts of assisted generation are not used"
+            note = f"{self.decides} reads one token after the other, so drafts of assisted generation are not used."
             logger.warning(note)
-            states()[self] = note
+            get_thread_states()[self] = note
         hold_back(generator, always=self.decides is not None)
         return generator

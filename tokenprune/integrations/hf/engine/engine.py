@@ -3,7 +3,7 @@
 
 The caller's tensors keep their length. Tokens are dropped at the decoder's entry (PRE_LLM) or at the input of a decoder
 layer (IN_LLM). Kept tokens are aligned to the right end of each row, and the decoder's output is scattered back to the
-full length, with zeros for dropped tokens. The first cut also drops the padding. Positions are those of the full prompt.
+full length, with zeros for dropped tokens. The first cut also drops the padding. Positions do not change.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from tokenprune.integrations.hf.towers.feature_hook import MODALITIES, EncoderHo
 from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.attachable import (
     Attachable,
-    hidden_states,
+    change_output,
+    get_hidden_states,
     refuse_replica,
-    with_hidden_states,
-    with_output,
+    replace_hidden_states,
 )
 from tokenprune.kernels.values import has_unreadable_values
 from tokenprune.models.decoder_shape import DecoderShape
@@ -113,7 +113,7 @@ class Engine(Attachable):
         self.on_detach(self.calls.clear)
         # The hooks stay in graphs of torch.compile, because a step with a reduced static cache starts no call.
         hook = partial(self.hook, eager=False, with_kwargs=True)
-        in_call = partial(partial, eager.with_call, self.calls.current)
+        in_call = partial(partial, eager.run_with_call, self.calls.current)
         for part in self.parts:
             part.current = self.calls.current
             self.attach_part(part)
@@ -302,7 +302,7 @@ class Engine(Attachable):
             self._latest.set(stats)
         if not call.active or call.state.layout.is_uncut:
             return None
-        return with_output(call.state.layout.scatter_back, output)
+        return change_output(call.state.layout.scatter_back, output)
 
     # -- decoder layers
 
@@ -322,8 +322,8 @@ class Engine(Attachable):
         if not call.groups:  # no tokens are missing
             return None
         if call.state.extras is not None:
-            hidden = self.adapter.before_layer(call.state.extras, index, hidden_states(args, kwargs))
-            args, kwargs = with_hidden_states(hidden, args, kwargs)
+            hidden = self.adapter.before_layer(call.state.extras, index, get_hidden_states(args, kwargs))
+            args, kwargs = replace_hidden_states(hidden, args, kwargs)
         if index:
             if (step := self.steps.get(index)) is not None:
                 args, kwargs = self._run_step(call, step, args, kwargs)
@@ -347,7 +347,7 @@ class Engine(Attachable):
             before_cut(call, step, observed, args, kwargs)
         if not call.cuts_at(step.layer):
             return args, kwargs
-        arrived = hidden_states(args, kwargs)
+        arrived = get_hidden_states(args, kwargs)
         hidden = self.adapter.flatten(arrived)
         selection = select_tokens(call, step, observed, hidden, self.adapter)
         del observed  # free its memory before the cut
@@ -355,11 +355,11 @@ class Engine(Attachable):
         for after_cut in self._after_cut:
             after_cut(call, step.layer, hidden)
         call.trace.add_time(time.perf_counter() - start)
-        return with_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
+        return replace_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
 
     def _leave_layer(
         self, index: int, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> Any:
         if not call.active or call.state.extras is None:
             return None
-        return with_output(partial(self.adapter.after_layer, call.state.extras, index), output)
+        return change_output(partial(self.adapter.after_layer, call.state.extras, index), output)

@@ -14,7 +14,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.engine.layer_attention import LayerAttention
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
-from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.integrations.shared.attachable import get_hidden_states
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.method import Method
 from tokenprune.selection.observable import ObservedAt, Recorder
@@ -89,13 +89,13 @@ class InputRecorder(Part):
         if not needed:
             return
         adapter = self.adapter
-        hidden = adapter.seen(call.state.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
+        hidden = adapter.seen(call.state.extras, layer, adapter.flatten(get_hidden_states(args, kwargs)))
         rotation = find_rotation(args, kwargs)
         rotary = [observable.name for observable in needed if observable.rotary]
         if rotation is None and rotary:
             raise UnsupportedSetupError(
-                f"{method.name} reads {', '.join(rotary)}, and decoder layer {layer} of {adapter.config.model_type!r} gets "
-                "no rotary positions. Use a method that does not need them."
+                f"{method.name} reads {', '.join(rotary)}, and decoder layer {layer} of {adapter.config.model_type!r} "
+                "gets no rotary positions. Use a method that does not need them."
             )
         batch = len(hidden)
         expanded = rotation and (rotation[0].expand(batch, -1, -1), rotation[1].expand(batch, -1, -1))

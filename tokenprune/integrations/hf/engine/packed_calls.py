@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split rows that hold several samples: inside the model each sample is a row, and the output has the caller's rows."""
+"""Split rows with several samples into one row per sample, and join the output into the caller's rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenprune.integrations.hf.sequence.packing import BORDER_ARGUMENTS, Packed
 
 
 class PackedCalls(Part):
-    """Part of patches that may remove tokens."""
+    """Runs each sample of a packed row as its own row."""
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class PackedCalls(Part):
         base, tokens = self.adapter.base, arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         images = [arguments[name] for name in arguments if name.startswith(("pixel_values", "mm_encoder"))]
-        if tokens is None or all(one is None for one in images):  # those of Q-Formers were merged before
+        if tokens is None or all(pixels is None for pixels in images):  # Q-Formers have merged the images already
             return None
         mrope = hasattr(base, "get_rope_index")
         sample = find_samples(arguments, (tokens.shape[0], tokens.shape[1]), mrope, base.training)
@@ -51,15 +51,15 @@ class PackedCalls(Part):
         unmet = {
             compat.CACHE: compat.cache_in(arguments) is not None,
             "output_attentions": arguments.get("output_attentions", self.adapter.text_config.output_attentions),
-            # A base that is the head as well would make logits of the last tokens of each sample.
+            # A base with its own head would compute logits of the last tokens of each sample.
             "logits_to_keep": base.get_output_embeddings() is not None and (isinstance(few, Tensor) or bool(few)),
         }
-        for name in (name for name, given in unmet.items() if given):
+        for name in (name for name, is_set in unmet.items() if is_set):
             raise UnsupportedSetupError(
-                f"rows that hold several samples take no {name} under pruning: leave it out, or give each sample a row "
-                "of its own with padding"
+                f"{name} is not supported for rows with several samples under pruning. Leave it out, or give each "
+                "sample its own row with padding."
             )
         rows = PackedRows.from_samples(sample, tokens.device)
-        taken = set(self.adapter.placeholders.values())
-        text_id = next(number for number in range(len(taken) + 1) if number not in taken)
+        placeholders = set(self.adapter.placeholders.values())
+        text_id = next(token for token in range(len(placeholders) + 1) if token not in placeholders)
         return rows.split(arguments, text_id), rows.join

@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.guard.prompts import KindReader
 from tokenprune.integrations.hf.guard.settings import KINDS, Guard
 from tokenprune.integrations.hf.guard.verdict import Verdict, Watch, Watched, share_of
 from tokenprune.integrations.hf.sequence.record import open_record
-from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachable import get_thread_states
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.statistics import Stats
@@ -148,7 +148,7 @@ class GuardPart(Part):
         call.trace.stats.defer(partial(self._fill, verdict))
         if self.settings.mode == "warn":
             if not looks.is_ready():
-                states()[self] = verdict  # of this thread, until it is reported
+                get_thread_states()[self] = verdict  # of this thread, until it is reported
             self._say(verdict)
         return plan
 
@@ -166,9 +166,9 @@ class GuardPart(Part):
     # -- what is said
 
     def _say_late(self) -> None:
-        verdict = states().get(self)
+        verdict = get_thread_states().get(self)
         if verdict is not None and verdict.looks.is_ready():
-            del states()[self]
+            del get_thread_states()[self]
             self._say(verdict)
 
     def _say(self, verdict: Verdict) -> None:

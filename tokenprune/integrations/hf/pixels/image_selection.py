@@ -58,7 +58,7 @@ class ViewPatch(Attachable):
         left = [[row[number] for number in chosen] for row, chosen in zip(rows, kept, strict=True)]
         # An image that is still an address is not fetched only to be counted.
         if self.rule is not None and not any(isinstance(image, str) for row in rows for image in row):
-            self.counts.note(self._tokens(self.rule, left), self._tokens(self.rule, rows))
+            self.counts.record(self._tokens(self.rule, left), self._tokens(self.rule, rows))
         if all(len(chosen) == len(row) for chosen, row in zip(kept, rows, strict=True)):
             return images, text
         written = [prompt.keeping(chosen) for prompt, chosen in zip(prompts, kept, strict=True)]

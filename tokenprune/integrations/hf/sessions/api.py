@@ -24,7 +24,7 @@ from tokenprune.integrations.hf.sessions.prompts import Words, as_frames
 from tokenprune.integrations.hf.sessions.proxy import proxy_of
 from tokenprune.integrations.hf.sessions.results import Answer, HeldEntries, SessionStats, held_of, stats_of
 from tokenprune.integrations.hf.sessions.stream import Stream
-from tokenprune.integrations.shared.attachment import attachment_of, is_patched
+from tokenprune.integrations.shared.attachment import get_attachment, is_patched
 from tokenprune.selection.options import describe_type, matches_type
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def session(
             raise OptionError(f"{name}={value!r} must be {describe_type(kind)}")
     adapter = adapter_of(model)
     if is_patched(model):
-        check_patch(attachment_of(model), adapter)
+        check_patch(get_attachment(model), adapter)
     horizon = horizon or adapter.text_config.max_position_embeddings - 1
     entries = entries_of(memory, adapter, place_of(model)[1])
     limits = Limits(memory, entries, target, horizon, why_fixed(adapter, reanchor))
@@ -294,7 +294,7 @@ def session(
 
 def _patch_of(model: Any) -> str:
     """Return what a model is patched with, "" for nothing."""
-    return "; ".join(attachment_of(model).lines()) if is_patched(model) else ""
+    return "; ".join(get_attachment(model).format_lines()) if is_patched(model) else ""
 
 
 def _row(ids: Any) -> Tensor:

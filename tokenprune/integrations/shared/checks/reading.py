@@ -21,7 +21,7 @@ def reads_tower(method: Method | None) -> bool:
     return method is not None and bool(_tower_observables(method))
 
 
-def missing_observable(method: Method, row: Family) -> str | None:
+def find_missing_observable(method: Method, row: Family) -> str | None:
     """Return the first value that a method needs and a family does not have, in words; None if it has all."""
     return next((why for seen in select_observables(method.needs) if (why := seen.find_obstacle(row))), None)
 
@@ -41,7 +41,7 @@ def find_reading_error(
             f"{method.name} reads the vision tower, and how the patches of {row.name!r}{tower} become visual tokens is "
             f"not known. {fix}."
         )
-    if missing := missing_observable(method, row):
+    if missing := find_missing_observable(method, row):
         fix = "reads only the tower, such as fastervlm" if reads_tower(method) else "does not, such as divprune"
         return UnsupportedSetupError(
             f"{method.name} needs {missing}, which {name} does not have. Use a method that {fix}."

@@ -27,14 +27,14 @@ from tokenprune.settings import IN_LLM
 
 def find_error(method: Method, family: Family | str | None, in_llm: bool, config: Any) -> TokenPruneError | None:
     """Return an error if `method` is not supported on `family` in vLLM; see `checks.check`."""
-    if reason := unserved(method, in_llm):
+    if reason := find_unserved_reason(method, in_llm):
         return OptionError(reason)
     if family is None:
         return None
     row = family if isinstance(family, Family) else SERVED.get(family) or FAMILIES.get(family)
     if row is None or not row.vllm.architecture:
         return UnsupportedModelError(
-            f"tokenprune {unserved_family(family if isinstance(family, str) else family.name)}."
+            f"tokenprune {describe_unserved_family(family if isinstance(family, str) else family.name)}."
         )
     served = row.vllm.architecture
     if in_llm and not row.vllm.in_llm:
@@ -52,7 +52,7 @@ def find_error(method: Method, family: Family | str | None, in_llm: bool, config
     return error or _find_merging_error(method, row, config) or _find_dropping_error(method, row, config)
 
 
-def unserved_family(architecture: str) -> str:
+def describe_unserved_family(architecture: str) -> str:
     """Return that an architecture is not served, with the reason where one is known."""
     reason = REFUSED_IN_VLLM.get(architecture)
     return f"does not serve {architecture}" + (f", because {reason}" if reason else "")
@@ -114,16 +114,16 @@ def _shows_patches(config: Any) -> bool:
 # -- declarations of a method, for which vLLM cannot serve it on any model
 
 
-def unserved(method: Method, in_llm: bool = False) -> str | None:
+def find_unserved_reason(method: Method, in_llm: bool = False) -> str | None:
     """Return why vLLM cannot serve a method on any model, or None if its declarations allow it.
 
     The method does not run, so torch is not loaded.
     """
     reason = _uncounted(method) or (_unserved_in_llm(method) if in_llm else _unserved(method))
-    return None if reason is None else refusal(method, reason, in_llm)
+    return None if reason is None else format_refusal(method, reason, in_llm)
 
 
-def refusal(method: Method, reason: str, in_llm: bool = False) -> str:
+def format_refusal(method: Method, reason: str, in_llm: bool = False) -> str:
     """Return the message that vLLM cannot serve a method for `reason`."""
     return f"{method.name} cannot be served by vLLM{f' with {IN_LLM}' if in_llm else ''}: {reason}"
 

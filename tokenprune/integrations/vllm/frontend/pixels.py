@@ -88,7 +88,7 @@ class Shrinker:
         # As the processor's call will see them: those of the server below those of the request, sorted by modality.
         kwargs = self.info._merge_and_resolve_mm_processor_kwargs(self.kwargs)
         options = dict(kwargs.get("images_kwargs") or {})
-        smaller, changed = self._patch().change(chosen(), options)
+        smaller, changed = self._patch().resize(chosen(), options)
         return kwargs, options, smaller, changed
 
     def _count(self, images: ImageProcessorItems, options: dict[str, Any], index: int) -> int:

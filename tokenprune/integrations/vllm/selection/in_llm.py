@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, exact_keep
+from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, check_keep
 from tokenprune.kernels.drawn import normal
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.method import Pruner, Selection
@@ -36,7 +36,7 @@ class RequestSource(TokenSource):
     needs: frozenset[str]
     norm: Norm
     observed: Observation | None
-    whole: bool
+    is_whole_prompt: bool
     visual: list[int] = field(default_factory=list)
     layer_input: LayerInput | None = None
 
@@ -75,14 +75,14 @@ class RequestSource(TokenSource):
         return order.to(self.hidden.device), after.gather(1, order).to(self.hidden.device)
 
     def _check_whole(self, what: str) -> None:
-        if not self.whole:
+        if not self.is_whole_prompt:
             raise TokenPruneError(
                 f"it reads {what} and says that its choice does not depend on the question: its property query_aware "
                 "has to be True"
             )
 
 
-def segments_of(
+def build_segments(
     places: Sequence[Sequence[int]],
     ordinals: Sequence[int],
     modalities: Sequence[str],
@@ -107,7 +107,7 @@ def choose(method: Pruner, segments: Segments, keep: list[int], seen: RequestSou
         selection = method.select(VisualTokens(segments, keep, seen))
     if selection.assign is not None:
         raise TokenPruneError("it merges tokens, and they can only be dropped here")
-    stays = exact_keep(selection, segments, method, keep)
+    stays = check_keep(selection, segments, method, keep)
     return stays if last is None else keep_row_ends(Selection(stays), segments, keep, [(0, last)]).keep
 
 
@@ -140,5 +140,5 @@ def rehearse(
     entered = LayerInput(like(*hidden.shape))
     seen = RequestSource(hidden, method.needs, norm, observed, method.query_aware, visual, entered)
     ordinals = list(range(len(places)))
-    segments = segments_of(places, ordinals, ["image"] * len(places), [None] * len(places), hidden.device)
+    segments = build_segments(places, ordinals, ["image"] * len(places), [None] * len(places), hidden.device)
     choose(method, segments, keep, seen)

@@ -42,8 +42,8 @@ def family_of(model_config: Any) -> Family:
     architecture = model_config.architecture
     if architecture not in SERVED:
         raise UnsupportedModelError(
-            f"{KEY} {checks.unserved_family(architecture)}. Leave the {KEY} setting out to serve the model unchanged "
-            "(docs/serving/start.md lists the served models)."
+            f"{KEY} {checks.describe_unserved_family(architecture)}. Leave the {KEY} setting out to serve the model "
+            "unchanged (docs/serving/start.md lists the served models)."
         )
     return SERVED[architecture]
 

@@ -28,7 +28,7 @@ REQUEST = "request"  # label in metrics for a setting that a request wrote itsel
 
 def check_method(method: Method, in_llm: bool = False) -> None:
     """Raise OptionError if vLLM cannot serve this method, saying what to use instead."""
-    if reason := checks.unserved(method, in_llm) or _failure(method, in_llm):
+    if reason := checks.find_unserved_reason(method, in_llm) or _failure(method, in_llm):
         raise OptionError(reason)
 
 
@@ -41,7 +41,7 @@ def servable(in_llm: bool = False) -> list[str]:
 @lru_cache(maxsize=1024)
 def _is_served(cls: type[Method], in_llm: bool) -> bool:
     method = cls()
-    return not (checks.unserved(method, in_llm) or _failure(method, in_llm))
+    return not (checks.find_unserved_reason(method, in_llm) or _failure(method, in_llm))
 
 
 def _failure(method: Any, in_llm: bool) -> str | None:
@@ -54,5 +54,5 @@ def _failure(method: Any, in_llm: bool) -> str | None:
     try:
         (inside if in_llm else before_llm).probe(method)
     except TokenPruneError as error:
-        return checks.refusal(method, str(error), in_llm)
+        return checks.format_refusal(method, str(error), in_llm)
     return None

@@ -16,8 +16,8 @@ import torch
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
-from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, newline_number, numbered
-from tokenprune.integrations.shared.towers.tile_goals import Goal, goals_of, parts_of_tiles
+from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, build_feature_ids, build_newline_id
+from tokenprune.integrations.shared.towers.tile_goals import Goal, build_tile_matcher, compute_tile_goals
 from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.settings.towers import merges_in_tower, served_tower
 from tokenprune.models.families import SERVED, get_config_family
@@ -118,7 +118,7 @@ def pack(cls: Any, config: Any, size: Any, tiles: int, tokens: int, device: torc
     cls: vLLM's class of the model. size: the image's (height, width), a tensor. tiles: how many it came with, padding
     included. tokens: features of a tile.
     """
-    numbers, newline = numbered(tiles, tokens, device), newline_number(device)
+    numbers, newline = build_feature_ids(tiles, tokens, device), build_newline_id(device)
     stand_in = SimpleNamespace(config=config, image_newline=newline)
     merge = cls._merge_image_patch_embeddings
     more = {"image_newline": newline} if "image_newline" in merge.__code__.co_varnames else {}
@@ -131,7 +131,7 @@ def goals_of_image(packed: PackedFeatures, tiles: int, left: int, setting: Serve
     method = setting.acting
     assert isinstance(method, EncoderMethod)
     asked = f"{method.name}: keep={json.dumps(setting.keep)}"
-    return goals_of(packed, packed.images[0], tiles, left, served_tower(method, config).blocks_read, asked)
+    return compute_tile_goals(packed, packed.images[0], tiles, left, served_tower(method, config).blocks_read, asked)
 
 
 def check_tiles(setting: ServedSetting, info: Any, item: Any, left: int) -> None:
@@ -144,4 +144,4 @@ def check_tiles(setting: ServedSetting, info: Any, item: Any, left: int) -> None
     tiles = len(item["pixel_values"].data)
     packed = pack(cls, config, item["image_sizes"].data, tiles, tower.patches)
     goals = goals_of_image(packed, tiles, left, setting, config)
-    parts_of_tiles(goals, tower, partial(method.plan, Budget.from_number(setting.keep)))
+    build_tile_matcher(goals, tower, partial(method.plan, Budget.from_number(setting.keep)))

@@ -12,9 +12,13 @@ from typing import Any
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
-from tokenprune.integrations.shared.towers.patch_grid import patches_of
+from tokenprune.integrations.shared.towers.patch_grid import count_patches
 from tokenprune.integrations.shared.towers.squares import Squares
-from tokenprune.integrations.shared.towers.tower_scores import block_index, read_block, without_tower
+from tokenprune.integrations.shared.towers.tower_scores import (
+    find_block_index,
+    find_last_read_block,
+    find_options_without_tower,
+)
 from tokenprune.models.families import TOWERS, TowerRow, get_config_family, get_family, get_tower, get_tower_type
 from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection.method import Method, Pruner
@@ -93,7 +97,7 @@ def check_tower(setting: Any, model_config: Any) -> None:
 def check_whole(method: Method, model_config: Any) -> None:
     """Raise UnsupportedSetupError if a call's images are not all encoded on each device."""
     if model_config.multimodal_config.mm_encoder_tp_mode == "data":
-        options = without_tower(method, json.dumps) if isinstance(method, Pruner) else ""
+        options = find_options_without_tower(method, json.dumps) if isinstance(method, Pruner) else ""
         less = f", or {method.name} with {options}" if options else ""
         raise UnsupportedSetupError(
             f'{method.name} reads the vision tower, whose images --mm-encoder-tp-mode "data" spreads over devices. '
@@ -104,9 +108,9 @@ def check_whole(method: Method, model_config: Any) -> None:
 
 def _check_blocks(method: Pruner, config: Any) -> None:
     depth = depth_of(config.vision_config)
-    read = read_block(config, depth)
+    read = find_last_read_block(config, depth)
     for layer in method.encoder_layers:
-        if block_index(method, layer, depth, config) > read:
+        if find_block_index(method, layer, depth, config) > read:
             raise OptionError(
                 f"{method.name}: the model reads the vision tower's blocks up to number {read}, and vLLM does not run "
                 f"block {layer}"
@@ -135,10 +139,10 @@ def served_tower(method: TowerMethod, config: Any) -> ServedTower:
     if packs(config):
         return ServedTower(1, 0, depth, depth, claimed=claimed)  # how many units, only the image shows
     protected = row_of(config).class_tokens
-    tokens, read, units = patches_of(vision) + protected, read_block(config, depth) + 1, units_of(config)
+    tokens, read, units = count_patches(vision) + protected, find_last_read_block(config, depth) + 1, units_of(config)
     if units is None:
         return ServedTower(tokens, protected, depth, read, claimed=claimed)
-    return ServedTower(units.count(tokens), 0, depth, read, unit=units.size, claimed=claimed)
+    return ServedTower(units.count_units(tokens), 0, depth, read, unit=units.size, claimed=claimed)
 
 
 def units_of(config: Any) -> Squares | None:

@@ -34,7 +34,7 @@ SMALLEST = 64  # tokens; there is little to choose in smaller images
 _TEXT = 16  # tokens of a made-up prompt on either side of its image
 
 
-def lengths(largest: int) -> Iterator[int]:
+def list_lengths(largest: int) -> Iterator[int]:
     """Yield the numbers of tokens to run, up to `largest`."""
     sizes = {largest, largest - 1, largest // 16 * 16}
     for power in range(int(math.log2(SMALLEST)), max(largest, 1).bit_length()):
@@ -43,7 +43,7 @@ def lengths(largest: int) -> Iterator[int]:
     yield from sorted(size for size in sizes if 0 < size <= largest)
 
 
-def grid_of(count: int) -> tuple[int, int, int]:
+def find_square_grid(count: int) -> tuple[int, int, int]:
     """Return an image's grid of `count` tokens (frames, height, width), as near to a square as it gets."""
     height = next(one for one in range(math.isqrt(count), 0, -1) if count % one == 0)
     return 1, height, count // height
@@ -76,7 +76,9 @@ def warm_up(
         method: Any = setting.method
         # In the language model an image is no longer than a prompt.
         longest = max(largest.values(), default=0)
-        for count in lengths(min(longest, vllm_config.model_config.max_model_len - 1) if setting.in_llm else longest):
+        for count in list_lengths(
+            min(longest, vllm_config.model_config.max_model_len - 1) if setting.in_llm else longest
+        ):
             try:
                 with torch.no_grad():
                     _run(model, vllm_config, device, setting, method, count)
@@ -132,12 +134,12 @@ def _run(
         return
     encoded = None
     if reads_tower(method):
-        encoded = before_llm.in_rows(model.tokenprune_tower.rehearse(method, count, device, dtype), [count])
+        encoded = before_llm.build_tile_values(model.tokenprune_tower.rehearse(method, count, device, dtype), [count])
     rows = normal(count, width, generator=generator).to(device, dtype)
-    before_llm.rehearse(method, rows, [count], keep, grid_of(count), model.tokenprune_norm, encoded)
+    before_llm.rehearse(method, rows, [count], keep, find_square_grid(count), model.tokenprune_norm, encoded)
 
 
-def before_ready(worker: Any) -> None:
+def wrap_warm_up(worker: Any) -> None:
     """Make workers of this class warm up the choice where they warm up the rest. worker: vLLM's class."""
     wrap(worker, "compile_or_warm_up_model", _warming_up)
 
@@ -150,7 +152,7 @@ def _warming_up(original: Any) -> Any:
     return compile_or_warm_up_model
 
 
-def answer_reloads(worker: Any) -> None:
+def add_reload_method(worker: Any) -> None:
     """Give workers of this class the method that a reload calls. worker: vLLM's base class of workers."""
     setattr(worker, WARM_UP, _warm_up_profiles)
 
