@@ -112,7 +112,7 @@ def test_frames_keep_what_is_listed(name: str, method: str, build: Any) -> None:
     want = [2, 1, 4, 2, last]
     assert of_frames(inputs, stats.cuts[0].kept) == [want, None, want]
     assert images_kept(inputs, stats.cuts[0].kept) == [1, 1, 1]
-    assert stats.notes == [f"images keep all tokens: {budget} is for videos"]
+    assert stats.notes == [f"Images keep all tokens, because {budget} is for videos."]
 
 
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
@@ -262,7 +262,7 @@ def test_a_method_that_compares_frames_spends_one_budget(build: Any) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(rows=1, video=5)
     for budget in (Budget.by_frame([4] * 5), Budget.by_frame_weights(0.5, [1] * 5)):
-        with pytest.raises(BudgetError, match=r"say keep= or Budget.per_second\(...\) alone"):
+        with pytest.raises(BudgetError, match=r"Use either keep= or Budget.per_second\(...\)"):
             tokenprune.patch(model, "evs", keep=budget)
     with tokenprune.patched(model, "evs", keep=Budget.per_second(4), record=True), torch.no_grad():
         model(**inputs)

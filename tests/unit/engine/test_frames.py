@@ -160,7 +160,7 @@ def test_frames_are_not_known_where_tokens_are_gone(build: Callable[..., Any]) -
     (tokens,) = later.seen
     assert tokens.segments.frames == [None, [tokens.counts[1]]]
     for first in ("uniform", "tome"):
-        with pytest.raises(OptionError, match=f"{first} removes some of them before"):
+        with pytest.raises(OptionError, match=f"{first} drops some of the tokens before"):
             tokenprune.patch(model, [first, Inside()], keep=0.5)
     assert not tokenprune.is_patched(model)
     with tokenprune.patched(model, ["uniform", Inside()], keep=[1.0, 0.5]):

@@ -305,5 +305,5 @@ def test_frames_are_whole_after_it(build) -> None:
     with tokenprune.patched(model, [tokenprune.method("ipcv", layer=1), "prunevid"], keep=0.5, record=True):
         model(**inputs)
         assert {cut.method for cut in tokenprune.stats(model).cuts} == {"prunevid"}
-    with pytest.raises(OptionError, match="removes some of them before"):
+    with pytest.raises(OptionError, match="drops some of the tokens before"):
         tokenprune.patch(model, ["towerdrop", "prunevid"], keep=0.5)

@@ -2,8 +2,8 @@
 """Keep drafts out of the forward that reads a prompt.
 
 Assisted generation (an assistant model, prompt lookup) drafts tokens before the prompt is read, and passes both to the
-model together. Methods would then rank by a drafted token, and budgets and statistics would count it. Therefore the first
-call of `generate` drafts no tokens, which costs one forward of one token and keeps the answer equal.
+model together. Methods would then rank by a drafted token, and budgets and statistics would count it. Therefore the
+first call of `generate` drafts no tokens, which costs one forward of one token and keeps the answer equal.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Drafts(Part):
             call.notes.append(drafts)
         if self.unknown:
             call.notes.append(
-                f"With assisted generation, drafts count as the end of the prompt, because this version of transformers "
+                "With assisted generation, drafts count as the end of the prompt, because this version of transformers "
                 f"has no GenerationMixin.{_MAKES_DRAFTS}."
             )
 

@@ -19,7 +19,7 @@ from tokenprune.integrations.shared.attachable import get_hidden_states
 
 
 class StaticSteps(Part):
-    """Replaces each layer's mask in steps with a reduced static cache. The hooks are added with the first such cache."""
+    """Replaces each layer's mask in steps with a reduced static cache. The first static cache adds the hooks."""
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()

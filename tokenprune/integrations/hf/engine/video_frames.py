@@ -67,7 +67,7 @@ class VideoFrames(Part):
             count = call.state.segments.counts[unknown[0]]
             raise UnsupportedSetupError(
                 f"{self.names[0]} compares the frames of a video, and the frames of a {self.family!r} video with "
-                f'{count} tokens are not known. Pass its pixels to the patched model, or use a method such as "divprune".'
+                f'{count} tokens are unknown. Pass its pixels to the patched model, or use a method such as "divprune".'
             )
         if any(images):
             for name in self.names:

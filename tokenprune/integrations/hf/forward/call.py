@@ -95,7 +95,7 @@ class Call:
     # -- the prompt
 
     def padding(self, length: int) -> Tensor | None:
-        """bool `[B, length]`, True at padding among the call's tokens, or None if the caller passed no mask."""
+        """Return the padding mask of the call's tokens, shape (batch, length), bool, or None without a mask."""
         return self.cached.padding(self.arguments.get("attention_mask"), length)
 
     # -- the cache
@@ -140,7 +140,9 @@ class Call:
     def group(self, layer: int, functions: MaskFunctions | None = None) -> LayerInputs:
         """Return the inputs of the layers from `layer` on, for the tokens of the current layout.
 
-        functions: Build the decoder's masks. Later groups use the functions of the first group.
+        Args:
+            layer: Index of the first layer.
+            functions: Functions that build the decoder's masks. Later groups use those of the first group.
         """
         start, cached = self.groups[0] if self.groups else None, self.cached
         functions = functions if start is None else start.functions
@@ -162,9 +164,11 @@ _MODULE_CALL = torch.nn.Module.__call__.__code__.co_filename
 class _Entry:
     """A call on the stack of a thread.
 
-    frame: The base module's call, which runs as long as `call` is active.
-    stack: All entries of the thread for the same engine, the innermost last.
-    thread: Dead once the thread has ended.
+    Attributes:
+        call: The call.
+        frame: Frame of the base module's call, which runs while `call` is active.
+        stack: All entries of the thread for the same engine, the innermost last.
+        thread: Reference that is dead after the thread has ended.
     """
 
     call: Call
@@ -174,7 +178,7 @@ class _Entry:
 
 
 class _Marker:
-    """An object that lives as long as a thread."""
+    """An object with the lifetime of a thread."""
 
 
 class _ThreadCalls(threading.local):
@@ -193,8 +197,9 @@ class CallStack:
     `always_call` hooks after a BaseException and while compiling or exporting. Whatever enters the model therefore asks
     `running`, which drops calls whose frame is no longer on the stack. A copy of the model starts with an empty stack.
 
-    active: The calls of all threads. Compiled code reads whether the list is empty, and nothing else.
-    at_layers: The active calls that may act at a decoder layer. While it is empty, a graph continues across layers.
+    Attributes:
+        active: The calls of all threads. Compiled code only reads whether the list is empty.
+        at_layers: The active calls that may act at a decoder layer. While it is empty, a graph continues across layers.
     """
 
     def __init__(self) -> None:
@@ -254,12 +259,12 @@ class CallStack:
 
     def _drop(self, entry: _Entry) -> None:
         # Other threads change these lists too: each removal is a single step.
-        places: list[tuple[list[Any], Any]] = [
+        memberships: list[tuple[list[Any], Any]] = [
             (entry.stack, entry),
             (self.active, entry),
             (self.at_layers, entry.call),
         ]
-        for entries, item in places:
+        for entries, item in memberships:
             with suppress(ValueError):
                 entries.remove(item)
 

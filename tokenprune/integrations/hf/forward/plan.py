@@ -147,14 +147,14 @@ class Plan:
         return Stage(step, arrived, requested, kept)
 
     def with_steps(self, steps: Iterable[Step]) -> Plan:
-        """Return the plan with `steps` after its own."""
+        """Return the plan with more steps at the end."""
         plan = self
         for step in steps:
             plan = replace(plan, stages=(*plan.stages, plan.plan_step(step, plan.kept)))
         return plan
 
     def with_floor(self, floor: Floor) -> Plan:
-        """Return the plan of the same steps with one more floor, the last that is asked."""
+        """Return the plan of the same steps with an additional floor, which is applied last."""
         return replace(self, floors=(*self.floors, floor), stages=()).with_steps(stage.step for stage in self.stages)
 
 
@@ -166,9 +166,14 @@ def limit_budget(method: Method, count: int, requested: int) -> int:
 def plan_cuts(
     steps: Iterable[Step], shape: DecoderShape, segments: Segments, arrived: list[int], tokens: list[int]
 ) -> Plan:
-    """Return what `steps`, in order, do in a call with `segments`.
+    """Plan the cuts of a call.
 
-    arrived: how many tokens of each segment reach the first of them. tokens: of each row, padding left out.
+    Args:
+        steps: The steps, in order.
+        shape: Shape of the decoder.
+        segments: Segments of the prompt.
+        arrived: Tokens of each segment that reach the first step.
+        tokens: Tokens of each row, without padding.
     """
     text = list(tokens)
     for row, count in zip(segments.row, segments.counts, strict=True):
@@ -226,17 +231,17 @@ class Planner:
             runs = partial(self._runs_of_row, prompt.input_ids)
         elif family.square == "runs":
             notes.append(
-                "the prompt came as embeddings, which do not tell which tiles make up an image: each tile counts as one"
+                "The prompt consists of embeddings, so its tiles are not grouped into images. Each tile is an image."
             )
-        tempo = VideoTiming.from_arguments(arguments, self.config) if self._has_video_budget else None
-        # Tensors are freed, and given away again, in the order of one stream.
+        timing = VideoTiming.from_arguments(arguments, self.config) if self._has_video_budget else None
+        # The key has the stream, because memory of cached tensors is reused in the order of one stream.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        key = (prompt, build_encoding_key(outputs), device, stream, *(tempo.seconds if tempo else ()))
+        key = (prompt, build_encoding_key(outputs), device, stream, *(timing.seconds if timing else ()))
         find = partial(find_segments, prompt.placeholders, outputs, self.per, device, family.step_within_image, runs)
-        segments = self._segments.get(key, partial(find, self._image_grid, family.after_video, tempo))
+        segments = self._segments.get(key, partial(find, self._image_grid, family.after_video, timing))
         if segments is not None and self._has_video_budget and "image" in segments.modality:
             budgets = [step.budget for step in self.steps if step.budget.video and step.budget.keep is None]
-            notes += [f"images keep all tokens: {budget} is for videos" for budget in budgets]
+            notes += [f"Images keep all tokens, because {budget} is for videos." for budget in budgets]
         return segments, notes
 
     def plan(self, segments: Segments, prompt: PromptInfo, counts: list[int]) -> Plan:

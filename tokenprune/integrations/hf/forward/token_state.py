@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a call's tokens at the current decoder layer."""
+"""State of a call's tokens at the current decoder layer, and their layout in the compacted batch."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ _RIGHT_ENDS = FIFOCache()
 
 @dataclass(frozen=True)
 class Layout:
-    """W slots per row, filled with the tokens of this call that remain, at the right end, in their order.
+    """Slots of a compacted batch. Each row holds the kept tokens at its right end, in their order.
 
-    index: long `[B, W]`, position of each slot's token in the call's full sequence. Rows that keep fewer tokens than
-           the widest row are filled on the left with (distinct) removed tokens, which `valid` marks.
-    valid: bool `[B, W]`, or None when all slots are valid (known without asking the device).
-    length: tokens of the call's full sequence, padding among them. counts: tokens of each row that remain, padding left
-           out, on the host. Padding stays until the first cut, and goes with it.
-    width: W. whole: True if all of the call's tokens are still there, in their own slots.
+    Attributes:
+        index: Index of each slot's token in the full sequence of the call, shape (batch, width), int64. Shorter rows
+            are filled on the left with distinct dropped tokens.
+        valid: False for these filler slots, shape (batch, width), bool. None if there are none.
+        length: Length of the full sequence, including padding.
+        tokens_per_row: Number of kept tokens of each row, without padding, on the host. The first cut drops padding.
+        width: Number of slots of a row.
+        is_uncut: Whether no token was dropped.
     """
 
     index: Tensor
@@ -44,12 +46,12 @@ class Layout:
     is_uncut: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        known, width = self.__dict__, self.index.shape[1]  # every layer asks: a property would be a call each time
+        known, width = self.__dict__, self.index.shape[1]  # attributes, because every layer reads them
         known["width"], known["is_uncut"] = width, width == self.length and self.valid is None
 
     @staticmethod
     def build_uncut(batch: int, length: int, device: torch.device, counts: list[int] | None = None) -> Layout:
-        """Return the layout of a call from which nothing left. counts: see the class; None: all tokens."""
+        """Build the layout of a call before any cut. counts: Tokens of each row without padding, or None for all."""
         index = torch.arange(length, device=device).expand(batch, length)
         return Layout(index, None, length, [length] * batch if counts is None else counts)
 
@@ -61,7 +63,7 @@ class Layout:
 
     @cached_property
     def slot_index(self) -> Tensor:
-        """long `[B, length]`: the slot that holds each position, filler included; -1 if there is none."""
+        """Slot of each token of the full sequence, fillers included, shape (batch, length), int64, -1 if dropped."""
         if self.is_uncut:
             return self.index
         slots = torch.arange(self.width, device=self.index.device).expand_as(self.index)
@@ -71,7 +73,7 @@ class Layout:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """long `[B, length]`: the slot of each position, -1 if it is gone."""
+        """Slot of each token of the full sequence without fillers, shape (batch, length), int64, -1 if dropped."""
         if self.valid is None:
             return self.slot_index
         slots = self.slot_index
@@ -79,32 +81,37 @@ class Layout:
 
     @cached_property
     def empty(self) -> Tensor:
-        """bool `[B, W]`: the slots that are not valid."""
+        """True for filler slots, shape (batch, width), bool."""
         return self.index < 0 if self.valid is None else ~self.valid
 
-    def cut(self, gone: Tensor, kept_per_row: list[int]) -> tuple[Layout, Tensor]:
-        """Return the layout after a cut, and the slots (long `[B, W']`) of this layout that make it up.
+    def cut(self, dropped: Tensor, kept_per_row: list[int]) -> tuple[Layout, Tensor]:
+        """Drop slots.
 
-        gone: bool `[B, W]`; kept_per_row: how many of each row are not, known on the host.
+        Args:
+            dropped: Mask of dropped slots, shape (batch, width), bool.
+            kept_per_row: Number of kept slots of each row, on the host.
+
+        Returns:
+            The layout after the cut, and its slots in this layout, shape (batch, new width), int64.
         """
-        width = max(1, *kept_per_row)  # at least one slot: no layer takes an empty sequence
+        width = max(1, *kept_per_row)  # at least one slot, because layers do not support empty sequences
         # A stable sort of (kept, position) puts the kept tokens at the right end in their old order.
-        slots = compact.partition(gone)[:, -width:]
+        slots = compact.partition(dropped)[:, -width:]
         valid = None
-        if min(kept_per_row) < width:  # they stand at the right end
-            device = gone.device
+        if min(kept_per_row) < width:  # fillers are on the left
+            device = dropped.device
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
             valid = _RIGHT_ENDS.get((device, stream, *kept_per_row), lambda: _right_ends(kept_per_row, device))
         return Layout(slots if self.is_uncut else self.index.gather(1, slots), valid, self.length, kept_per_row), slots
 
     def scatter_back(self, x: Tensor) -> Tensor:
-        """`[B, W, D]` -> `[B, length, D]`, zeros where tokens are gone."""
+        """Scatter values to the full sequence, shape (batch, length, channels). Dropped tokens are zero."""
         if self.valid is not None:
             x = x.masked_fill(self.empty.unsqueeze(-1), 0)
         return x.new_zeros(x.shape[0], self.length, x.shape[2]).scatter(1, self.index.unsqueeze(-1).expand_as(x), x)
 
     def positions(self) -> Tensor:
-        """long `[B, W]`: like `index`, but -1 for slots that are not valid."""
+        """Return `index` with -1 for filler slots."""
         return self.index if self.valid is None else self.index.masked_fill(self.empty, -1)
 
 
@@ -233,21 +240,26 @@ def _scatter(mask: Tensor, flat_indices: Tensor, shape: torch.Size, values: Tens
 
 
 def _right_ends(counts: list[int], device: torch.device) -> Tensor:
-    """Return bool `[B, W]`, True at as many slots as `counts` says, the last of each row; W is the most, at least 1."""
+    """Return a mask that is True for the last `counts[row]` slots of each row, shape (batch, largest count or 1)."""
     first = torch.tensor([max(1, *counts) - count for count in counts], device="cpu")
     return to_device(torch.arange(max(1, *counts), device="cpu") >= first[:, None], device)
 
 
 def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Gather tokens along `dim`, row by row; see `kernels.compact.gather_tokens`."""
+    """Gather tokens along `dim` in each row. See `kernels.compact.gather_tokens`."""
     return compact.gather_tokens(x, index.to(x.device), dim)  # a model may be spread over devices
 
 
 def gather_token_mask(mask: Tensor | None, rows: Tensor, valid: Tensor | None) -> Tensor | None:
-    """Return the mask of the tokens that remain, bool or int `[B, Q']`, where it tells of tokens alone (None = all).
+    """Gather a 2-D token mask.
 
-    mask: the same before, `[B, Q]`. rows: long `[B, Q']`, which tokens remain. valid: bool `[B, Q']`, which of these
-    are no empty slots (None = all).
+    Args:
+        mask: Mask, shape (batch, length), bool or int, or None for all tokens.
+        rows: Indices of the kept tokens, shape (batch, width), int64.
+        valid: False for empty slots, shape (batch, width), bool, or None without empty slots.
+
+    Returns:
+        The mask of the kept tokens, shape (batch, width), or None for all tokens.
     """
     if mask is None:
         return valid

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Match what was learnt of images when they were encoded with the prompt that they stand in.
+"""Match encoded images with the placeholders of a prompt.
 
-For beams and samples `generate` repeats each row after its images were encoded, copies side by side. The features
-follow, what travels beside them on the encoder's output does not: it tells of the images of the first copies.
+For beams and samples `generate` repeats each row after its images were encoded, in adjacent copies. It repeats the
+features, but not the record on the encoder's output, which describes the images of the first copies.
 """
 
 from __future__ import annotations
@@ -21,23 +21,31 @@ from tokenprune.integrations.hf.sequence.record import get_record, list_features
 
 
 def index_placeholders(modality: str, mask: Tensor, count: int) -> Tensor:
-    """long `[B, L]`: for each placeholder the number of its feature, of `count` that were encoded; -1 elsewhere.
+    """Return the index of each placeholder's feature.
 
-    mask: bool `[B, L]` of the placeholders, on the host, like the result. Raises UnsupportedSetupError where the two
-    cannot be matched.
+    Args:
+        modality: "image" or "video", for the error.
+        mask: Placeholder mask, shape (batch, length), bool, on the host.
+        count: Number of encoded features.
+
+    Returns:
+        Indices, shape (batch, length), int64, on the host, -1 at other tokens.
+
+    Raises:
+        UnsupportedSetupError: If placeholders and features do not match.
     """
-    found = int(mask.sum())
-    copies = max(1, found // count)
-    own = mask[::copies]
-    numbers = torch.full(own.shape, -1, device="cpu")
-    numbers[own] = torch.arange(int(own.sum()), device="cpu")
-    numbers = numbers.repeat_interleave(copies, 0)
-    if found != copies * count or not torch.equal(numbers >= 0, mask):
+    num_placeholders = int(mask.sum())
+    copies = max(1, num_placeholders // count)
+    mask_of_prompts = mask[::copies]
+    index = torch.full(mask_of_prompts.shape, -1, device="cpu")
+    index[mask_of_prompts] = torch.arange(int(mask_of_prompts.sum()), device="cpu")
+    index = index.repeat_interleave(copies, 0)
+    if num_placeholders != copies * count or not torch.equal(index >= 0, mask):
         raise UnsupportedSetupError(
-            f"the prompt holds {found} {modality} placeholders, but the vision tower's patches make {count} "
-            "tokens: the two cannot be matched"
+            f"The prompt has {num_placeholders} {modality} placeholders, but the vision tower's patches form {count} "
+            "tokens. Pass one image per image of the prompt."
         )
-    return numbers
+    return index
 
 
 def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, Any]) -> None:
@@ -61,7 +69,7 @@ def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, 
         row_ends = list(accumulate(counts))
         image_ends = list(accumulate(math.prod(feature.shape[:-1]) for feature in features))
         if not image_ends or image_ends[-1] != row_ends[-1]:
-            continue  # An older LLaVA-OneVision adds newlines to the features of videos after encoding.
+            continue  # older versions of LLaVA-OneVision add newlines to the features of videos after encoding
         boundaries = {0, *image_ends}
         wrong_row = next((row for row, end in enumerate(row_ends) if end not in boundaries), None)
         copies, remainder = divmod(len(features), get_record(output).num_encoded or len(features))
@@ -78,10 +86,10 @@ def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, 
 def _first_different_copy(
     features: Sequence[Tensor], copies: int, row_ends: Sequence[int], image_ends: Sequence[int]
 ) -> int | None:
-    """Return the first row with other images than the row that it is a copy of.
+    """Return the first row whose images differ from the row that it is a copy of.
 
-    `generate` puts the same tensor into the list of features for each copy, so identity tells images apart. Features
-    that were moved to another device since are new tensors, and tell nothing.
+    `generate` lists the same tensor for each copy, so images are compared by identity. Return None if the features were
+    moved to another device, which creates new tensors.
     """
     identities = [id(feature) for feature in features]
     if len(row_ends) % copies or len(set(identities)) > len(features) // copies:
