@@ -34,7 +34,7 @@ logger = logging.getLogger("tokenprune")
 
 # Extra arguments of a decoder that `check_arguments` skips.
 _SKIPPED = {"input_ids"}
-# Kinds of cache layers from which tokens can be dropped. Quantized layers are supported, too.
+# Cache layers that support dropping tokens. Quantized layers support it, too.
 _KNOWN_LAYERS = {
     cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.StaticLayer,
     cache_utils.StaticSlidingWindowLayer, compat.LINEAR_LAYER, compat.EMPTY_LAYER,
@@ -124,9 +124,9 @@ class CallCheck(Part):
 
 
 class ChunkedPrefillCheck(Part):
-    """Raises UnsupportedSetupError if `generate` encodes images and passes only a part of them to the prompt's forward.
+    """Raises UnsupportedSetupError if `generate` encodes images and does not pass all features to the prompt's forward.
 
-    With `prefill_chunk_size`, transformers 5.19 silently passes no images, and 5.23 passes the features of each chunk.
+    With `prefill_chunk_size`, transformers 5.19 silently drops the images, and 5.23 passes the features of each chunk.
     Methods select from complete images.
     """
 

@@ -90,12 +90,12 @@ def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Decode
     if inputs.cache is None and (adapter.text_config.use_cache if use_cache is None else use_cache):
         cache = DynamicCache(config=adapter.text_config)
         inputs = DecoderInputs(inputs.embeds, inputs.mask, inputs.positions, cache, inputs.extras, inputs.names)
-        call.cached.cache = cache  # it is empty, so nothing else of the view changes
+        call.cached.cache = cache  # an empty cache changes only this attribute of the view
     return inputs, functions
 
 
 def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> MaskFunctions | None:
-    """Return the functions from which the decoder builds its masks.
+    """Return the functions that build the decoder's masks.
 
     None if the masks exist already, if a static cache has slots for later tokens, or if attention takes no masks of
     query-key pairs.
@@ -295,7 +295,7 @@ class DecoderSource(TokenSource):
         order, row = partition(text)[:, :width], segments.row_index.squeeze(1)
         last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
         order, mask = order[row], text.gather(1, order)[row] & (order[row] > last)
-        # Dropped visual tokens have no slot, so padding points at a kept token.
+        # Padding points at a kept token, because dropped tokens lack a slot.
         return torch.where(mask, order, segments.position[:, :1]), mask
 
     def get_last_slot(self) -> Tensor:

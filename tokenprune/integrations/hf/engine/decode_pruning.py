@@ -82,7 +82,7 @@ class DecodePruning(Part):
 
 
 def get_step_state(call: Call, method: Method) -> DecodeState | None:
-    """Return the state of `method` if the call is a decoding step, in which it selects tokens. Otherwise None."""
+    """Return the state of `method` if it selects tokens in this call (a decoding step), otherwise None."""
     decode = _state(call)
     # A cache that was filled under another patch is left unchanged.
     return decode if decode is not None and call.state.layout.length == 1 and method == decode.method else None
@@ -97,7 +97,7 @@ def _state(call: Call) -> DecodeState | None:
 def _decide(call: Call, state: DecodeState, observed: Observations) -> None:
     """Select visual tokens at the input of the cut's layer, before this layer and later layers run."""
     start, cached = time.perf_counter(), call.cached
-    row = _row(call, observed, torch.zeros_like(call.state.layout.index), call.past + 1)  # the one token of the call
+    row = _row(call, observed, torch.zeros_like(call.state.layout.index), call.past + 1)  # the call has a single token
     observed.pop(ObservedAt.LAYER_BEFORE, None)  # frees the keys that may be evicted now
     changed = state.decide(row, call.past)
     if changed and state.method.mode == "evict" and cached.reduction is not None:
@@ -147,7 +147,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     is_real = torch.ones_like(types, dtype=torch.bool)
     if (padding := call.padding(types.shape[1])) is not None:
         is_real[:, -padding.shape[1] :] = ~padding.to(is_real.device)
-    # These counts are on the host, so nothing waits for the device.
+    # These counts are on the host, so the host does not wait for the device.
     num_visual, count = _per_row(before, batch), _per_row(call.state.segments, batch)
     start = count
     if previous is not None:
@@ -158,7 +158,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
         stats=call.trace.stats,
         record=record,
         types=types,
-        real=is_real,
+        is_real=is_real,
         position=position,
         available=available,
         kept=kept,
@@ -218,7 +218,7 @@ def _evict(cache: Any, reduction: Reduction, state: DecodeState) -> None:
             holders = [layer for layer in cache.layers[first : ends[index]] if count_slots(layer)]
             groups.append((index, (slots >= 0) & ~state.pruned_mask(slots), holders))
     # A sliding layer holds only the last slots. If the new slots of a short row reach back to a slot that the layer has
-    # lost, another slot takes its place. It is older than the window, so the window masks it.
+    # lost, another slot replaces it. It is older than the window, so the window masks it.
     last = {
         (index, num_slots): kept[:, kept.shape[1] - num_slots :]
         for index, kept, layers in groups

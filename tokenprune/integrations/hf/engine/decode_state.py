@@ -27,7 +27,7 @@ class DecodeState:
         stats: Statistics of the prefill. Decoding steps add to them.
         record: Whether the statistics keep a record of each cut.
         types: `TokenType` of each position of the prompt, shape (batch, prompt), int64.
-        real: False at padding, shape (batch, prompt), bool.
+        is_real: False at padding, shape (batch, prompt), bool.
         position: Logical position of each visual token, shape (batch, tokens), int64, padded with -1.
         available: Visual tokens whose keys the layers after the cut hold, shape (batch, tokens), bool.
         kept: Visual tokens that these layers attend to, shape (batch, tokens), bool.
@@ -43,7 +43,7 @@ class DecodeState:
     stats: Stats
     record: bool
     types: Tensor
-    real: Tensor
+    is_real: Tensor
     position: Tensor
     available: Tensor
     kept: Tensor
@@ -143,7 +143,7 @@ class DecodeState:
 
     def _alive(self) -> Tensor:
         """Return the mask of the prompt's tokens that are kept, shape (batch, prompt), bool."""
-        alive = self.real & (self.types != TokenType.IMG)
+        alive = self.is_real & (self.types != TokenType.IMG)
         alive = torch.cat([alive, alive.new_zeros(alive.shape[0], 1)], dim=1)
         alive.scatter_(1, torch.where(self.kept, self.position, self.prompt), True)
         return alive[:, :-1]

@@ -59,7 +59,7 @@ class Drafts(Part):
         if self.unknown:
             call.notes.append(
                 "With assisted generation, drafts count as the end of the prompt, because this version of transformers "
-                f"has no GenerationMixin.{_MAKES_DRAFTS}."
+                f"lacks GenerationMixin.{_MAKES_DRAFTS}."
             )
 
     def _generator(self, original: Callable[..., CandidateGenerator], *args: Any, **kwargs: Any) -> CandidateGenerator:

@@ -59,7 +59,7 @@ class Engine(Attachable):
     Args:
         adapter: Adapter of the model.
         steps: The cuts.
-        parts: All other parts of the patch, in the order in which they are called.
+        parts: All other parts of the patch, in the order of their calls.
         record: Whether the statistics keep a record of each cut.
         reading: Names of the methods that read values of the prompt or of features in a forward. Empty if the patch
             does not change the forward.
@@ -250,9 +250,9 @@ class Engine(Attachable):
         """Prepare a call with missing tokens, and make its cuts at the decoder's entry.
 
         Args:
-            call: A call with a reduced cache, or with cuts of its own.
+            call: A call with a reduced cache or with cuts.
             inputs: Inputs of the decoder.
-            cutting: Whether the call has cuts of its own.
+            cutting: Whether the call has cuts.
 
         Returns:
             The inputs for the kept tokens.
@@ -309,7 +309,7 @@ class Engine(Attachable):
     def _before_layer(
         self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict] | None:
-        """Change the arguments of a layer. Most layers of a call need no change."""
+        """Change the arguments of a layer. Most layers of a call take their arguments unchanged."""
         if not self.calls.at_layers:
             return None
         call = self.calls.current()

@@ -33,7 +33,7 @@ class PackedCalls(Part):
         return None
 
     def _split(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], RestoreOutput] | None:
-        """Return arguments in which each sample is a row, or None if each row is one sample.
+        """Return arguments with one row per sample, or None if each row is one sample.
 
         Raises:
             UnsupportedSetupError: If an argument does not work with rows of several samples.

@@ -118,7 +118,7 @@ class Call:
 
     @property
     def cuts(self) -> frozenset[int]:
-        """The layers at whose input a method may select tokens."""
+        """Layers with a cut at their input."""
         return frozenset() if self.plan is None else self.plan.cuts
 
     def cuts_at(self, layer: int) -> bool:
@@ -127,7 +127,7 @@ class Call:
 
     @cached_property
     def starts(self) -> frozenset[int]:
-        """The layers at which the tokens in the cache change."""
+        """Layers that start a group of cached tokens."""
         reduction = self.cached.reduction
         return frozenset() if reduction is None else frozenset([first for first, _ in reduction.slots])
 
@@ -142,7 +142,7 @@ class Call:
 
         Args:
             layer: Index of the first layer.
-            functions: Functions that build the decoder's masks. Later groups use those of the first group.
+            functions: Functions that build the decoder's masks. Later groups use the first group's functions.
         """
         start, cached = self.groups[0] if self.groups else None, self.cached
         functions = functions if start is None else start.functions
@@ -191,11 +191,11 @@ _thread = _ThreadCalls()
 
 
 class CallStack:
-    """The active calls of one engine. Every thread has a stack of its own.
+    """The active calls of one engine, in one stack per thread.
 
-    A call may end without notice (KeyboardInterrupt, an error during export, a thread that dies), because torch skips
-    `always_call` hooks after a BaseException and while compiling or exporting. Whatever enters the model therefore asks
-    `running`, which drops calls whose frame is no longer on the stack. A copy of the model starts with an empty stack.
+    A forward may end without its last hook: after a KeyboardInterrupt, an error during export, or with its thread.
+    torch skips `always_call` hooks after a BaseException and while compiling or exporting. Every hook therefore calls
+    `running`, which drops calls whose frame has left the stack. A copy of the model starts with an empty stack.
 
     Attributes:
         active: The calls of all threads. Compiled code only reads whether the list is empty.

@@ -35,7 +35,7 @@ class DecoderInputs:
         positions: Position ids, shape (..., batch or 1, length), int64. None if the decoder counts them.
         cache: Key-value cache, or None.
         extras: All other arguments.
-        names: Names of all arguments, including those that are None.
+        names: Names of all arguments, including arguments with the value None.
     """
 
     embeds: Tensor
@@ -119,7 +119,7 @@ class LayerInputs:
         ragged: Whether the keys may have empty slots. The constructor takes the value of the previous group.
         past: Logical length of the cache before the call.
         reduction: Positions that the cache holds, or None if it is complete.
-        start: First group of the call, for which the decoder built masks and positions. None for this group itself.
+        start: First group of the call, whose masks and positions the decoder built. None for this group itself.
         capacity: Capacity of a static cache, or None if the cache grows.
         functions: Functions that build the decoder's masks, or None if they are unknown.
         passes: Whether layers take their arguments unchanged: without a mask, and with a mask.
@@ -159,7 +159,7 @@ class LayerInputs:
             layer: Index of the layer.
             args, kwargs: Arguments of the layer. Only the hidden states are in the group's layout already.
             adapter: Adapter of the model.
-            keys: Columns that the layer attends to, or None if it needs no mask.
+            keys: Columns that the layer attends to, or None if it runs without a mask.
         """
         kwargs = dict(kwargs)
         if "attention_mask" in kwargs or self.ragged:
@@ -234,7 +234,7 @@ class LayerInputs:
     def _build_mask(self, mask: Any, keys: KeySpan, adapter: LayerFacts, dtype: torch.dtype) -> Tensor | None:
         columns = self.visible_keys(keys)
         if isinstance(mask, MaskFunction):
-            # True if a layer sees only the keys of the call's tokens, and none of them is padding.
+            # True if a layer sees only the keys of the call's tokens, without padding.
             known = self.functions is not None and self.functions.no_padding_after_cut
             has_no_padding = known and not self.past and not self.layout.is_uncut
             queries = self.layout.index + self.past if self.past else self.layout.index
@@ -244,7 +244,7 @@ class LayerInputs:
             if self.capacity is None:
                 columns = self._shift_columns(mask, columns)
             else:
-                # Masks of sliding layers have no columns for later tokens.
+                # Masks of sliding layers end before the columns of later tokens.
                 columns = columns.masked_fill(columns >= mask.shape[-1], -1)
             return masks.gather_mask(mask, self.rows, columns)
         positions = self.layout.positions()

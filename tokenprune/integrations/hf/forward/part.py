@@ -56,7 +56,7 @@ class PerCall(WeakKeyDictionary["Call", T]):
 class Part(Attachable):
     """Base class of everything in a patch except the cuts.
 
-    A subclass defines methods for the moments at which it acts. All other moments are None, and are not called.
+    A subclass defines a method for each moment that it uses. All other moments are None, and are not called.
 
     Attributes:
         current: Returns the active `Call` of this thread. The engine sets it before it attaches the part.
@@ -82,7 +82,7 @@ class Part(Attachable):
     before_decoder: Callable[[Call, DecoderInputs], DecoderInputs | None] | None = None
     # Returns the plan of a call with images, or a changed plan: see `Plan.with_floor`.
     on_plan: Callable[[Call, Plan], Plan] | None = None
-    # Adds observations for the method of a step inside the decoder. Called also if the call has no cut there. The last
+    # Adds observations for the method of a step inside the decoder. Called also without a cut there. The last
     # two arguments are the layer's arguments.
     before_cut: Callable[[Call, Step, Observations, tuple, dict[str, Any]], None] | None = None
     # Called after a cut at the input of a layer, and always at the decoder's entry (layer 0). The last argument is the

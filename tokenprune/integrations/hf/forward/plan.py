@@ -58,7 +58,7 @@ class Stage:
 
     Attributes:
         arrived: Tokens that reach the step.
-        requested: Tokens that its budget asks for.
+        requested: Tokens of its budget.
         kept: Tokens that it keeps.
     """
 
@@ -73,7 +73,7 @@ class Plan:
     """The cuts of a call, and the number of tokens that each cut keeps.
 
     Lists have an entry for each segment of the prompt, which is 0 after all of its tokens are dropped. A method may
-    keep another number of tokens than planned. `stage` then plans the later steps again.
+    keep another number of tokens than planned. `plan_step` then plans the later steps again.
 
     Attributes:
         rows, ordinals, clips: See `Segments`.
@@ -94,7 +94,7 @@ class Plan:
 
     @cached_property
     def cuts(self) -> frozenset[int]:
-        """The layers at whose input a method selects tokens."""
+        """Layers with a cut at their input."""
         cutting = (stage for stage in self.stages if stage.kept != stage.arrived or stage.step.method.chooses_count)
         return frozenset(stage.step.layer for stage in cutting)
 
@@ -159,7 +159,7 @@ class Plan:
 
 
 def limit_budget(method: Method, count: int, requested: int) -> int:
-    """Return how many of a segment's `count` tokens `method` keeps where its budget asks for `asked`."""
+    """Return the number of tokens that `method` keeps of a segment with `count` tokens and a budget of `requested`."""
     return min(count, max(method.min_tokens, method.resolve_count(count, requested)))
 
 

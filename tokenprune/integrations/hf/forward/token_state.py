@@ -119,7 +119,7 @@ class StageMemory(dict[str, Any]):
     """Values that the stages of one method pass to its later stages, by name. See `VisualTokens.remember`.
 
     Attributes:
-        uncut: Names of values that do not follow cuts, whatever their shape.
+        uncut: Names of values that do not follow cuts, regardless of their shape.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class TokenState:
         layout: Position of every token (text, visual, padding) in the compacted batch.
         extras: Additional per-token inputs of the model family, cut together with the tokens.
         memories: Memory of each method between its stages, keyed by `Step.owner`.
-        kept: Result of the most recent cut, or None if there was no cut.
+        kept: Result of the most recent cut, or None before the first cut.
     """
 
     before_cut: Segments
@@ -192,7 +192,7 @@ class TokenState:
             keep: Visual tokens to keep, shape (segments, tokens), bool. False for padding.
             num_kept: Number of kept tokens per segment, as Python ints (avoids a device sync).
             flat_indices: Result of `flat_indices()`.
-            padding: Padding mask, shape (batch, length), bool, on the host. None if there is no padding to drop.
+            padding: Padding mask, shape (batch, length), bool, on the host, or None without padding.
             cut_extras: Function of the adapter that cuts `extras`.
 
         Returns:

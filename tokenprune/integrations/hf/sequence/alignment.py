@@ -36,9 +36,9 @@ def index_placeholders(modality: str, mask: Tensor, count: int) -> Tensor:
     """
     num_placeholders = int(mask.sum())
     copies = max(1, num_placeholders // count)
-    mask_of_prompts = mask[::copies]
-    index = torch.full(mask_of_prompts.shape, -1, device="cpu")
-    index[mask_of_prompts] = torch.arange(int(mask_of_prompts.sum()), device="cpu")
+    first_copies = mask[::copies]
+    index = torch.full(first_copies.shape, -1, device="cpu")
+    index[first_copies] = torch.arange(int(first_copies.sum()), device="cpu")
     index = index.repeat_interleave(copies, 0)
     if num_placeholders != copies * count or not torch.equal(index >= 0, mask):
         raise UnsupportedSetupError(

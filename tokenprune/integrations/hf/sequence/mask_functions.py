@@ -32,7 +32,7 @@ class MaskFunction:
         sees: Function of (row, head, query, key) indices in the full sequence that returns whether the query sees the
             key.
         window: Length of the sliding window, or None.
-        real: False at padding, shape (batch, length), bool, or None without padding.
+        is_real: False at padding, shape (batch, length), bool, or None without padding.
         length: Length of the full sequence.
         write: Function of transformers that writes a mask in the form that layers take.
         form: Converts a boolean mask to that form, if `sees` accepts tensors of indices. None if it takes single
@@ -41,7 +41,7 @@ class MaskFunction:
 
     sees: Callable[..., Tensor]
     window: int | None
-    real: Tensor | None
+    is_real: Tensor | None
     length: int
     write: Callable[..., Tensor | None]
     form: Callable[[Tensor], Tensor] | None
@@ -60,7 +60,7 @@ class MaskFunction:
             function is causal without a mask.
         """
         queries, is_real, causal = queries.to(keys.device), None, self.sees is causal_mask_function
-        padding = None if is_uncut or has_no_padding else self.real
+        padding = None if is_uncut or has_no_padding else self.is_real
         if not is_uncut:
             is_real = keys >= 0
             if padding is not None or not causal:  # a causal function accepts -1

@@ -160,14 +160,14 @@ class PackedRows:
     Attributes:
         shape: Shape of the call, (batch, length).
         index: Flat index of each sample's tokens in the call, shape (samples, width), int64, 0 at padding.
-        real: False at padding, shape (samples, width), bool.
+        is_real: False at padding, shape (samples, width), bool.
         slots: Flat index of each token in `index`, int64.
         indices: Flat index of each token in the call, int64.
     """
 
     shape: tuple[int, int]
     index: Tensor
-    real: Tensor
+    is_real: Tensor
     slots: Tensor
     indices: Tensor
 
@@ -196,14 +196,14 @@ class PackedRows:
                 split[name] = expanded.reshape(*value.shape[:-2], -1)[..., self.index]
             elif value.shape[:2] == self.shape:
                 gathered = value.flatten(0, 1)[self.index]
-                padding = ~self.real.view(*self.real.shape, *[1] * (gathered.ndim - 2))
+                padding = ~self.is_real.view(*self.is_real.shape, *[1] * (gathered.ndim - 2))
                 split[name] = gathered.masked_fill(padding, fill.get(name, 0))
-        return {**split, "attention_mask": self.real.long(), "use_cache": False}
+        return {**split, "attention_mask": self.is_real.long(), "use_cache": False}
 
     def join(self, value: Any) -> Any:
         """Return the output of the forward, a tensor or a collection of tensors, in the rows of the call."""
         if isinstance(value, Tensor):
-            if value.shape[:2] != self.real.shape:
+            if value.shape[:2] != self.is_real.shape:
                 return value
             flat = value.new_zeros(self.shape[0] * self.shape[1], *value.shape[2:])
             joined = flat.index_copy(0, self.indices, value.flatten(0, 1)[self.slots])
