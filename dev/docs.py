@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenprune
+from tokenprune.cli.docstrings import Docstring
 from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.methods.registry import MethodInfo
 from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
@@ -60,11 +61,11 @@ def head(name: str) -> str:
         rows = [row for row in rows if row[0] != "needs"]
     lines = [cell(info.summary), "", "| | |", "|---|---|", *(f"| {a} | {cell(b)} |" for a, b in rows)]
     if info.options:
-        meaning = meanings(info.cls.__doc__, info.options)
+        meanings = Docstring.from_class(info.cls).args
         types = get_option_types(info.cls)
         lines += ["", "| option | default | takes | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{one}` | `{default!r}` | {cell(describe_type(types[one]))} | {cell(meaning[one])} |"
+            f"| `{one}` | `{default!r}` | {cell(describe_type(types[one]))} | {cell(meanings.get(one, ''))} |"
             for one, default in info.options.items()
         ]
     return "\n".join(lines)
@@ -73,22 +74,6 @@ def head(name: str) -> str:
 def default_keep(keep: float | int) -> str:
     """A share; or, of an int, tokens: more than any image has are all."""
     return f"{keep:g}" if isinstance(keep, float) else f"{keep:,} tokens an image"
-
-
-def meanings(docstring: str, options: dict[str, object]) -> dict[str, str]:
-    """What a docstring says of each option: the text behind a line that begins with `option:` or `option, option:`."""
-    found = dict.fromkeys(options, "")
-    current: list[str] = []
-    for line in inspect.cleandoc(docstring).splitlines():
-        match = re.match(r"(\w+(?:, \w+)*): +(.*)", line)
-        names = match[1].split(", ") if match else []
-        if names and all(one in options for one in names):
-            current, line = names, match[2]
-        elif not line.strip() or (match and not line.startswith(" ")):
-            current = []
-        for one in current:
-            found[one] = f"{found[one]} {line.strip()}".strip()
-    return {one: text or "see below" for one, text in found.items()}
 
 
 def cell(text: str) -> str:

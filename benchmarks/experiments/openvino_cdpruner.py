@@ -34,7 +34,7 @@ from tokenprune_bench.profiling.model import Model, load
 from tokenprune_demo.heldout import Example, load_heldout
 
 FILE = RESULTS / "openvino_cdpruner.jsonl"
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "openvino.md"
+PAGE = Path(__file__).parents[2] / "docs/serving/other-servers.md"
 BEGIN, END = "<!-- openvino:begin (benchmarks/experiments/openvino_cdpruner.py --page) -->", "<!-- openvino:end -->"
 PRUNED = 75  # per cent
 WEIGHTS = (0.0, 0.5, 1.0)

@@ -3,7 +3,7 @@
 forms at the size of 7B models, and measured on the model that ships, with its right answers.
 
     python benchmarks/experiments/quantization.py          # measure (minutes; needs bitsandbytes and optimum-quanto)
-    python benchmarks/experiments/quantization.py --page   # write the tables into docs/guides/caches.md
+    python benchmarks/experiments/quantization.py --page   # write the tables into docs/results/memory.md
 
 Closed forms: matrices of the decoder, embeddings and head by `DecoderShape`; of quantized numbers the scales count.
 Vision tower, activations and what an allocator wastes are left out.
@@ -33,7 +33,7 @@ from tokenprune_bench.profiling.model import Model, load
 from tokenprune_bench.tables import Cell, Table, to_markdown
 from tokenprune_demo.heldout import load_heldout
 
-PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
+PAGE = Path(__file__).parents[2] / "docs/results/memory.md"
 BEGIN, END = "<!-- quantization:begin (benchmarks/experiments/quantization.py --page) -->", "<!-- quantization:end -->"
 TEXT, KEEP, LAYER, CARD = 64, 0.25, 2, 24 * 2**30
 # Bytes a number takes: weights in groups of 128 and keys in groups of 64 have a scale and a zero point of 2 bytes each;
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=16, help="of the held-out set, each with its questions")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/cpu/quantization.jsonl")
-    parser.add_argument("--page", action="store_true", help="write the tables into docs/guides/caches.md")
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/results/memory.md")
     args = parser.parse_args()
     path = args.json or results_path(torch.device("cpu"), "quantization")
     if args.page:

@@ -46,7 +46,7 @@ SIDE = 448  # pixels, which make 784 visual tokens
 METHODS = "downsample,tome,divprune,pool,vscan,fastv,dart,dyrate"
 KEEPS = "0.75,0.5,0.35,0.25,0.15"
 GROUPS = ("downsample", "single", "stack")
-PAGE = Path(__file__).parents[2] / "docs" / "tune-in-full.md"
+PAGE = Path(__file__).parents[2] / "docs/measure/tune.md"
 BEGIN, END = "<!-- stacks:begin (benchmarks/experiments/stacks.py --page) -->", "<!-- stacks:end -->"
 
 

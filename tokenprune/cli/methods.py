@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -133,9 +132,11 @@ def _table(infos: Sequence[MethodInfo]) -> list[RenderableType]:
 
 def _in_full(info: MethodInfo) -> list[RenderableType]:
     """Return what is known of one method."""
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
+    from tokenprune.cli.docstrings import Docstring
     from tokenprune.selection.options import describe_type, get_option_types
 
     query, safe, merges = map(_yes, _flags(info))
@@ -159,22 +160,19 @@ def _in_full(info: MethodInfo) -> list[RenderableType]:
     for name, value in facts.items():
         if value:
             table.add_row(Text(name, style="dim"), Text(value))
-    options = Table.grid(padding=(0, 2))
-    options.add_column(no_wrap=True)
-    options.add_column()
+    doc = Docstring.from_class(info.cls)
+    summary, *paragraphs = doc.paragraphs
+    parts: list[RenderableType] = [Text(info.name, style="bold"), Text(summary), Text(), table]
+    parts += [Text(f"\n{paragraph}") for paragraph in paragraphs]
+    parts.append(Text("\nOptions:" if info.options else "\nNo options."))
     types = get_option_types(info.cls)
     for option, default in info.options.items():
-        options.add_row(Text(f"  {option}={default!r}"), Text(describe_type(types[option])))
-    head, *rest = _paragraphs(info.cls)
-    parts: list[RenderableType] = [Text(info.name, style="bold"), Text(head), Text(), table, Text()]
-    parts += [Text("options:"), options] if info.options else [Text("no options")]
-    return [*parts, *(Text(f"\n{paragraph}") for paragraph in rest)]
-
-
-def _paragraphs(cls: type) -> list[str]:
-    """Return the paragraphs of a docstring, each on one line but for entries such as "layer: ..."."""
-    joined = re.sub(r"(?<!\n)\n(?!\n|- |\w+(?:, \w+)*: )\s*", " ", inspect.cleandoc(cls.__doc__ or "").strip())
-    return joined.split("\n\n")
+        parts.append(Text(f"  {option}={default!r}: {describe_type(types[option])}", style="bold"))
+        parts.append(Padding(doc.args.get(option, ""), (0, 0, 0, 4)))
+    for title, lines in doc.sections.items():
+        parts.append(Text(f"\n{title}:"))
+        parts += [Padding(Text(line), (0, 0, 0, 2)) for line in lines]
+    return parts
 
 
 def _longest_word(texts: Iterable[str]) -> int:

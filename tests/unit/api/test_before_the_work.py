@@ -165,5 +165,5 @@ def test_a_word_of_python_names_no_method() -> None:
     assert "'class' is a word of Python's own: choose another name, such as class_method" in refused(
         "new-method", "class"
     )
-    with pytest.raises(RegistrationError, match="no word of Python's own"):
+    with pytest.raises(RegistrationError, match="not a Python keyword"):
         register("lambda", site="PRE_LLM", paper="none")(method_class("divprune"))

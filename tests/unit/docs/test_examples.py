@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tokenprune
+from tokenprune.methods import registry
 
 ROOT = Path(__file__).parents[3]
 MODULES = [
@@ -53,6 +54,7 @@ def photo() -> Any:
 @pytest.mark.parametrize("module_name", MODULES)
 def test_examples_run(module_name: str, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # examples may register methods
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -116,8 +116,8 @@ def test_prompts_that_keep_full_attention() -> None:
     assert not isinstance(tokenprune.method("pevlm").block_starts([video(2, 36)], 500), str)
     assert "24" in why([video(2, 23)], 500, sink_mode="text")
     assert "only_single_video" in why([video(2, 40), video(200, 40)], 500, only_single_video=True)
-    assert "nothing follows" in why([video(2, 40)], 162)
-    assert "sink holds all" in why([video(2, 4)], 50, min_frames=1)
+    assert "no token follows" in why([video(2, 40)], 162)
+    assert "sink contains all" in why([video(2, 4)], 50, min_frames=1)
 
 
 @pytest.mark.parametrize(("count", "frames"), [(20, 5), (21, 5), (48, 3), (4, 4)])

@@ -55,7 +55,7 @@ def test_the_most_similar_representatives_merge() -> None:
     left = scissor.merge_to_count(found, 2)
     first = (3 * means[0] + means[1]) / 4
     torch.testing.assert_close(left.mean, torch.stack([(4 * first + 2 * means[2]) / 6, means[3]]))
-    assert left.size.tolist() == [6, 1] and left.of.tolist() == [0, 0, 0, 1, 0]
+    assert left.size.tolist() == [6, 1] and left.group.tolist() == [0, 0, 0, 1, 0]
 
 
 def test_a_batch_is_its_videos_with_a_newline_or_without() -> None:
@@ -160,5 +160,7 @@ def test_many_merges_one_after_the_other() -> None:
         mean[first] = (mean[first] * size[first] + mean[second] * size[second]) / (size[first] + size[second])
         size[first] += size[second]
         groups[first] += groups.pop(second)
-    assert [(got.of == one).nonzero().flatten().tolist() for one in range(4)] == [sorted(groups[one]) for one in groups]
+    assert [(got.group == one).nonzero().flatten().tolist() for one in range(4)] == [
+        sorted(groups[one]) for one in groups
+    ]
     assert torch.allclose(got.mean.double(), torch.stack([mean[one] for one in groups]), atol=1e-4)

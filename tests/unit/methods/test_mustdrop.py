@@ -52,7 +52,7 @@ def test_a_threshold_of_zero_drops_nothing() -> None:
 def test_higher_thresholds_drop_more() -> None:
     """5, and 3: never of the key set."""
     tokens = view(COUNTS)
-    key = several_cuts.rows(tokenprune.method("mustdrop")._key(tokens))
+    key = several_cuts.rows(tokenprune.method("mustdrop")._get_protected(tokens))
     assert [len(row) for row in key] == [4, 2, 1]
     found = [kept(tokens, thresholds=(g, 0.97)) for g in (0.001, 0.01, 0.03, 0.06, 0.5)]
     found += [kept(tokens, thresholds=(0.5, m)) for m in (0.98, 0.99, 1.1)]

@@ -49,7 +49,7 @@ def test_equals_a_dense_mask(batch: str, family: Family, build) -> None:
     assert stats.visual_tokens_in == stats.visual_tokens_out and stats.kv_bytes == stats.kv_bytes_full
     assert stats.attention_blocks == sum(len(set(row) - {PADDING, SINK, TAIL}) for row in ids.tolist())
     without = sum(VIDEO not in row for row in inputs["input_ids"].tolist())
-    assert stats.notes == ["pevlm: full attention for a prompt, because it holds no video"] * without
+    assert stats.notes == ["pevlm: full attention for a prompt, because it contains no video"] * without
 
 
 @pytest.mark.parametrize("batch", ["one row", "left", "mixed"])
@@ -108,7 +108,7 @@ def test_one_block_and_a_large_sink_are_full_attention(family: Family, build) ->
     close(got, full)
     with tokenprune.patched(model, "pevlm", sink_frames=13, min_frames=1):
         assert torch.equal(model(**inputs).logits, full)
-        assert "sink holds all" in tokenprune.stats(model).notes[0]
+        assert "sink contains all" in tokenprune.stats(model).notes[0]
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ def test_no_video_is_bit_equal_and_said(batch: dict, family: Family, build) -> N
         got, got_tokens, _ = generate_logits(model, inputs, 3)
         stats = tokenprune.stats(model)
     assert torch.equal(got, before) and torch.equal(got_tokens, tokens)
-    assert stats.notes == ["pevlm: full attention, because it holds no video"]
+    assert stats.notes == ["pevlm: full attention, because it contains no video"]
     assert stats.attention_blocks == 0 and stats.prefill_flops_ratio == 1
 
 
@@ -168,7 +168,7 @@ def test_what_keeps_full_attention(build) -> None:
     last = int((ends["input_ids"] == VIDEO).nonzero()[-1, 1]) + 1
     for key in ("input_ids", "attention_mask", "mm_token_type_ids"):
         ends[key] = ends[key][:, :last]
-    assert "nothing follows" in note(ends, None)
+    assert "no token follows" in note(ends, None)
     # Features of an unpatched model carry no grids.
     encoded = model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True)
     images = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)

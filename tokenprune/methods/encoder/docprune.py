@@ -71,8 +71,8 @@ class DocPrune(UnitDropper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        good = self.relevance is None or callable(self.relevance) or getattr(self.relevance, "ndim", 0) == 2
-        self._check(good, "relevance must be a tensor of shape (rows, columns) or a function that returns one")
+        is_valid = self.relevance is None or callable(self.relevance) or getattr(self.relevance, "ndim", 0) == 2
+        self._check(is_valid, "relevance must be a tensor of shape (rows, columns) or a function that returns one")
         self._check(self.least_relevance is None or self.relevance is not None, "least_relevance requires relevance")
 
     @property
@@ -83,30 +83,30 @@ class DocPrune(UnitDropper):
     def reads_colours(self) -> str | None:
         return "it compares grey values from 0 to 255"
 
-    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+    def keep_units(self, pixels: Tensor, max_units: int) -> Tensor:
         frames = len(pixels)
-        colours = pixels.reshape(frames, -1, _PATCHES, _CHANNELS, pixels.shape[-1] // (_PATCHES * _CHANNELS))
-        red, green, blue = colours.mul(255).round().unbind(3)
+        colors = pixels.reshape(frames, -1, _PATCHES, _CHANNELS, pixels.shape[-1] // (_PATCHES * _CHANNELS))
+        red, green, blue = colors.mul(255).round().unbind(3)
         grey = (0.299 * red + 0.587 * green + 0.114 * blue).round()
         page = grey.flatten(1).mode(dim=1).values
-        ground = (grey - page.view(-1, 1, 1, 1)).abs().lt(self.tolerance).float().mean(3)
-        share = ground.amin(2).view(1, -1)  # minimum over the patches of a unit
-        stays, rank = share <= self.threshold, -share
+        background = (grey - page.view(-1, 1, 1, 1)).abs().lt(self.tolerance).float().mean(3)
+        share = background.amin(2).view(1, -1)  # minimum over the patches of a unit
+        passes, rank = share <= self.threshold, -share
         if self.relevance is not None:
-            rank = self._relevant(self.relevance, pixels).reshape(1, -1)
+            rank = self._compute_relevance(self.relevance, pixels).reshape(1, -1)
             if self.least_relevance is not None:
-                stays = stays & (rank >= self.least_relevance)
-        count = stays.sum(1).clamp(min=1, max=most)
+                passes = passes & (rank >= self.least_relevance)
+        count = passes.sum(1).clamp(min=1, max=max_units)
         # If no unit passes, keep the best unit.
-        return top_mask(rank, stays | ~stays.any(1, keepdim=True), count, most).view(pixels.shape[:3])
+        return top_mask(rank, passes | ~passes.any(1, keepdim=True), count, max_units).view(pixels.shape[:3])
 
-    def _relevant(self, relevance: Any, pixels: Tensor) -> Tensor:
+    def _compute_relevance(self, relevance: Any, pixels: Tensor) -> Tensor:
         """Return the relevance of each unit, shape (frames, height, width), float32: the maximum over its patches."""
         (frames, height, width, _), side = pixels.shape, math.isqrt(_PATCHES)
-        found = relevance if isinstance(relevance, torch.Tensor) else relevance(pixels)
-        valid = isinstance(found, torch.Tensor) and found.ndim == 2
-        self._check(valid, "relevance must return a tensor of shape (rows, columns)")
-        grid = to_device(found.float(), pixels.device)[None, None]
+        result = relevance if isinstance(relevance, torch.Tensor) else relevance(pixels)
+        is_valid = isinstance(result, torch.Tensor) and result.ndim == 2
+        self._check(is_valid, "relevance must return a tensor of shape (rows, columns)")
+        grid = to_device(result.float(), pixels.device)[None, None]
         size = side * height, side * width
         grid = torch.nn.functional.interpolate(grid, size, mode="bilinear", align_corners=False)
         weight = torch.arange(-3, 4, dtype=torch.float32, device=grid.device).square().div(-2).softmax(0)
@@ -132,5 +132,5 @@ def relevance_map(documents: Tensor, questions: Tensor, height: int | None = Non
         torch.Size([32, 32])
     """
     normalize = torch.nn.functional.normalize
-    alike = normalize(documents.float(), dim=1) @ normalize(questions.float(), dim=1).sum(0)
-    return alike.view(height or math.isqrt(len(alike)), -1)
+    cosines = normalize(documents.float(), dim=1) @ normalize(questions.float(), dim=1).sum(0)
+    return cosines.view(height or math.isqrt(len(cosines)), -1)

@@ -87,24 +87,28 @@ class DyMU(EncoderMethod):
 
     @property
     def calibrated_for(self) -> Fingerprint | None:
-        return None if self._given is None else self._given.fingerprint
+        return None if self._loaded_thresholds is None else self._loaded_thresholds.fingerprint
 
     @property
-    def _given(self) -> Thresholds | None:
+    def _loaded_thresholds(self) -> Thresholds | None:
         assert not isinstance(self.thresholds, (str, Path))  # loaded by __post_init__
         return self.thresholds
 
     def check_served(self, kind: str, dtype: str, blocks: int) -> None:
-        found = self._given
-        if found is None:
+        thresholds = self._loaded_thresholds
+        if thresholds is None:
             raise OptionError(
                 f"{self.name} requires thresholds=PATH in vLLM, which stores weights in a different form than the "
                 "shipped thresholds expect. Write the file with `tokenprune fit dymu`."
             )
-        made_for = found.fingerprint.kind, found.fingerprint.dtype, {len(values) for values in found.values.values()}
-        ours = kind, dtype, {blocks}
-        if made_for != ours:
-            towers = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (made_for, ours)]
+        calibrated = (
+            thresholds.fingerprint.kind,
+            thresholds.fingerprint.dtype,
+            {len(values) for values in thresholds.values.values()},
+        )
+        actual = kind, dtype, {blocks}
+        if calibrated != actual:
+            towers = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (calibrated, actual)]
             raise OptionError(
                 f"{self.name}: the thresholds are for {towers[0]}, but this tower is {towers[1]}. Run `tokenprune fit "
                 "dymu` for this model in its serving dtype."
@@ -114,7 +118,7 @@ class DyMU(EncoderMethod):
         """Return a matcher per block that merges the pairs above the block's threshold."""
         if self.is_identity(budget):
             return [None] * tower.blocks
-        thresholds = self._given or find_shipped(tower.fingerprint)
+        thresholds = self._loaded_thresholds or find_shipped(tower.fingerprint)
         thresholds.check(tower.fingerprint)
         match = partial(threshold_match, protected=tower.protected, limit=self.max_r)
         values = thresholds.for_keep(budget.keep).tolist()
@@ -129,10 +133,10 @@ class DyMU(EncoderMethod):
         return [
             # A threshold of 1 disables merging, even if rounding gives equal keys a cosine above 1.
             partial(match, threshold=value if value < 1 else math.inf, floor=floor, ceiling=ceiling)
-            for value, ceiling in zip(values, self._ceilings(floor, tower), strict=False)
+            for value, ceiling in zip(values, self._compute_ceilings(floor, tower), strict=False)
         ] + [None] * (tower.blocks - tower.blocks_read)
 
-    def _ceilings(self, floor: int, tower: Tower) -> list[int]:
+    def _compute_ceilings(self, floor: int, tower: Tower) -> list[int]:
         """Return the maximum number of tokens after each block, so that later blocks can still reach `floor`.
 
         Raises:
@@ -140,8 +144,8 @@ class DyMU(EncoderMethod):
         """
         ceilings = [floor]
         for _ in range(tower.blocks_read):
-            more = ceilings[-1] - tower.protected  # a block merges at most half of its patches
-            ceilings.append(ceilings[-1] + (more if self.max_r is None else min(more, self.max_r)))
+            max_merged = ceilings[-1] - tower.protected  # a block merges at most half of its patches
+            ceilings.append(ceilings[-1] + (max_merged if self.max_r is None else min(max_merged, self.max_r)))
         if ceilings.pop() < tower.tokens:
             raise BudgetError(
                 f"dymu cannot keep exactly {floor - tower.protected} of {tower.patches} patches: {tower.blocks_read} "

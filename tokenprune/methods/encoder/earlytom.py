@@ -18,7 +18,7 @@ from tokenprune.selection.sites.frames import FrameMerger, FrameMix
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NEW = 0.9  # weight of the current frame in the running similarity
+_SMOOTHING = 0.9  # weight of the current frame in the running similarity
 
 
 @register("earlytom", site=Site.IN_ENCODER, paper="arXiv 2605.30010, CVPR 2026", merges=True)
@@ -69,111 +69,111 @@ class EarlyTom(FrameMerger):
         super().__post_init__()
         self._check(len(self.layers) > 0, "layers is empty. Pass at least one block.")
         for layer in self.layers:
-            fine = layer >= 0 and (isinstance(layer, int) or layer <= 1)
-            self._check(fine, f"layers={self.layers!r}: {layer!r} must be a block index or a share of the depth")
+            is_valid = layer >= 0 and (isinstance(layer, int) or layer <= 1)
+            self._check(is_valid, f"layers={self.layers!r}: {layer!r} must be a block index or a share of the depth")
 
     def blocks(self, depth: int) -> list[int]:
-        found = set()
+        indices = set()
         for layer in self.layers:
             index = layer if isinstance(layer, int) else min(round(layer * depth), depth - 1)
             self._check(
                 index < depth, f"layers={self.layers!r}: block {layer} does not exist, the model reads {depth} blocks"
             )
-            found.add(index)
-        return sorted(found)
+            indices.add(index)
+        return sorted(indices)
 
     def mix(self, hidden: Tensor) -> FrameMix:
-        alike = _similarities(hidden, self.longest - 1)
-        left: list[tuple[int, int, float]] = []
+        similarities = _compute_similarities(hidden, self.longest - 1)
+        remaining: list[tuple[int, int, float]] = []
         start = 0
-        for size in self._segments(len(hidden), alike):
-            left += self._mixed(start, size, alike)
+        for size in self._find_segments(len(hidden), similarities):
+            remaining += self._merge_segment(start, size, similarities)
             start += size
-        return FrameMix.from_frames(left)
+        return FrameMix.from_frames(remaining)
 
     def groups(self, hidden: Tensor) -> list[int]:
-        return self._segments(len(hidden), _similarities(hidden, self.longest - 1))
+        return self._find_segments(len(hidden), _compute_similarities(hidden, self.longest - 1))
 
     def choose_tokens(self, received: Tensor, groups: Sequence[int], keep: int) -> Tensor:
-        frames, places = received.shape
-        total = min(keep, frames * places)
+        frames, num_tokens = received.shape
+        total = min(keep, frames * num_tokens)
         # Frames have equal shares. The remainder is spread evenly.
         ends = [total * (frame + 1) // frames for frame in range(frames)]
         counts = torch.tensor(ends, device="cpu").diff(prepend=torch.zeros(1, dtype=torch.long, device="cpu"))
         score = received.float().nan_to_num(nan=-torch.inf)
-        stays = top_mask(score, torch.ones_like(score, dtype=torch.bool), counts, places)
+        kept = top_mask(score, torch.ones_like(score, dtype=torch.bool), counts, num_tokens)
         for start, size in zip(accumulate(groups, initial=0), groups, strict=False):
             for frame in range(start + 1, start + size - 1):
-                stays[frame] = _best_of_stretches(score[frame], int(counts[frame]))
-        return stays
+                kept[frame] = _select_by_stretch(score[frame], int(counts[frame]))
+        return kept
 
-    def _segments(self, frames: int, alike: list[list[float]]) -> list[int]:
-        """Return the number of frames of each segment. `alike` is the result of `_similarities`."""
+    def _find_segments(self, frames: int, similarities: list[list[float]]) -> list[int]:
+        """Return the number of frames of each segment. `similarities` is the result of `_compute_similarities`."""
         starts, running = [0], 1.0
         for frame in range(1, frames):
-            apart = frame - starts[-1]
-            if apart < self.longest:
-                running = _NEW * alike[apart - 1][starts[-1]] + (1 - _NEW) * running
-            if apart >= self.longest or running < self.threshold:
+            distance = frame - starts[-1]
+            if distance < self.longest:
+                running = _SMOOTHING * similarities[distance - 1][starts[-1]] + (1 - _SMOOTHING) * running
+            if distance >= self.longest or running < self.threshold:
                 starts.append(frame)
                 running = 1.0
         return [end - start for start, end in zip(starts, [*starts[1:], frames], strict=True)]
 
-    def _mixed(self, start: int, size: int, alike: list[list[float]]) -> list[tuple[int, int, float]]:
+    def _merge_segment(self, start: int, size: int, similarities: list[list[float]]) -> list[tuple[int, int, float]]:
         """Return (first, second, weight) of each remaining frame of a segment."""
-        whole = [(frame, frame, 1.0) for frame in range(start, start + size)]
+        unmerged = [(frame, frame, 1.0) for frame in range(start, start + size)]
         if size < 4:  # at most one frame between the ends
-            return whole
+            return unmerged
         last = start + size - 1
-        bar = alike[size - 2][start]
-        found, frame = [whole[0]], start + 1
+        end_similarity = similarities[size - 2][start]
+        merged, frame = [unmerged[0]], start + 1
         while frame < last - 1:
-            here, final = alike[0][frame], frame == last - 2
-            following = here if final else alike[0][frame + 1]
-            if here > bar and (final or here > following):
-                both = max(here, 0.0) + max(following, 0.0)
-                weight = max(here, 0.0) / both if both else 0.5
-                if final and self.lose_last:
-                    found.append((frame, frame, 1.0))
+            similarity, is_last = similarities[0][frame], frame == last - 2
+            next_similarity = similarity if is_last else similarities[0][frame + 1]
+            if similarity > end_similarity and (is_last or similarity > next_similarity):
+                total = max(similarity, 0.0) + max(next_similarity, 0.0)
+                weight = max(similarity, 0.0) / total if total else 0.5
+                if is_last and self.lose_last:
+                    merged.append((frame, frame, 1.0))
                 else:
-                    found.append((frame, frame + 1, weight))
+                    merged.append((frame, frame + 1, weight))
                 frame += 2
             else:
-                found.append((frame, frame, 1.0))
+                merged.append((frame, frame, 1.0))
                 frame += 1
         if frame == last - 1 and not self.lose_last:
-            found.append((frame, frame, 1.0))
-        return [*found, whole[-1]]
+            merged.append((frame, frame, 1.0))
+        return [*merged, unmerged[-1]]
 
 
-def _similarities(hidden: Tensor, most: int) -> list[list[float]]:
-    """Return the mean cosine of each frame to the frame d later, for d from 1 to `most`, on the host.
+def _compute_similarities(hidden: Tensor, max_distance: int) -> list[list[float]]:
+    """Return the mean cosine of each frame to the frame d later, for d from 1 to `max_distance`, on the host.
 
     Args:
         hidden: Hidden states, shape (frames, tokens, channels).
-        most: Maximum distance in frames.
+        max_distance: Maximum distance in frames.
     """
     frames = len(hidden)
-    most = min(most, frames - 1)
-    if most < 1:
+    max_distance = min(max_distance, frames - 1)
+    if max_distance < 1:
         return []
     x = normalize(hidden)
     # Rounding makes the similarity of unchanged frames exactly 1. Padding allows a single transfer to the host.
-    rows = [round_cosines((x[far:] * x[:-far]).sum(-1)).mean(-1) for far in range(1, most + 1)]
+    rows = [round_cosines((x[distance:] * x[:-distance]).sum(-1)).mean(-1) for distance in range(1, max_distance + 1)]
     padded = torch.stack([torch.nn.functional.pad(row, (0, frames - len(row))) for row in rows])
     return padded.tolist()
 
 
-def _best_of_stretches(score: Tensor, number: int) -> Tensor:
-    """Return the best token of each of `number` stretches of a frame as a mask. Longer stretches come first."""
-    stays = torch.zeros(score.shape, dtype=torch.bool, device="cpu")
-    if not number:
-        return stays
-    size, longer = divmod(len(score), number)
-    split = longer * (size + 1)
-    for start, part in ((0, score[:split].view(longer, size + 1)), (split, score[split:].view(-1, size))):
+def _select_by_stretch(score: Tensor, num_stretches: int) -> Tensor:
+    """Return the best token of each of `num_stretches` stretches of a frame as a mask. Longer stretches come first."""
+    kept = torch.zeros(score.shape, dtype=torch.bool, device="cpu")
+    if not num_stretches:
+        return kept
+    size, num_longer = divmod(len(score), num_stretches)
+    split = num_longer * (size + 1)
+    for start, part in ((0, score[:split].view(num_longer, size + 1)), (split, score[split:].view(-1, size))):
         if len(part):
             # argmax may return any of several equal maxima. Select the first.
             first = (part == part.amax(1, keepdim=True)).to(torch.uint8).argmax(1)
-            stays[start + torch.arange(len(part), device="cpu") * part.shape[1] + first] = True
-    return stays
+            kept[start + torch.arange(len(part), device="cpu") * part.shape[1] + first] = True
+    return kept

@@ -75,11 +75,12 @@ class IPCV(UnitDropper):
         )
         return self.layer
 
-    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+    def keep_units(self, pixels: Tensor, max_units: int) -> Tensor:
         score = pixels.mean(3)
-        chosen = score.new_ones(1, score.numel(), dtype=torch.bool)
-        return top_mask(score.view(1, -1), chosen, to_device([most], score.device), most).view(score.shape)
+        candidates = score.new_ones(1, score.numel(), dtype=torch.bool)
+        count = to_device([max_units], score.device)
+        return top_mask(score.view(1, -1), candidates, count, max_units).view(score.shape)
 
-    def choose_guides(self, gone: Tensor, kept: Tensor) -> Tensor:
-        number, pieces = min(self.neighbours, len(kept)), gone.split(max(1, _PAIRS // len(kept)))
-        return torch.cat([torch.cdist(one, kept).topk(number, largest=False).indices for one in pieces])
+    def choose_guides(self, dropped: Tensor, kept: Tensor) -> Tensor:
+        num_neighbours, parts = min(self.neighbours, len(kept)), dropped.split(max(1, _PAIRS // len(kept)))
+        return torch.cat([torch.cdist(part, kept).topk(num_neighbours, largest=False).indices for part in parts])

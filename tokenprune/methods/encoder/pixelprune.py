@@ -86,41 +86,40 @@ class PixelPrune(UnitDropper):
         Raises:
             OptionError: If the budget contradicts `threshold`.
         """
-        whole = budget.is_identity()
+        is_identity = budget.is_identity()
         self._check(
-            not (whole and self.threshold),
+            not (is_identity and self.threshold),
             f"keep=1.0 drops no tokens, but threshold={self.threshold} does. Remove one of them.",
         )
-        return whole
+        return is_identity
 
-    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
-        if self.neighbours == "before" and most < pixels.shape[1] * pixels.shape[2]:
+    def keep_units(self, pixels: Tensor, max_units: int) -> Tensor:
+        if self.neighbours == "before" and max_units < pixels.shape[1] * pixels.shape[2]:
             keep = torch.zeros(pixels.shape[:3], dtype=torch.bool, device="cpu")
-            keep.view(-1)[spread_over_grid(keep[0].numel(), most, (1, *keep.shape[1:]))] = True
+            keep.view(-1)[spread_over_grid(keep[0].numel(), max_units, (1, *keep.shape[1:]))] = True
             return to_device(keep, pixels.device)
-        found = Distances.from_pixels(pixels, self.metric, spatial=self.neighbours == "all")
+        distances = Distances.from_pixels(pixels, self.metric, spatial=self.neighbours == "all")
         low = self.threshold
-        best = self._predict(pixels, found, low)
-        if most >= best.keep.numel() or int(best.keep.sum()) <= most:
+        best = self._predict(pixels, distances, low)
+        if max_units >= best.keep.numel() or int(best.keep.sum()) <= max_units:
             return best.keep
         # At the range of the colors, every unit but the first equals its prediction.
         high = float(pixels.amax() - pixels.amin())
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            tried = self._predict(pixels, found, middle)
-            count = int(tried.keep.sum())
-            if count == most:
-                return tried.keep
-            if count > most:
-                low, best = middle, tried
+            prediction = self._predict(pixels, distances, middle)
+            count = int(prediction.keep.sum())
+            if count == max_units:
+                return prediction.keep
+            if count > max_units:
+                low, best = middle, prediction
             else:
                 high = middle
         error, keep = best.error.flatten()[None], best.keep.flatten()[None]
-        return top_mask(error, keep, to_device([most], error.device), most).view_as(best.keep)
+        return top_mask(error, keep, to_device([max_units], error.device), max_units).view_as(best.keep)
 
-    def _predict(self, pixels: Tensor, found: Distances, threshold: float) -> Prediction:
+    def _predict(self, pixels: Tensor, distances: Distances, threshold: float) -> Prediction:
         if threshold == 0 or not self.anchored:
-            return predict_from_neighbours(found, threshold)
-        return (predict_anchored if self.neighbours == "all" else predict_anchored_in_time)(
-            pixels, threshold, self.metric
-        )
+            return predict_from_neighbours(distances, threshold)
+        predict = predict_anchored if self.neighbours == "all" else predict_anchored_in_time
+        return predict(pixels, threshold, self.metric)

@@ -84,19 +84,19 @@ class Distances:
         return Distances(left, above, before)
 
 
-def predict_from_neighbours(found: Distances, threshold: float) -> Prediction:
+def predict_from_neighbours(distances: Distances, threshold: float) -> Prediction:
     """Predict every unit from its original neighbours, without a loop over units.
 
     At threshold 0 the result equals `predict_anchored`, because equal units reconstruct to their neighbours.
     """
     limit = threshold * _ROUNDING
-    left, above = found.left <= limit, found.above <= limit
+    left, above = distances.left <= limit, distances.above <= limit
     # C is similar to A if A is similar to the unit above it, and to B if B is similar to the unit on its left.
     take_above = above[:, 1:, :-1] > left[:, :-1, 1:]
-    spatial = found.left.clone()
-    spatial[:, 1:, 0] = found.above[:, 1:, 0]
-    spatial[:, 1:, 1:] = torch.where(take_above, found.above[:, 1:, 1:], found.left[:, 1:, 1:])
-    error = spatial if found.before is None else torch.minimum(spatial, found.before)
+    spatial = distances.left.clone()
+    spatial[:, 1:, 0] = distances.above[:, 1:, 0]
+    spatial[:, 1:, 1:] = torch.where(take_above, distances.above[:, 1:, 1:], distances.left[:, 1:, 1:])
+    error = spatial if distances.before is None else torch.minimum(spatial, distances.before)
     return Prediction(~(error <= limit), error)
 
 
@@ -115,16 +115,17 @@ def predict_anchored(pixels: Tensor, threshold: float, metric: str) -> Predictio
     x, limit = pixels.flatten(0, 2), threshold * _ROUNDING
     source = torch.arange(len(x), device=x.device)
     error = x.new_full((len(x),), torch.inf)
-    for at in (one.to(x.device) for one in _diagonals(frames, height, width)):
-        row, column = at // width % height, at % width
-        a, b, c, p = (source[(at - step).clamp(min=0)] for step in (1, width, width + 1, height * width))
+    for index in (diagonal.to(x.device) for diagonal in _list_diagonals(frames, height, width)):
+        row, column = index // width % height, index % width
+        a, b, c, p = (source[(index - step).clamp(min=0)] for step in (1, width, width + 1, height * width))
         edge = (compute_distance(x[c], x[a], metric) <= limit) & (compute_distance(x[c], x[b], metric) > limit)
         prediction = torch.where((row > 0) & (edge | (column == 0)), b, a)
-        own = x[at]
-        spatial = compute_distance(own, x[prediction], metric).masked_fill((row == 0) & (column == 0), torch.inf)
-        temporal = compute_distance(own, x[p], metric).masked_fill(at < height * width, torch.inf)
-        source[at] = torch.where(temporal <= limit, p, torch.where(spatial <= limit, prediction, at))
-        error[at] = torch.minimum(spatial, temporal)
+        unit = x[index]
+        spatial = compute_distance(unit, x[prediction], metric)
+        spatial = spatial.masked_fill((row == 0) & (column == 0), torch.inf)
+        temporal = compute_distance(unit, x[p], metric).masked_fill(index < height * width, torch.inf)
+        source[index] = torch.where(temporal <= limit, p, torch.where(spatial <= limit, prediction, index))
+        error[index] = torch.minimum(spatial, temporal)
     shape = frames, height, width
     keep = source == torch.arange(len(x), device=x.device)
     return Prediction(keep.view(shape), error.view(shape), source.view(shape))
@@ -133,24 +134,24 @@ def predict_anchored(pixels: Tensor, threshold: float, metric: str) -> Predictio
 def predict_anchored_in_time(pixels: Tensor, threshold: float, metric: str) -> Prediction:
     """Predict every unit like `predict_anchored`, but only from the same unit of the previous temporal patch."""
     x, limit = pixels.flatten(1, 2), threshold * _ROUNDING
-    stands, (count, units) = x[0], x.shape[:2]
+    reference, (count, units) = x[0], x.shape[:2]
     source = torch.arange(count * units, device=x.device).view(count, units)
     error = x.new_full(source.shape, torch.inf)
     for t in range(1, count):
-        error[t] = compute_distance(x[t], stands, metric)
+        error[t] = compute_distance(x[t], reference, metric)
         same = error[t] <= limit
         source[t] = torch.where(same, source[t - 1], source[t])
-        stands = torch.where(same[:, None], stands, x[t])
+        reference = torch.where(same[:, None], reference, x[t])
     keep = source.flatten() == torch.arange(count * units, device=x.device)
     shape = pixels.shape[:3]
     return Prediction(keep.view(shape), error.view(shape), source.view(shape))
 
 
 @lru_cache(maxsize=16)
-def _diagonals(frames: int, height: int, width: int) -> tuple[Tensor, ...]:
+def _list_diagonals(frames: int, height: int, width: int) -> tuple[Tensor, ...]:
     """Return the flat indices of the units of each diagonal t + row + column, ascending, int64, on the host."""
     axes = [torch.arange(size, device="cpu") for size in (frames, height, width)]
     t, row, column = torch.meshgrid(*axes, indexing="ij")
-    number = (t + row + column).flatten()
-    order = number.argsort(stable=True)
-    return order.split(number.bincount().tolist())
+    diagonal = (t + row + column).flatten()
+    order = diagonal.argsort(stable=True)
+    return order.split(diagonal.bincount().tolist())

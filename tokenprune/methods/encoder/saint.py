@@ -20,7 +20,7 @@ from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROUND = 16  # a round drops 1/16 of the remaining tokens
+_ROUND_DIVISOR = 16  # a round drops 1/16 of the remaining tokens
 _SHARPNESS = 10  # weight of the similarity of partners against their number
 
 
@@ -81,47 +81,47 @@ class SAINT(EncoderMethod):
         Raises:
             OptionError: If the model does not read the block.
         """
-        layer, left = tower.blocks // 8 if self.layer is None else self.layer, tower.count_kept(budget)
+        layer, num_kept = tower.blocks // 8 if self.layer is None else self.layer, tower.count_kept(budget)
         self._check(
             layer < tower.blocks_read,
             f"layer={layer} is not read: the model reads {tower.blocks_read} blocks of its tower.",
         )
         plan: list[Matcher | None] = [None] * tower.blocks
-        if self.threshold is not None or left < tower.patches:
-            plan[layer] = partial(self._match, left, tower.protected)
+        if self.threshold is not None or num_kept < tower.patches:
+            plan[layer] = partial(self._match, num_kept, tower.protected)
         return plan
 
-    def _match(self, left: int, protected: int, keys: Tensor, counts: list[int] | None) -> Merge | None:
-        """Return a merge plan that keeps `left` patches, or fewer if a threshold is set.
+    def _match(self, max_kept: int, protected: int, keys: Tensor, counts: list[int] | None) -> Merge | None:
+        """Return a merge plan that keeps `max_kept` patches, or fewer if a threshold is set.
 
         Rows have no padding, because no other block drops tokens.
         """
         # In float64, rounded to steps of `TIE`, equal tokens have equal scores, independent of the batch.
         unit = torch.nn.functional.normalize(keys[:, protected:].double().nan_to_num(0.0, 0.0, 0.0), dim=-1)
-        stays = unit.new_ones(unit.shape[:2], dtype=torch.bool)
+        kept = unit.new_ones(unit.shape[:2], dtype=torch.bool)
         if self.threshold is not None:
-            stays[:, ::2] = ~_alike(unit.float(), self.threshold, self.partners)
-        number = [stays.shape[1]] * len(stays) if self.threshold is None else stays.sum(1).tolist()
-        while max(number) > left:
-            leave = [max(0, min(one - left, max(1, one // _ROUND))) for one in number]
-            total = stays.to(unit.dtype)[:, None] @ unit  # its product with a key is the sum of cosines
-            score = (unit @ total.transpose(1, 2)).squeeze(2) / max(number)
+            kept[:, ::2] = ~_find_partners(unit.float(), self.threshold, self.partners)
+        num_kept = [kept.shape[1]] * len(kept) if self.threshold is None else kept.sum(1).tolist()
+        while max(num_kept) > max_kept:
+            to_drop = [max(0, min(count - max_kept, max(1, count // _ROUND_DIVISOR))) for count in num_kept]
+            total = kept.to(unit.dtype)[:, None] @ unit  # its product with a key is the sum of cosines
+            score = (unit @ total.transpose(1, 2)).squeeze(2) / max(num_kept)
             score = (score / TIE).round()
-            stays = stays & ~top_mask(score, stays, to_device(leave, unit.device), max(leave))
-            number = [one - gone for one, gone in zip(number, leave, strict=True)]
-        if min(number) == stays.shape[1]:
+            kept = kept & ~top_mask(score, kept, to_device(to_drop, unit.device), max(to_drop))
+            num_kept = [count - num_dropped for count, num_dropped in zip(num_kept, to_drop, strict=True)]
+        if min(num_kept) == kept.shape[1]:
             return None
-        first = stays.new_ones(len(stays), protected)
-        return Merge.from_kept(torch.cat([first, stays], dim=1), [one + protected for one in number])
+        first = kept.new_ones(len(kept), protected)
+        return Merge.from_kept(torch.cat([first, kept], dim=1), [count + protected for count in num_kept])
 
 
-def _alike(unit: Tensor, threshold: float, partners: int) -> Tensor:
+def _find_partners(unit: Tensor, threshold: float, partners: int) -> Tensor:
     """Return the dropped tokens at even positions, shape (B, n), bool. `unit` are the normalised keys (B, N, D)."""
     cosine = unit[:, ::2] @ unit[:, 1::2].transpose(1, 2)
     cosine = (cosine / TIE).round() * TIE
-    valid = cosine >= threshold
-    found = valid.sum(2)
-    mean = cosine.masked_fill(~valid, 0).sum(2) / found.clamp(min=1)
-    score = torch.where(found > 0, found * (_SHARPNESS * (mean - threshold)).exp(), cosine.mean(2))
-    count = (found >= partners).sum(1)
+    is_partner = cosine >= threshold
+    num_partners = is_partner.sum(2)
+    mean = cosine.masked_fill(~is_partner, 0).sum(2) / num_partners.clamp(min=1)
+    score = torch.where(num_partners > 0, num_partners * (_SHARPNESS * (mean - threshold)).exp(), cosine.mean(2))
+    count = (num_partners >= partners).sum(1)
     return top_mask(score, torch.ones_like(score, dtype=torch.bool), count, score.shape[1])

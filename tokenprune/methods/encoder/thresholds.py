@@ -104,7 +104,7 @@ class Thresholds:
         """
         from safetensors.torch import save
 
-        about = {
+        metadata = {
             "version": _VERSION,
             "fingerprint": vars(self.fingerprint),
             "images": self.images,
@@ -112,7 +112,7 @@ class Thresholds:
         }
         tensors = {f"keep={keep!r}": self.values[keep] for keep in self.keeps}
         # safetensors does not order metadata entries. A single entry gives equal files for equal thresholds.
-        write_atomically(Path(path), save(tensors, {_ENTRY: json.dumps(about, sort_keys=True)}))
+        write_atomically(Path(path), save(tensors, {_ENTRY: json.dumps(metadata, sort_keys=True)}))
 
     @staticmethod
     def load(path: str | Path) -> Thresholds:
@@ -126,10 +126,10 @@ class Thresholds:
         except (OSError, ValueError) as error:
             raise OptionError(f"cannot read thresholds from {path}: {describe_error(error)}") from error
         try:
-            about = json.loads(metadata.get(_ENTRY, "{}"))
-            if about.get("version") == _VERSION:
+            header = json.loads(metadata.get(_ENTRY, "{}"))
+            if header.get("version") == _VERSION:
                 values = {float(name.removeprefix("keep=")): tensor for name, tensor in tensors.items()}
-                return Thresholds(values, Fingerprint(**about["fingerprint"]), about["images"], about["settings"])
+                return Thresholds(values, Fingerprint(**header["fingerprint"]), header["images"], header["settings"])
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, OptionError):
                 raise OptionError(f"{path}: {error}") from error
@@ -150,9 +150,9 @@ def find_shipped(fingerprint: Fingerprint) -> Thresholds:
     Raises:
         OptionError: If there are none.
     """
-    for one in _load_shipped():
-        if one.fingerprint == fingerprint:
-            return one
+    for thresholds in _load_shipped():
+        if thresholds.fingerprint == fingerprint:
+            return thresholds
     raise OptionError(
         f"dymu has no thresholds for this model ({fingerprint.kind}, {fingerprint.dtype}). Run `tokenprune fit dymu "
         "--model MODEL --images DIR --keep 0.25 --out thresholds.safetensors` and pass "
@@ -166,9 +166,9 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises:
         TokenPruneError: If the file cannot be written.
     """
-    fresh = path.with_name(f".{path.name}.new")
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        fresh.write_bytes(content)
-        os.replace(fresh, path)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
     except OSError as error:
         raise TokenPruneError(f"cannot write {path}: {error.strerror or error}") from error

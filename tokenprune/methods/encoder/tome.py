@@ -46,13 +46,15 @@ class ToMe(EncoderMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        good = self.r is None or _is_count(self.r)
+        is_valid = self.r is None or _is_count(self.r)
         if isinstance(self.r, list):
-            good = all(map(_is_count, self.r))
+            is_valid = all(map(_is_count, self.r))
         elif isinstance(self.r, tuple):
-            good = len(self.r) == 2 and _is_count(self.r[0]) and isinstance(self.r[1], numbers.Real)
-            good = good and -1 <= self.r[1] <= 1
-        self._check(good, f"r={self.r!r} must be an int >= 0, a list of them, or (r, slope) with a slope in [-1, 1]")
+            is_valid = len(self.r) == 2 and _is_count(self.r[0]) and isinstance(self.r[1], numbers.Real)
+            is_valid = is_valid and -1 <= self.r[1] <= 1
+        self._check(
+            is_valid, f"r={self.r!r} must be an int >= 0, a list of them, or (r, slope) with a slope in [-1, 1]"
+        )
 
     def is_identity(self, budget: Budget) -> bool:
         """Return True if no tokens merge.
@@ -70,7 +72,7 @@ class ToMe(EncoderMethod):
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return a matcher per block that merges the scheduled number of tokens."""
-        return [_matcher(r, tower.protected) if r else None for r in self.schedule(budget, tower)]
+        return [_build_matcher(r, tower.protected) if r else None for r in self.schedule(budget, tower)]
 
     def schedule(self, budget: Budget, tower: Tower) -> list[int]:
         """Return the number of tokens that each block merges.
@@ -79,19 +81,18 @@ class ToMe(EncoderMethod):
             BudgetError: If the budget is too small, because a block merges at most half of its tokens.
         """
         if self.r is None:
-            wanted = tower.patches - tower.count_kept(budget)
-            plan = _smallest_constant(wanted, tower.tokens, tower.protected, tower.blocks_read)
+            num_merges = tower.patches - tower.count_kept(budget)
+            plan = _find_smallest_constant(num_merges, tower.tokens, tower.protected, tower.blocks_read)
         else:
-            plan = self._given(tower.blocks)
-        left, merged = tower.tokens, []
+            plan = self._build_schedule(tower.blocks)
+        num_tokens, merged = tower.tokens, []
         for index in range(tower.blocks):
-            merged.append(
-                min(plan[index], max_merges(left, tower.protected)) if index < min(tower.blocks_read, len(plan)) else 0
-            )
-            left -= merged[-1]
+            is_merging = index < min(tower.blocks_read, len(plan))
+            merged.append(min(plan[index], max_merges(num_tokens, tower.protected)) if is_merging else 0)
+            num_tokens -= merged[-1]
         return merged
 
-    def _given(self, blocks: int) -> list[int]:
+    def _build_schedule(self, blocks: int) -> list[int]:
         if isinstance(self.r, list):
             self._check(len(self.r) <= blocks, f"r has {len(self.r)} entries, but the tower has {blocks} blocks")
             return self.r + [0] * (blocks - len(self.r))
@@ -101,7 +102,7 @@ class ToMe(EncoderMethod):
         return [int(first + step * index) for index in range(blocks)]
 
 
-def _matcher(r: int, protected: int) -> Matcher:
+def _build_matcher(r: int, protected: int) -> Matcher:
     return lambda keys, counts: bipartite_match(keys, r, protected)  # all rows have the same number of tokens
 
 
@@ -109,19 +110,19 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
-def _smallest_constant(wanted: int, count: int, protected: int, blocks: int) -> list[int]:
-    """Return the schedule of the smallest constant r per block with the total `wanted`."""
-    for r in range(-(-wanted // max(1, blocks)), count):
-        left = count
+def _find_smallest_constant(num_merges: int, count: int, protected: int, blocks: int) -> list[int]:
+    """Return the schedule of the smallest constant r per block with the total `num_merges`."""
+    for r in range(-(-num_merges // max(1, blocks)), count):
+        num_tokens = count
         plan: list[int] = []
         for _ in range(blocks):
-            plan.append(min(r, max_merges(left, protected), wanted - sum(plan)))
-            left -= plan[-1]
-        if sum(plan) == wanted:
+            plan.append(min(r, max_merges(num_tokens, protected), num_merges - sum(plan)))
+            num_tokens -= plan[-1]
+        if sum(plan) == num_merges:
             return plan
         if r >= max_merges(count, protected):
             break
     raise BudgetError(
-        f"tome cannot keep {count - protected - wanted} of {count - protected} patches: {blocks} blocks that merge at "
-        f"most half each leave {left - protected}. Pass a larger keep."
+        f"tome cannot keep {count - protected - num_merges} of {count - protected} patches: {blocks} blocks that merge "
+        f"at most half each leave {num_tokens - protected}. Pass a larger keep."
     )

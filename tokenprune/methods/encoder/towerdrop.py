@@ -74,23 +74,23 @@ class TowerDrop(UnitDropper):
     def block(self, depth: int) -> int:
         return self.layer
 
-    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+    def keep_units(self, pixels: Tensor, max_units: int) -> Tensor:
         frames, height, width, _ = pixels.shape
         units = pixels.flatten(1, 2)
         mask = torch.ones(units.shape[:2], dtype=torch.bool, device=units.device)
         # The remainder of the division is spread evenly over the frames.
-        ends = [most * frame // frames for frame in range(frames + 1)]
+        ends = [max_units * frame // frames for frame in range(frames + 1)]
         counts = [end - start for start, end in pairwise(ends)]
-        budget, largest = to_device(counts, units.device), max(counts)
+        budget, max_per_frame = to_device(counts, units.device), max(counts)
         if self.score == "diverse":
-            return farthest(units, mask, budget, largest).view(frames, height, width)
-        return top_mask(self._scores(units), mask, budget, largest).view(frames, height, width)
+            return farthest(units, mask, budget, max_per_frame).view(frames, height, width)
+        return top_mask(self._compute_scores(units), mask, budget, max_per_frame).view(frames, height, width)
 
-    def _scores(self, units: Tensor) -> Tensor:
+    def _compute_scores(self, units: Tensor) -> Tensor:
         """Return the score of each unit, shape (frames, units), float32. Higher scores are kept."""
         if self.score == "random":
-            drawn = uniform(*units.shape[:2], generator=torch.Generator("cpu").manual_seed(self.seed))
-            return to_device(drawn, units.device)
+            values = uniform(*units.shape[:2], generator=torch.Generator("cpu").manual_seed(self.seed))
+            return to_device(values, units.device)
         if self.score == "detail":
             # Rounding to 8-bit colors makes the sums exact, independent of the normalisation.
             return units.mul(255).round().diff(dim=2).abs().sum(2)

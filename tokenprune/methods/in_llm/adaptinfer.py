@@ -56,8 +56,8 @@ class AdaptInfer(SharedBudgetCuts):
     dynamic: Annotated[float, Ge(0), Le(1)] = 1.0
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
-        among = tokens.text.attention  # [S, H, M, M]
-        got_and_gave = among.sum(2) + among.sum(3) - among.diagonal(dim1=2, dim2=3)
-        words = tokens.text.mask.sum(1).clamp(min=1)[:, None, None]
-        mean = got_and_gave.sum(2, keepdim=True) / words
-        return sum_text_attention(tokens, self.dynamic * got_and_gave + (1 - self.dynamic) * mean).sum(1)
+        attention = tokens.text.attention  # [S, H, M, M]
+        exchanged = attention.sum(2) + attention.sum(3) - attention.diagonal(dim1=2, dim2=3)
+        num_words = tokens.text.mask.sum(1).clamp(min=1)[:, None, None]
+        mean = exchanged.sum(2, keepdim=True) / num_words
+        return sum_text_attention(tokens, self.dynamic * exchanged + (1 - self.dynamic) * mean).sum(1)

@@ -76,69 +76,71 @@ class AutoPrune(SharedBudgetCuts):
 
     @property
     def depths(self) -> Sequence[float]:
-        number = len(self.layers or ()) or self.cuts or _LAYERS - 2
-        return [2 / _LAYERS + one * (1 - 2 / _LAYERS) / number for one in range(number)]
+        num_cuts = len(self.layers or ()) or self.cuts or _LAYERS - 2
+        return [2 / _LAYERS + cut * (1 - 2 / _LAYERS) / num_cuts for cut in range(num_cuts)]
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        placed = self.layers
-        if placed is None:
+        cut_layers = self.layers
+        if cut_layers is None:
             first = choose_layers(self.depths[:1], layers, budget)[0]
-            number = min(self.cuts or layers, layers - first)
-            placed = tuple(first + one * (layers - first) // number for one in range(number))
+            num_cuts = min(self.cuts or layers, layers - first)
+            cut_layers = tuple(first + cut_index * (layers - first) // num_cuts for cut_index in range(num_cuts))
         # Every cut gets the budget of a single cut at the first layer. The curve redistributes it over the layers.
-        even = plan_cuts(layers, [(layer, 1.0) for layer in placed], budget)
-        return [(_Stage(self, number, cut.layer, tuple(placed), layers), cut.budget) for number, cut in enumerate(even)]
+        cuts = plan_cuts(layers, [(layer, 1.0) for layer in cut_layers], budget)
+        return [
+            (_Stage(self, index, cut.layer, tuple(cut_layers), layers), cut.budget) for index, cut in enumerate(cuts)
+        ]
 
 
 @dataclass(frozen=True)
 class _Stage(CutStage):
-    """One cut of AutoPrune. `placed` holds the layers of all cuts, `depth` the number of decoder layers."""
+    """One cut of AutoPrune. `cut_layers` holds the layers of all cuts, `depth` the number of decoder layers."""
 
     method: AutoPrune
-    placed: tuple[int, ...]
+    cut_layers: tuple[int, ...]
     depth: int
 
     def select(self, tokens: VisualTokens) -> Selection:
         if "counts" not in tokens.carry:
             bits = compute_mutual_information(tokens.text_attention, tokens.text.mask).mean(1) * _HEADS
             slopes = (self.method.slope - self.method.gamma * bits.nan_to_num(nan=0.0, posinf=0.0)).clamp(min=0)
-            each = zip(tokens.counts, tokens.keep, slopes.tolist(), strict=True)  # device sync
-            tokens.remember("counts", [self._counts(*one) for one in each])
-        planned = [one[self.index] for one in tokens.carry["counts"]]
-        counts = [min(count, number) for count, number in zip(tokens.counts, planned, strict=True)]
+            images = zip(tokens.counts, tokens.keep, slopes.tolist(), strict=True)  # device sync
+            tokens.remember("counts", [self._plan_counts(*image) for image in images])
+        planned = [counts_per_cut[self.index] for counts_per_cut in tokens.carry["counts"]]
+        counts = [min(count, planned_count) for count, planned_count in zip(tokens.counts, planned, strict=True)]
         if counts == tokens.counts:
             return Selection(tokens.mask, counts=counts)
         score = sum_text_attention(tokens, uniform_weights(tokens.text.mask)).mean(1)
         return Selection(top_mask(score, tokens.mask, to_device(counts, score.device), max(counts)), counts=counts)
 
-    def _counts(self, count: int, even: int, slope: float) -> list[int]:
+    def _plan_counts(self, count: int, even_count: int, slope: float) -> list[int]:
         """Return the number of tokens that each cut keeps.
 
         Args:
             count: Tokens of the image.
-            even: Tokens per cut if all cuts kept the same number. Defines the total budget.
+            even_count: Tokens per cut if all cuts kept the same number. Defines the total budget.
             slope: Slope of the retention curve.
         """
-        if even >= count:
-            return [count] * len(self.placed)
-        ends = [*self.placed[1:], self.depth]
-        spans = [end - start for start, end in zip(self.placed, ends, strict=True)]
+        if even_count >= count:
+            return [count] * len(self.cut_layers)
+        ends = [*self.cut_layers[1:], self.depth]
+        spans = [end - start for start, end in zip(self.cut_layers, ends, strict=True)]
         curve = [
             sum(compute_retention(layer * _LAYERS / self.depth - 1, slope) for layer in range(start, end))
             / (end - start)
-            for start, end in zip(self.placed, ends, strict=True)
+            for start, end in zip(self.cut_layers, ends, strict=True)
         ]
-        room = even * sum(spans)
+        budget = even_count * sum(spans)
 
-        def kept(scale: float) -> list[int]:
-            return [max(1, min(count, round(count * scale * one))) for one in curve]
+        def compute_counts(scale: float) -> list[int]:
+            return [max(1, min(count, round(count * scale * share))) for share in curve]
 
         low, high = 0.0, 1 / min(curve) + 1
         for _ in range(60):
             scale = (low + high) / 2
-            spent = sum(span * number for span, number in zip(spans, kept(scale), strict=True))
-            low, high = (low, scale) if spent > room else (scale, high)
-        return kept(low)
+            spent = sum(span * num_kept for span, num_kept in zip(spans, compute_counts(scale), strict=True))
+            low, high = (low, scale) if spent > budget else (scale, high)
+        return compute_counts(low)
 
 
 def compute_retention(layer: float, slope: float) -> float:
@@ -156,7 +158,7 @@ def compute_mutual_information(attention: torch.Tensor, words: torch.Tensor) -> 
             0.
         words: Mask of text tokens, shape (segments, words), bool.
     """
-    number = words.sum(1)[:, None, None, None]
-    joint = attention.float() / number
-    expected = joint.sum(2, keepdim=True) / number
+    num_words = words.sum(1)[:, None, None, None]
+    joint = attention.float() / num_words
+    expected = joint.sum(2, keepdim=True) / num_words
     return (joint * (joint / (expected + 1e-6)).clamp(min=1e-6).log2()).sum((2, 3))

@@ -17,7 +17,7 @@ from tokenprune.methods.registry import register
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_LEAST = 1e-3  # minimum of a cell of the prior, as a share of the prior's mean
+_MIN_PRIOR = 1e-3  # minimum of a cell of the prior, as a share of the prior's mean
 
 
 class AttentionPrior(FittedTable):
@@ -100,43 +100,51 @@ class D2Pruner(Pruner):
             self._fitted.check_decoder(self.name, self.prior, decoder)
 
     def select(self, tokens: VisualTokens) -> Selection:
-        importance = tokens.last_row_attention.float().mean(1) / self._expected(tokens)
+        importance = tokens.last_row_attention.float().mean(1) / self._compute_prior(tokens)
         importance = importance.nan_to_num(nan=-1.0)
-        sure = [max(1, int(self.pivots * keep)) for keep in tokens.keep]
-        kept = top_mask(importance, tokens.mask, to_device(sure, tokens.mask.device), max(sure))
-        more = max(keep - number for keep, number in zip(tokens.keep, sure, strict=True))
-        if more:
-            kept = kept | self._unlike(tokens, importance, tokens.mask & ~kept, tokens.budget - kept.sum(1), more)
+        num_pivots = [max(1, int(self.pivots * keep)) for keep in tokens.keep]
+        kept = top_mask(importance, tokens.mask, to_device(num_pivots, tokens.mask.device), max(num_pivots))
+        num_diverse = max(keep - count for keep, count in zip(tokens.keep, num_pivots, strict=True))
+        if num_diverse:
+            candidates, num_picks = tokens.mask & ~kept, tokens.budget - kept.sum(1)
+            kept = kept | self._pick_diverse(tokens, importance, candidates, num_picks, num_diverse)
         return Selection(adjust_count(kept, importance, tokens.mask, tokens.budget), counts=tokens.keep)
 
-    def _expected(self, tokens: VisualTokens) -> torch.Tensor:
+    def _compute_prior(self, tokens: VisualTokens) -> torch.Tensor:
         """Return the prior at the position of each token, shape (segments, tokens), float32, above 0."""
-        expected = torch.ones(tokens.mask.shape, dtype=torch.float32, device="cpu")
+        prior = torch.ones(tokens.mask.shape, dtype=torch.float32, device="cpu")
         if self._fitted is None:
             tokens.note(f"{self.name}: prior=None, using raw attention. Run `tokenprune fit d2pruner` to fit a prior.")
         else:
             for row, (count, grid) in enumerate(zip(tokens.counts, tokens.grids, strict=True)):
-                expected[row, :count] = resize_table(self._fitted.table, count, grid)
-            expected = expected.clamp(min=max(_LEAST * float(self._fitted.table.mean()), 1e-12))
-        return to_device(expected, tokens.mask.device)
+                prior[row, :count] = resize_table(self._fitted.table, count, grid)
+            prior = prior.clamp(min=max(_MIN_PRIOR * float(self._fitted.table.mean()), 1e-12))
+        return to_device(prior, tokens.mask.device)
 
-    def _unlike(
-        self, tokens: VisualTokens, importance: torch.Tensor, left: torch.Tensor, number: torch.Tensor, most: int
+    def _pick_diverse(
+        self,
+        tokens: VisualTokens,
+        importance: torch.Tensor,
+        candidates: torch.Tensor,
+        num_picks: torch.Tensor,
+        max_picks: int,
     ) -> torch.Tensor:
-        """Return up to `number` diverse tokens of `left` by importance, shape (segments, tokens), bool."""
-        cells, rows = self._cells(tokens), torch.arange(len(left), device=left.device)
-        free, taken, row_of = left, torch.zeros_like(left), PickedRows(Products(normalize(tokens.hidden)))
-        for step in range(most):
-            best = importance.masked_fill(~free, -torch.inf)
+        """Return up to `num_picks` diverse candidates by importance, shape (segments, tokens), bool."""
+        cells, rows = self._get_cells(tokens), torch.arange(len(candidates), device=candidates.device)
+        available, picked = candidates, torch.zeros_like(candidates)
+        get_row = PickedRows(Products(normalize(tokens.hidden)))
+        for step in range(max_picks):
+            best = importance.masked_fill(~available, -torch.inf)
             pick = best.argmax(1)
-            alike = self.alpha * row_of(pick, best)
+            similarity = self.alpha * get_row(pick, best)
             if self.alpha < 1:
-                alike = alike + (1 - self.alpha) * self._near(cells, cells[rows, pick])
-            new = torch.zeros_like(free).scatter(1, pick[:, None], True) & free & (step < number)[:, None]
-            taken, free = taken | new, free & ~((alike > self.threshold) & new.any(1, keepdim=True)) & ~new
-        return taken
+                similarity = similarity + (1 - self.alpha) * self._compute_proximity(cells, cells[rows, pick])
+            new = torch.zeros_like(available).scatter(1, pick[:, None], True) & available & (step < num_picks)[:, None]
+            picked = picked | new
+            available = available & ~((similarity > self.threshold) & new.any(1, keepdim=True)) & ~new
+        return picked
 
-    def _cells(self, tokens: VisualTokens) -> torch.Tensor:
+    def _get_cells(self, tokens: VisualTokens) -> torch.Tensor:
         """Return frame, row and column of each token, (segments, tokens, 3). Unknown grid: each token is a frame."""
         cells = torch.zeros(*tokens.mask.shape, 3, dtype=torch.float32, device="cpu")
         if self.alpha < 1:
@@ -145,11 +153,11 @@ class D2Pruner(Pruner):
                 cells[row, :count] = torch.cartesian_prod(*axes).view(count, 3).float()
         return to_device(cells, tokens.mask.device)
 
-    def _near(self, cells: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+    def _compute_proximity(self, cells: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
         """Return the proximity of all cells (segments, tokens, 3) to one cell (segments, 3), in [0, 1]."""
-        one = one.unsqueeze(1)
-        square = (cells[..., 1:] - one[..., 1:]).square().sum(-1)
-        return torch.exp(-square / (2 * self.radius**2)).masked_fill(cells[..., 0] != one[..., 0], 0)
+        cell = cell.unsqueeze(1)
+        squared_distance = (cells[..., 1:] - cell[..., 1:]).square().sum(-1)
+        return torch.exp(-squared_distance / (2 * self.radius**2)).masked_fill(cells[..., 0] != cell[..., 0], 0)
 
 
 def resize_table(table: torch.Tensor, count: int, grid: tuple[int, int, int] | None) -> torch.Tensor:

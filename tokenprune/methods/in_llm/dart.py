@@ -67,16 +67,16 @@ class Dart(Pruner):
         return keep if self.exact else self.pivot_image + pivots * (keep // pivots)
 
     def select(self, tokens: VisualTokens) -> Selection:
-        kept, pivots, exists = self._pivots(tokens)
+        kept, pivots, exists = self._find_pivots(tokens)
         # Tokens that each pivot adds: an equal share of the rest of the budget. Earlier pivots take the remainder.
-        left, turn = (tokens.budget - kept.sum(1))[:, None], exists.cumsum(1)
-        number = turn[:, -1:].clamp(min=1)
-        share = (left + number - turn).div(number, rounding_mode="floor") * exists
+        rest, turn = (tokens.budget - kept.sum(1))[:, None], exists.cumsum(1)
+        num_pivots = turn[:, -1:].clamp(min=1)
+        share = (rest + num_pivots - turn).div(num_pivots, rounding_mode="floor") * exists
         similarity = cosines(tokens.normed, pivots)  # [S, N, P]
         added = take_in_turn(-similarity.transpose(1, 2), tokens.mask ^ kept, share, max(tokens.keep))
         return Selection(kept | added, counts=tokens.keep)
 
-    def _pivots(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _find_pivots(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the visual pivots, and the states of all pivots.
 
         Returns:

@@ -12,8 +12,8 @@ from tokenprune.methods.registry import register
 from tokenprune.selection.method import Pruner, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_LEAST = 1e-10  # minimum of an eigenvalue
-_ELEMENTS = 2**22  # matrix elements per batch of the eigendecomposition
+_MIN_EIGENVALUE = 1e-10  # minimum of an eigenvalue
+_MAX_ELEMENTS = 2**22  # matrix elements per batch of the eigendecomposition
 
 
 @register("entropyprune", site=Site.IN_LLM, paper="arXiv 2602.17196, EMNLP 2026 Findings")
@@ -64,7 +64,7 @@ class EntropyPrune(Pruner):
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
         heads = getattr(tokens, self._observable)
-        step = max(1, _ELEMENTS // (heads.shape[2] * max(heads.shape[2:])))
+        step = max(1, _MAX_ELEMENTS // (heads.shape[2] * max(heads.shape[2:])))
         parts = [compute_entropies(part, self.normalise) for part in heads.flatten(0, 1).split(step)]
         return torch.cat(parts).view(tokens.mask.shape)
 
@@ -76,15 +76,15 @@ def compute_entropies(heads: torch.Tensor, normalise: bool = False) -> torch.Ten
         heads: States of the tokens, shape (tokens, heads, head size).
         normalise: Divide the eigenvalues by their sum.
     """
-    number = heads.shape[1]
+    num_heads = heads.shape[1]
     x = heads.double()
-    real = x.isfinite().all(dim=2).all(dim=1)
-    x = x.masked_fill(~real[:, None, None], 0)
+    finite = x.isfinite().all(dim=2).all(dim=1)
+    x = x.masked_fill(~finite[:, None, None], 0)
     x = x - x.mean(1, keepdim=True)
     # Both Gram matrices have the same non-zero eigenvalues. Decompose the smaller one.
-    table = x @ x.transpose(1, 2) if number <= x.shape[2] else x.transpose(1, 2) @ x
-    values = torch.linalg.eigvalsh(table / number).clamp(min=_LEAST)
+    table = x @ x.transpose(1, 2) if num_heads <= x.shape[2] else x.transpose(1, 2) @ x
+    values = torch.linalg.eigvalsh(table / num_heads).clamp(min=_MIN_EIGENVALUE)
     if normalise:
         values = values / values.sum(1, keepdim=True)
-    found = -(values * values.log()).sum(1) / math.log(max(2, number))
-    return found.masked_fill(~real, torch.nan)
+    entropy = -(values * values.log()).sum(1) / math.log(max(2, num_heads))
+    return entropy.masked_fill(~finite, torch.nan)

@@ -64,21 +64,21 @@ class Feather(SharedBudgetCuts):
     def choose(self, tokens: VisualTokens, cut: int) -> Selection:
         score = self.score(tokens)
         if cut == 0 and self.stride is not None:
-            score = score.nan_to_num(nan=-torch.inf).masked_fill(self._even(tokens, self.stride), torch.inf)
+            score = score.nan_to_num(nan=-torch.inf).masked_fill(self._find_grid(tokens, self.stride), torch.inf)
         return Selection.top(score, tokens)
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
         row = tokens.unrotated_last_row.float().masked_fill(~tokens.mask[:, None], 0)
         return (row / row.sum(2, keepdim=True).clamp(min=torch.finfo(row.dtype).tiny)).mean(1)
 
-    def _even(self, tokens: VisualTokens, least: int) -> torch.Tensor:
-        """Return the tokens on the uniform grid, shape (segments, tokens), bool. `least` is the initial stride."""
-        even = torch.zeros(tokens.mask.shape, dtype=torch.bool, device="cpu")
+    def _find_grid(self, tokens: VisualTokens, min_stride: int) -> torch.Tensor:
+        """Return the tokens on the uniform grid, shape (segments, tokens), bool. The stride grows from `min_stride`."""
+        on_grid = torch.zeros(tokens.mask.shape, dtype=torch.bool, device="cpu")
         for row, (count, keep, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
             frames, height, width = grid or (1, 1, count)
-            for stride in range(least, max(height, width) + least):
+            for stride in range(min_stride, max(height, width) + min_stride):
                 down, across = (stride, stride) if grid else (1, stride * stride)
                 if frames * -(-height // down) * -(-width // across) <= keep // 2:
-                    even[row, :count].view(frames, height, width)[:, ::down, ::across] = True
+                    on_grid[row, :count].view(frames, height, width)[:, ::down, ::across] = True
                     break
-        return to_device(even, tokens.mask.device)
+        return to_device(on_grid, tokens.mask.device)

@@ -89,8 +89,8 @@ class FitPrune(MultiCutMethod):
             self._check(False, f"{self.recipe} has {len(rows[0])} layers, but the decoder has {layers}")
         if budget.share is not None:
             compute_layer_shares(rows, layers, budget.share)  # raises BudgetError for an unreachable share
-        parts = [_ByRecipe(**budget.init_values(), rows=rows) for _ in range(1, layers)]
-        return [(CutStage(self, layer - 1, layer), part) for layer, part in enumerate(parts, 1)]
+        budgets = [_ByRecipe(**budget.init_values(), rows=rows) for _ in range(1, layers)]
+        return [(CutStage(self, layer - 1, layer), layer_budget) for layer, layer_budget in enumerate(budgets, 1)]
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
         return tokens.head_maxima.float().prod(1)
@@ -106,11 +106,13 @@ class _ByRecipe(Budget):
         self, counts: Sequence[int], *, layer: int, shape: DecoderShape, text_tokens: int,
         original: Sequence[int] | None = None,
     ) -> list[int]:  # fmt: skip
-        left = []
-        for now, count in zip(counts, counts if original is None else original, strict=True):
+        kept = []
+        for num_before, count in zip(counts, counts if original is None else original, strict=True):
             share = min(1.0, float(self.amount) / count) if self.share is None else self.share
-            left.append(min(now, max(1, round(count * _known_shares(self.rows, shape.layers, share)[layer]))))
-        return left
+            kept.append(
+                min(num_before, max(1, round(count * _cached_layer_shares(self.rows, shape.layers, share)[layer])))
+            )
+        return kept
 
 
 def compute_layer_shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[float]:
@@ -134,8 +136,11 @@ def compute_layer_shares(rows: Sequence[Sequence[float]], layers: int, share: fl
         above = max(row for row in range(len(known)) if sum(known[row]) >= share * layers - 1e-9)
         below = min(above + 1, len(known) - 1)
         span = sum(known[above]) - sum(known[below])
-        part = (sum(known[above]) - share * layers) / span if span else 0.0
-        return [(1 - part) * one + part * other for one, other in zip(known[above], known[below], strict=True)]
+        weight = (sum(known[above]) - share * layers) / span if span else 0.0
+        return [
+            (1 - weight) * share_above + weight * share_below
+            for share_above, share_below in zip(known[above], known[below], strict=True)
+        ]
     low, high = 0.0, 1.0
     for _ in range(60):
         ratio = (low + high) / 2
@@ -143,4 +148,4 @@ def compute_layer_shares(rows: Sequence[Sequence[float]], layers: int, share: fl
     return [low**layer for layer in range(layers)]
 
 
-_known_shares = lru_cache(maxsize=64)(compute_layer_shares)  # called for every layer of every forward
+_cached_layer_shares = lru_cache(maxsize=64)(compute_layer_shares)  # called for every layer of every forward

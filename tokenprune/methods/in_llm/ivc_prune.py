@@ -16,8 +16,8 @@ from tokenprune.methods.registry import register
 from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_SEEDS = 0.01  # seeds, as a share of an image's tokens
-_SKIPPED = 2  # text tokens after an image that only close the image in the prompt
+_SEED_SHARE = 0.01  # seeds, as a share of an image's tokens
+_SKIPPED_TEXT = 2  # text tokens after an image that only close the image in the prompt
 
 
 @register("ivc_prune", site=Site.IN_LLM, needs=("value_heads", "rotation"), paper="arXiv 2602.03060, ICLR 2026")
@@ -70,44 +70,48 @@ class IvcPrune(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         mask, keep, device = tokens.mask, tokens.keep, tokens.mask.device
-        cos, sin = (one.float().mean(-1) for one in tokens.rotation)
-        each = [
-            min(round(self.coordinates * count), number // 4) for count, number in zip(tokens.counts, keep, strict=True)
+        cos, sin = (angles.float().mean(-1) for angles in tokens.rotation)
+        anchor_counts = [
+            min(round(self.coordinates * count), kept // 4) for count, kept in zip(tokens.counts, keep, strict=True)
         ]
-        number = to_device(each, device)
-        anchors = top_mask(cos, mask, number, max(each)) | top_mask(sin, mask, number, max(each))
+        num_anchors, max_anchors = to_device(anchor_counts, device), max(anchor_counts)
+        anchors = top_mask(cos, mask, num_anchors, max_anchors) | top_mask(sin, mask, num_anchors, max_anchors)
 
         text = tokens.text.mask
-        there = torch.cat([mask, text], dim=1)
+        valid = torch.cat([mask, text], dim=1)
         values = torch.cat([tokens.value_heads, tokens.text.value_heads], dim=1).float()
-        values = values.masked_fill(~there[:, :, None, None], 0)
-        place = text.cumsum(1)
-        raters = text & ((place > _SKIPPED) | (place[:, -1:] <= _SKIPPED))
-        rated = _likeness(tokens.text.value_heads, raters, values, there)[..., : mask.shape[1]].sum(1)
-        seeds = [max(1, round(_SEEDS * count)) for count in tokens.counts]
-        seed = top_mask(rated, mask, to_device(seeds, device), max(seeds))
+        values = values.masked_fill(~valid[:, :, None, None], 0)
+        text_index = text.cumsum(1)
+        raters = text & ((text_index > _SKIPPED_TEXT) | (text_index[:, -1:] <= _SKIPPED_TEXT))
+        text_similarity = _compute_similarity(tokens.text.value_heads, raters, values, valid)
+        text_similarity = text_similarity[..., : mask.shape[1]].sum(1)
+        seeds = [max(1, round(_SEED_SHARE * count)) for count in tokens.counts]
+        seed = top_mask(text_similarity, mask, to_device(seeds, device), max(seeds))
         seed_index = partition(seed)[:, : max(seeds)]  # seeds first
-        own = gather_tokens(values, seed_index, 1)
-        from_seeds = _likeness(own, seed.gather(1, seed_index), values, there)[..., : mask.shape[1]].sum(1)
-        score = (rated + from_seeds) / (raters.sum(1) + seed.sum(1))[:, None]
+        seed_values = gather_tokens(values, seed_index, 1)
+        seed_similarity = _compute_similarity(seed_values, seed.gather(1, seed_index), values, valid)
+        seed_similarity = seed_similarity[..., : mask.shape[1]].sum(1)
+        score = (text_similarity + seed_similarity) / (raters.sum(1) + seed.sum(1))[:, None]
 
-        first = torch.where(anchors, 2, torch.where(seed, 1, 0))
+        rank = torch.where(anchors, 2, torch.where(seed, 1, 0))
         # Sort by rank, then by score. Scores are averages of softmax outputs, so they are at most 1.
-        return Selection.top(first * 2 + score.nan_to_num(nan=-1.0).clamp(-1, 1), tokens)
+        return Selection.top(rank * 2 + score.nan_to_num(nan=-1.0).clamp(-1, 1), tokens)
 
 
-def _likeness(of: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+def _compute_similarity(
+    queries: torch.Tensor, query_mask: torch.Tensor, values: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
     """Return the softmax similarity of value vectors, averaged over heads, shape (segments, queries, tokens), float32.
 
     Args:
-        of: Value vectors of the queries, shape (segments, queries, heads, head size).
-        rows: Mask of valid queries, shape (segments, queries). Other rows are 0.
+        queries: Value vectors of the queries, shape (segments, queries, heads, head size).
+        query_mask: Mask of valid queries, shape (segments, queries). Other rows are 0.
         values: Value vectors of all tokens, shape (segments, tokens, heads, head size).
-        there: Mask of valid tokens, shape (segments, tokens).
+        valid: Mask of valid tokens, shape (segments, tokens).
     """
-    found = []
-    for one, row in zip(of.float().split(256, dim=1), rows.split(256, dim=1), strict=True):
-        product = torch.einsum("srhd,sthd->shrt", one, values) / values.shape[-1] ** 0.5
-        share = product.masked_fill(~there[:, None, None, :], -torch.inf).softmax(-1).mean(1)
-        found.append(share.masked_fill(~row[:, :, None], 0))
-    return torch.cat(found, dim=1)
+    parts = []
+    for query_part, mask_part in zip(queries.float().split(256, dim=1), query_mask.split(256, dim=1), strict=True):
+        product = torch.einsum("srhd,sthd->shrt", query_part, values) / values.shape[-1] ** 0.5
+        share = product.masked_fill(~valid[:, None, None, :], -torch.inf).softmax(-1).mean(1)
+        parts.append(share.masked_fill(~mask_part[:, :, None], 0))
+    return torch.cat(parts, dim=1)

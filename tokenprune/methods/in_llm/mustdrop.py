@@ -19,8 +19,8 @@ from tokenprune.methods.registry import register
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_HALVES = 40  # bisection steps of the search for a ratio
-_STEP = 0.5  # ratio between cuts if the budget is a token count, which is not a share until the image is known
+_HALVINGS = 40  # bisection steps of the search for a ratio
+_DEFAULT_RATIO = 0.5  # ratio between cuts if the budget is a token count, which is not a share until the image is known
 
 
 @register("mustdrop", site=Site.IN_LLM, paper="arXiv 2411.10803")
@@ -73,8 +73,8 @@ class MustDrop(SharedBudgetCuts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        two = self.thresholds is None or len(self.thresholds) == 2
-        self._check(two, f"thresholds={self.thresholds!r} must be a pair of numbers, (share, word)")
+        is_pair = self.thresholds is None or len(self.thresholds) == 2
+        self._check(is_pair, f"thresholds={self.thresholds!r} must be a pair of numbers, (share, word)")
 
     @property
     def chooses_count(self) -> bool:
@@ -86,54 +86,54 @@ class MustDrop(SharedBudgetCuts):
         return frozenset({"text_sum_and_max", "last_row_attention", *tower})
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        placed = list(self.layers or choose_layers(self.depths[: layers - 1], layers, budget))
-        step = _STEP if budget.share is None else _step(placed, layers, budget.share)
-        cuts = plan_cuts(layers, [(layer, step**number) for number, layer in enumerate(placed)], budget)
-        return [(CutStage(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
+        cut_layers = list(self.layers or choose_layers(self.depths[: layers - 1], layers, budget))
+        ratio = _DEFAULT_RATIO if budget.share is None else _find_ratio(cut_layers, layers, budget.share)
+        cuts = plan_cuts(layers, [(layer, ratio**index) for index, layer in enumerate(cut_layers)], budget)
+        return [(CutStage(self, index, cut.layer), cut.budget) for index, cut in enumerate(cuts)]
 
     def select(self, tokens: VisualTokens) -> Selection:
-        share, word = self._paid(tokens)
-        least = self.thresholds or (1.0, 1.0)
+        share, word = self._compute_scores(tokens)
+        limits = self.thresholds or (1.0, 1.0)
         tiny = torch.finfo(torch.float32).tiny
-        rank = torch.maximum(share / max(least[0], tiny), word / max(least[1], tiny))
-        key, most = self._key(tokens), max(tokens.keep)
-        first = top_mask(rank, key, tokens.budget, most)
-        left = tokens.mask & ~key
+        rank = torch.maximum(share / max(limits[0], tiny), word / max(limits[1], tiny))
+        protected_mask, max_kept = self._get_protected(tokens), max(tokens.keep)
+        first = top_mask(rank, protected_mask, tokens.budget, max_kept)
+        candidates = tokens.mask & ~protected_mask
         if self.thresholds is not None:
-            left = left & ((share >= least[0]) | (word >= least[1]))
-            stays = first | top_mask(rank, left, tokens.budget - first.sum(1), most)
+            candidates = candidates & ((share >= limits[0]) | (word >= limits[1]))
+            kept = first | top_mask(rank, candidates, tokens.budget - first.sum(1), max_kept)
             # Keep at least one token.
             best = top_mask(rank, tokens.mask, torch.ones_like(tokens.budget), 1)
-            return Selection(torch.where(stays.any(1, keepdim=True), stays, best))
-        return Selection(first | top_mask(rank, left, tokens.budget - first.sum(1), most), counts=tokens.keep)
+            return Selection(torch.where(kept.any(1, keepdim=True), kept, best))
+        return Selection(first | top_mask(rank, candidates, tokens.budget - first.sum(1), max_kept), counts=tokens.keep)
 
-    def _paid(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute_scores(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the share of the attention of the text, and the highest attention from a word, per token."""
-        total, most = tokens.text_sum_and_max.unbind(1)
-        alone = ~tokens.text.mask.any(1, keepdim=True)
+        total, highest = tokens.text_sum_and_max.unbind(1)
+        no_text = ~tokens.text.mask.any(1, keepdim=True)
         last = tokens.last_row_attention.mean(1).masked_fill(~tokens.mask, 0)
-        total, most = torch.where(alone, last, total), torch.where(alone, last, most)
+        total, highest = torch.where(no_text, last, total), torch.where(no_text, last, highest)
         tiny = torch.finfo(torch.float32).tiny
-        return total / total.masked_fill(~tokens.mask, 0).sum(1, keepdim=True).clamp(min=tiny), most
+        return total / total.masked_fill(~tokens.mask, 0).sum(1, keepdim=True).clamp(min=tiny), highest
 
-    def _key(self, tokens: VisualTokens) -> torch.Tensor:
+    def _get_protected(self, tokens: VisualTokens) -> torch.Tensor:
         """Return the protected tokens, shape (segments, tokens), bool. Computed at the first cut."""
         if not self.protected:
             return torch.zeros_like(tokens.mask)
-        if "key" not in tokens.carry:
-            numbers = [math.ceil(self.protected * count) for count in tokens.counts]
+        if "protected" not in tokens.carry:
+            num_protected = [math.ceil(self.protected * count) for count in tokens.counts]
             score = tokens.encoder_attention(-1).mean(1)
-            key = top_mask(score, tokens.mask, to_device(numbers, score.device), max(numbers))
-            tokens.remember("key", key, per_token=True)
-        return tokens.carry["key"]
+            protected = top_mask(score, tokens.mask, to_device(num_protected, score.device), max(num_protected))
+            tokens.remember("protected", protected, per_token=True)
+        return tokens.carry["protected"]
 
 
-def _step(placed: Sequence[int], layers: int, share: float) -> float:
+def _find_ratio(cut_layers: Sequence[int], layers: int, share: float) -> float:
     """Return the ratio between successive counts that makes the average over the layers equal `share`."""
-    runs = [later - layer for layer, later in pairwise([*placed, layers])]
+    runs = [later - layer for layer, later in pairwise([*cut_layers, layers])]
     low, high = 2.0**-10, 1.0
-    for _ in range(_HALVES):
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        spent = placed[0] + sum(run * middle ** (1 + number) for number, run in enumerate(runs))
+        spent = cut_layers[0] + sum(run * middle ** (1 + index) for index, run in enumerate(runs))
         low, high = (middle, high) if spent < share * layers else (low, middle)
     return high

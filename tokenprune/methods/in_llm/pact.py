@@ -18,8 +18,8 @@ from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
 _LAYER = 4 / 28  # the authors' layer, as a share of the decoder's depth
-_DENSITY = 2.0  # bandwidth of the Gaussian density, as a cosine distance
-_ROOM = 1.5  # minimum number of clustered tokens per kept token
+_BANDWIDTH = 2.0  # bandwidth of the Gaussian density, as a cosine distance
+_MIN_CLUSTERED = 1.5  # minimum number of clustered tokens per kept token
 _HALVINGS = 16  # bisection steps of the search for the cutoff
 
 
@@ -89,17 +89,19 @@ class PACT(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         weight = tokens.previous_hidden.float().norm(dim=2)
         score = (tokens.mean_query_attention.float().mean(1) * weight).nan_to_num(nan=-torch.inf)
-        itself = torch.arange(score.shape[1], device=score.device)
-        assign = torch.full_like(tokens.mask, -1, dtype=torch.long)
+        token_index = torch.arange(score.shape[1], device=score.device)
+        assignment = torch.full_like(tokens.mask, -1, dtype=torch.long)
         for row, (count, keep) in enumerate(zip(tokens.counts, tokens.keep, strict=True)):
             if keep == count:
-                assign[row, :count] = itself[:count]
+                assignment[row, :count] = token_index[:count]
             else:
-                assign[row, :count] = self._of_image(score[row, :count], normalize(tokens.keys[row, :count]), keep)
+                assignment[row, :count] = self._assign_image(
+                    score[row, :count], normalize(tokens.keys[row, :count]), keep
+                )
         counts = None if self.chooses_count else tokens.keep
-        return Selection(assign == itself, assign, counts=counts)
+        return Selection(assignment == token_index, assignment, counts=counts)
 
-    def _of_image(self, score: torch.Tensor, keys: torch.Tensor, keep: int) -> torch.Tensor:
+    def _assign_image(self, score: torch.Tensor, keys: torch.Tensor, keep: int) -> torch.Tensor:
         """Return the centre that each token of an image joins, shape (tokens,), int64; -1 for dropped tokens.
 
         Args:
@@ -108,75 +110,77 @@ class PACT(Pruner):
             keep: Number of kept tokens.
         """
         count, device = len(score), score.device
-        share = self.share if self.chooses_count else min(1.0, max(self.share, _ROOM * keep / count))
-        number = max(1, int(share * count))
-        everything = torch.ones_like(score, dtype=torch.bool)[None]
-        matters = top_mask(score[None], everything, to_device([number], device), number)[0]
-        place = matters.nonzero().flatten()
-        dense = Products(keys[None, place], round_=True).reduce_rows(_density)[0]
+        share = self.share if self.chooses_count else min(1.0, max(self.share, _MIN_CLUSTERED * keep / count))
+        num_important = max(1, int(share * count))
+        all_tokens = torch.ones_like(score, dtype=torch.bool)[None]
+        important = top_mask(score[None], all_tokens, to_device([num_important], device), num_important)[0]
+        index = important.nonzero().flatten()
+        density = Products(keys[None, index], round_=True).reduce_rows(_compute_density)[0]
         # Sort by descending density. A stable sort puts the earlier of equal tokens first.
-        place = place[dense.argsort(descending=True, stable=True)]
-        alike = Products(keys[None, place], round_=True)
-        cutoff = self._cutoff(alike, keep)
-        centre = find_centres(alike, cutoff)
+        index = index[density.argsort(descending=True, stable=True)]
+        similarity = Products(keys[None, index], round_=True)
+        cutoff = self._find_cutoff(similarity, keep)
+        centre = find_centres(similarity, cutoff)
         if not self.chooses_count:
             # Identical tokens share one centre at any cutoff. If there are too few centres, add the densest tokens.
-            rank = torch.where(centre, 0, len(place)) + torch.arange(len(place), device=device)
+            rank = torch.where(centre, 0, len(index)) + torch.arange(len(index), device=device)
             centre = torch.zeros_like(centre).index_fill_(0, rank.argsort()[:keep], True)
-        target, _ = place[centre].sort()
-        best, nearest = (one[0] for one in best_match(keys[None], keys[None, target]))
-        joins = matters | (1 - round_cosines(best) <= self.reach * cutoff)
-        assign = torch.where(joins, target[nearest], -1)
-        return assign.index_copy(0, target, target)
+        target, _ = index[centre].sort()
+        best, nearest = (result[0] for result in best_match(keys[None], keys[None, target]))
+        joins = important | (1 - round_cosines(best) <= self.reach * cutoff)
+        assignment = torch.where(joins, target[nearest], -1)
+        return assignment.index_copy(0, target, target)
 
-    def _cutoff(self, alike: Products, keep: int) -> float:
+    def _find_cutoff(self, similarity: Products, keep: int) -> float:
         """Return the largest cutoff, by bisection, with at least `keep` centres; 0 if there is none."""
         if self.cutoff is not None:
             return self.cutoff
         low, high = 0.0, 2.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            number = int(find_centres(alike, middle).sum())
-            low, high = (middle, high) if number >= keep else (low, middle)
-            if number == keep:
+            num_centres = int(find_centres(similarity, middle).sum())
+            low, high = (middle, high) if num_centres >= keep else (low, middle)
+            if num_centres == keep:
                 break
         return low
 
 
-def _density(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
+def _compute_density(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
     """Return the density of each token, float64: a sum of Gaussians of the cosine distances. `rows` are cosines."""
-    return torch.exp(-((1 - rows).clamp(min=0) / _DENSITY).square()).sum(1, dtype=torch.float64)
+    return torch.exp(-((1 - rows).clamp(min=0) / _BANDWIDTH).square()).sum(1, dtype=torch.float64)
 
 
-def find_centres(alike: Products, cutoff: float) -> torch.Tensor:
+def find_centres(similarity: Products, cutoff: float) -> torch.Tensor:
     """Return the tokens without an earlier centre within the cutoff, shape (tokens,), bool. Device sync.
 
     Args:
-        alike: Cosines of all pairs of tokens, sorted by descending density.
+        similarity: Cosines of all pairs of tokens, sorted by descending density.
         cutoff: Cosine distance.
     """
-    found = torch.zeros(alike.shape[1], dtype=torch.bool, device=alike.a.device)
+    is_centre = torch.zeros(similarity.shape[1], dtype=torch.bool, device=similarity.a.device)
 
-    def block(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
-        near, own = 1 - rows <= cutoff, slice(start, start + len(rows))
-        found[own] = select_in_rounds(near[:, own], ~(near[:, :start] & found[:start]).any(1))
-        return found[own]
+    def select_block(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
+        is_near, block_slice = 1 - rows <= cutoff, slice(start, start + len(rows))
+        is_centre[block_slice] = select_in_rounds(
+            is_near[:, block_slice], ~(is_near[:, :start] & is_centre[:start]).any(1)
+        )
+        return is_centre[block_slice]
 
-    return alike.reduce_rows(block)[0]
+    return similarity.reduce_rows(select_block)[0]
 
 
-def select_in_rounds(near: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+def select_in_rounds(is_near: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
     """Greedily select tokens that are not near an earlier selected token, shape (tokens,), bool.
 
     Each round selects all tokens that no earlier candidate can exclude, so there are few rounds.
 
     Args:
-        near: Symmetric mask of near pairs, shape (tokens, tokens), bool.
-        left: Candidates, shape (tokens,), bool.
+        is_near: Symmetric mask of near pairs, shape (tokens, tokens), bool.
+        candidates: Candidate tokens, shape (tokens,), bool.
     """
-    earlier, centre = near.tril(-1), torch.zeros_like(left)
-    while bool(left.any()):
-        new = left & ~(earlier & left).any(1)
-        centre = centre | new
-        left = left & ~near[:, new].any(1) & ~new
+    earlier, centre = is_near.tril(-1), torch.zeros_like(candidates)
+    while bool(candidates.any()):
+        selected = candidates & ~(earlier & candidates).any(1)
+        centre = centre | selected
+        candidates = candidates & ~is_near[:, selected].any(1) & ~selected
     return centre

@@ -59,12 +59,12 @@ class PyramidDrop(SharedBudgetCuts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        falls = all(one >= later for one, later in pairwise(self.ratios))
-        self._check(bool(self.ratios) and falls, f"ratios={self.ratios!r} must be numbers in descending order")
+        descending = all(earlier >= later for earlier, later in pairwise(self.ratios))
+        self._check(bool(self.ratios) and descending, f"ratios={self.ratios!r} must be numbers in descending order")
 
     @property
     def depths(self) -> Sequence[float]:
-        return [(number + 1) / (len(self.ratios) + 1) for number in range(len(self.ratios))]
+        return [(index + 1) / (len(self.ratios) + 1) for index in range(len(self.ratios))]
 
     @property
     def sizes(self) -> Sequence[float]:

@@ -17,7 +17,7 @@ from tokenprune.methods.registry import register
 from tokenprune.selection.method import Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_A_CLUSTER = 10  # recycled tokens per cluster
+_TOKENS_PER_CLUSTER = 10  # recycled tokens per cluster
 
 
 @register("sparsevlm", site=Site.IN_LLM, paper="arXiv 2410.04417, ICML 2025", merges=True)
@@ -75,74 +75,78 @@ class SparseVLM(SharedBudgetCuts):
         return TEXT_ATTENTION | ({"embeddings"} if self.version == "1" else {"embeddings", "rotation"})
 
     def resolve_count(self, count: int, keep: int) -> int:
-        return keep if self.exact else min(count, keep + self._merged(count, keep))
+        return keep if self.exact else min(count, keep + self._count_clusters(count, keep))
 
     def select(self, tokens: VisualTokens) -> Selection:
         score = self._score(tokens)
-        clusters = [self._clusters(count, keep) for count, keep in zip(tokens.counts, tokens.keep, strict=True)]
+        counts = zip(tokens.counts, tokens.keep, strict=True)
+        clusters = [self._count_kept_clusters(count, keep) for count, keep in counts]
         if not any(clusters):
             return Selection.top(score, tokens)
-        numbers = to_device(clusters, score.device)
-        picks = top_mask(score, tokens.mask, tokens.budget - numbers, max(tokens.keep))
-        of = zip(tokens.counts, tokens.keep, clusters, strict=True)
-        again = [self._recycled(count - keep + number) if number else 0 for count, keep, number in of]
-        recycled = top_mask(score, tokens.mask & ~picks, to_device(again, score.device), max(again))
-        place = partition(recycled)[:, : max(again)]
-        x, mask, most = gather_tokens(tokens.hidden, place, 1), recycled.gather(1, place), max(clusters)
-        centres = find_density_peaks(x, mask, numbers, most, neighbours=most)
-        into = assign_to_centres(x, mask, centres, most)
-        index = torch.arange(score.shape[1], device=score.device)
-        # Padding entries of `place` are dropped tokens. They keep the assignment -1.
-        target = place.gather(1, into.clamp(min=0)).masked_fill(~mask, -1)
-        assign = torch.where(picks, index, torch.full_like(picks, -1, dtype=torch.long).scatter_(1, place, target))
-        keep = picks | (recycled & (assign == index))
-        return Selection(keep, assign, counts=tokens.keep)
+        num_clusters = to_device(clusters, score.device)
+        picks = top_mask(score, tokens.mask, tokens.budget - num_clusters, max(tokens.keep))
+        num_recycled = [
+            self._count_recycled(count - keep + clusters_kept) if clusters_kept else 0
+            for count, keep, clusters_kept in zip(tokens.counts, tokens.keep, clusters, strict=True)
+        ]
+        recycled = top_mask(score, tokens.mask & ~picks, to_device(num_recycled, score.device), max(num_recycled))
+        index = partition(recycled)[:, : max(num_recycled)]
+        x, mask, max_clusters = gather_tokens(tokens.hidden, index, 1), recycled.gather(1, index), max(clusters)
+        centres = find_density_peaks(x, mask, num_clusters, max_clusters, neighbours=max_clusters)
+        centre = assign_to_centres(x, mask, centres, max_clusters)
+        token_index = torch.arange(score.shape[1], device=score.device)
+        # Padding entries of `index` are dropped tokens. They keep the assignment -1.
+        target = index.gather(1, centre.clamp(min=0)).masked_fill(~mask, -1)
+        merged = torch.full_like(picks, -1, dtype=torch.long).scatter_(1, index, target)
+        assignment = torch.where(picks, token_index, merged)
+        keep = picks | (recycled & (assignment == token_index))
+        return Selection(keep, assignment, counts=tokens.keep)
 
-    def _recycled(self, removed: int) -> int:
+    def _count_recycled(self, removed: int) -> int:
         return min(removed, int(self.recycle * removed) + 1)
 
-    def _merged(self, count: int, picks: int) -> int:
+    def _count_clusters(self, count: int, picks: int) -> int:
         """Return the number of clusters of a cut that keeps `picks` of `count` tokens unmerged."""
         if self.version != "1" or not self.recycle or picks >= count:
             return 0
-        return int(self._recycled(count - picks) / _A_CLUSTER) + 1
+        return int(self._count_recycled(count - picks) / _TOKENS_PER_CLUSTER) + 1
 
-    def _clusters(self, count: int, keep: int) -> int:
+    def _count_kept_clusters(self, count: int, keep: int) -> int:
         """Return the number of clusters among the `keep` tokens that a cut keeps."""
-        if keep >= count or not self._merged(count, keep):
+        if keep >= count or not self._count_clusters(count, keep):
             return 0
-        number = self._merged(count, keep)
-        while self._merged(count, keep - number) > number:
-            number += 1
-        return min(number, keep - 1)
+        num_clusters = self._count_clusters(count, keep)
+        while self._count_clusters(count, keep - num_clusters) > num_clusters:
+            num_clusters += 1
+        return min(num_clusters, keep - 1)
 
     def _score(self, tokens: VisualTokens) -> torch.Tensor:
-        raters = self._raters(tokens)
+        raters = self._get_raters(tokens)
         weights = uniform_weights(raters)
         if self.version == "1":
             return sum_text_attention(tokens, weights).mean(1)
-        there = tokens.text.mask.any(1)[:, None, None]
-        corrected = tokens.text_attention / _by_distance(tokens)[:, None]
-        votes = torch.where(there, (corrected * weights[:, None, :, None]).sum(2), tokens.last_row_attention)
+        has_text = tokens.text.mask.any(1)[:, None, None]
+        corrected = tokens.text_attention / _compute_position_effect(tokens)[:, None]
+        votes = torch.where(has_text, (corrected * weights[:, None, :, None]).sum(2), tokens.last_row_attention)
         mass = votes.masked_fill(~tokens.mask[:, None], 0).sum(2)  # [S, H]
         chosen = top_mask(mass, torch.ones_like(mass, dtype=torch.bool), mass.new_full((len(mass),), self.heads).long(),
                           self.heads)  # fmt: skip
         return votes.masked_fill(~chosen[:, :, None], 0).sum(1) / chosen.sum(1, keepdim=True)
 
-    def _raters(self, tokens: VisualTokens) -> torch.Tensor:
+    def _get_raters(self, tokens: VisualTokens) -> torch.Tensor:
         """Return the rating words, shape (segments, words), bool. Computed at the first cut."""
         if "raters" not in tokens.carry:
-            visual, text, there = tokens.embeddings.float(), tokens.text.embeddings.float(), tokens.text.mask
-            alike = (visual @ text.transpose(1, 2)).masked_fill(~there[:, None], -torch.inf).softmax(2)
-            alike = alike.masked_fill(~tokens.mask[:, :, None], 0).sum(1) / tokens.mask.sum(1, keepdim=True)
-            alike = alike.nan_to_num(nan=0.0)
-            mean = alike.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp(min=1)
-            above = there & (alike > mean)
-            tokens.remember("raters", torch.where(above.any(1, keepdim=True), above, there), per_token=False)
+            visual, text, text_mask = tokens.embeddings.float(), tokens.text.embeddings.float(), tokens.text.mask
+            similarity = (visual @ text.transpose(1, 2)).masked_fill(~text_mask[:, None], -torch.inf).softmax(2)
+            similarity = similarity.masked_fill(~tokens.mask[:, :, None], 0).sum(1) / tokens.mask.sum(1, keepdim=True)
+            similarity = similarity.nan_to_num(nan=0.0)
+            mean = similarity.sum(1, keepdim=True) / text_mask.sum(1, keepdim=True).clamp(min=1)
+            above = text_mask & (similarity > mean)
+            tokens.remember("raters", torch.where(above.any(1, keepdim=True), above, text_mask), per_token=False)
         return tokens.carry["raters"]
 
 
-def _by_distance(tokens: VisualTokens) -> torch.Tensor:
+def _compute_position_effect(tokens: VisualTokens) -> torch.Tensor:
     """Return the effect of rotary positions on text-to-visual attention, (segments, words, tokens), float32, never 0.
 
     It is the scaled product of two rotated vectors of ones.

@@ -14,11 +14,11 @@ from tokenprune.methods.registry import register
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_LOOKS = frozenset({"transitions"})
+_TRANSITIONS = frozenset({"transitions"})
 
 
 @register(
-    "transprune", site=Site.IN_LLM, needs=_LOOKS | {"next_text_attention", "next_row_attention"},
+    "transprune", site=Site.IN_LLM, needs=_TRANSITIONS | {"next_text_attention", "next_row_attention"},
     paper="arXiv 2507.20630, CVPR 2026",
 )  # fmt: skip
 @dataclass(frozen=True)
@@ -63,11 +63,15 @@ class TransPrune(SharedBudgetCuts):
     alpha: Annotated[float, Ge(0), Le(1)] = 0.5
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        whole = super().stages(budget, layers)
-        cuts = {stage.layer: (stage, part) for stage, part in whole if isinstance(stage, CutStage)}
-        between = range(min(cuts), max(cuts))
-        looks = [(_Look(self, 0, layer), Budget(keep=1.0, per=budget.per)) for layer in between if layer not in cuts]
-        return [*sorted([*cuts.values(), *looks], key=lambda one: one[0].layer)]
+        all_stages = super().stages(budget, layers)
+        cuts = {stage.layer: (stage, part) for stage, part in all_stages if isinstance(stage, CutStage)}
+        layers_between = range(min(cuts), max(cuts))
+        transition_stages = [
+            (_TransitionStage(self, 0, layer), Budget(keep=1.0, per=budget.per))
+            for layer in layers_between
+            if layer not in cuts
+        ]
+        return [*sorted([*cuts.values(), *transition_stages], key=lambda entry: entry[0].layer)]
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
         total = accumulate_transitions(tokens)
@@ -75,14 +79,15 @@ class TransPrune(SharedBudgetCuts):
         weights = uniform_weights(words)
         attention = tokens.attention_from(weights, "next_text_attention").mean(1)
         attention = torch.where(words.any(1, keepdim=True), attention, tokens.next_row_attention.mean(1))
-        return self.alpha * _share(total, tokens.mask) + (1 - self.alpha) * _share(attention.float(), tokens.mask)
+        total, attention = _normalize(total, tokens.mask), _normalize(attention.float(), tokens.mask)
+        return self.alpha * total + (1 - self.alpha) * attention
 
 
 @dataclass(frozen=True)
-class _Look(CutStage):
+class _TransitionStage(CutStage):
     """Stage that adds the transitions of the previous layer and keeps all tokens."""
 
-    needs = _LOOKS
+    needs = _TRANSITIONS
     chooses_count = True  # makes the engine call select() although the budget keeps all tokens
 
     def select(self, tokens: VisualTokens) -> Selection:
@@ -92,14 +97,14 @@ class _Look(CutStage):
 
 def accumulate_transitions(tokens: VisualTokens) -> torch.Tensor:
     """Add the transitions of the previous layer. Return the sum over all layers, (segments, tokens), float32."""
-    longer, cosine = tokens.transitions.float().unbind(-1)  # [S, N, 2]
-    turned = (1 - cosine).masked_fill(~tokens.mask[:, :, None], -torch.inf).softmax(1)
-    total = (turned * longer).sum(2).masked_fill(~tokens.mask, 0)
+    growth, cosine = tokens.transitions.float().unbind(-1)  # [S, N, 2]
+    turn_weight = (1 - cosine).masked_fill(~tokens.mask[:, :, None], -torch.inf).softmax(1)
+    total = (turn_weight * growth).sum(2).masked_fill(~tokens.mask, 0)
     total = total + tokens.carry["transitions"] if "transitions" in tokens.carry else total
     tokens.remember("transitions", total, per_token=True)
     return total
 
 
-def _share(score: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _normalize(score: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     score = score.masked_fill(~mask, 0)
     return score / score.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

@@ -48,7 +48,7 @@ class V2Drop(SharedBudgetCuts):
     never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.352
     depths = (3 / 32, 17 / 32, 22 / 32)
-    sizes = (1.0, 0.5, 1e-9)  # rounds to the minimum of one token
+    sizes = (1.0, 0.5, 1e-9)  # the last size rounds to the minimum of one token
 
     last: Literal["one", "withdraw"] = "one"
 

@@ -15,8 +15,8 @@ from tokenprune.methods.registry import register
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_SHALLOW = 6 / 32  # share of the layers that never drop tokens
-_CALM = 0.999  # a layer is calm if no token changes the cosine to less than this
+_SHALLOW_SHARE = 6 / 32  # share of the layers that never drop tokens
+_CALM_COSINE = 0.999  # a layer is calm if no token changes the cosine to less than this
 _CALM_LAYERS = 2  # number of calm layers before all visual tokens are dropped
 
 
@@ -75,27 +75,27 @@ class VisiPruner(MultiCutMethod):
                 f"{self.name} cannot meet {budget}: content decides the layers of the cuts. Pass an upper bound per "
                 "image, such as keep=0.5 or keep=128."
             )
-        first = min(layers - 1, round(_SHALLOW * layers) + 2)
+        first = min(layers - 1, round(_SHALLOW_SHARE * layers) + 2)
         return [(CutStage(self, layer - first, layer), budget) for layer in range(first, layers)]
 
     def select(self, tokens: VisualTokens) -> Selection:
-        part, cosine = self._parts(tokens)
-        found, calm = tokens.carry.get("found"), tokens.carry.get("calm")
-        found = torch.zeros_like(tokens.budget, dtype=torch.bool) if found is None else found
+        contribution, cosine = self._compute_contributions(tokens)
+        has_started, calm = tokens.carry.get("has_started"), tokens.carry.get("calm")
+        has_started = torch.zeros_like(tokens.budget, dtype=torch.bool) if has_started is None else has_started
         calm = torch.zeros_like(tokens.budget) if calm is None else calm
-        there = tokens.mask & cosine.isfinite()
-        turns = (there & (cosine < self.turns)).any(1)
-        number = (there & (part > self.part)).sum(1).clamp(min=1)
-        important = top_mask(part, tokens.mask, torch.minimum(number, tokens.budget), max(tokens.keep))
+        valid = tokens.mask & cosine.isfinite()
+        turns = (valid & (cosine < self.turns)).any(1)
+        num_important = (valid & (contribution > self.part)).sum(1).clamp(min=1)
+        important = top_mask(contribution, tokens.mask, torch.minimum(num_important, tokens.budget), max(tokens.keep))
 
-        calm = calm + (found & (~there | (cosine >= _CALM)).all(1))
-        now = ~found & turns
-        keep = torch.where(now[:, None], important, tokens.mask) & (calm < _CALM_LAYERS)[:, None]
-        tokens.remember("found", found | turns, per_token=False)
+        calm = calm + (has_started & (~valid | (cosine >= _CALM_COSINE)).all(1))
+        starts = ~has_started & turns
+        keep = torch.where(starts[:, None], important, tokens.mask) & (calm < _CALM_LAYERS)[:, None]
+        tokens.remember("has_started", has_started | turns, per_token=False)
         tokens.remember("calm", calm, per_token=False)
         return Selection(keep)
 
-    def _parts(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute_contributions(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two tensors (segments, tokens), float32, about the layer before the cut.
 
         Returns:
@@ -107,9 +107,11 @@ class VisiPruner(MultiCutMethod):
         group = attention.shape[1] // values.shape[2]
         square = values.square().sum(3).transpose(1, 2).repeat_interleave(group, dim=1)
         square = (attention.square() * square).sum(1)
-        towards = torch.einsum("snhd,shgd->shgn", values, output.unflatten(1, (-1, group))).flatten(1, 2)
-        along = (attention * towards).sum(1)
-        whole = output.square().sum((1, 2))[:, None]
-        left = (whole - 2 * along + square).clamp(min=0)
+        products = torch.einsum("snhd,shgd->shgn", values, output.unflatten(1, (-1, group))).flatten(1, 2)
+        projection = (attention * products).sum(1)
+        output_square = output.square().sum((1, 2))[:, None]
+        square_without = (output_square - 2 * projection + square).clamp(min=0)
         tiny = torch.finfo(torch.float32).tiny
-        return square.sqrt(), (whole - along) / (left.sqrt() * whole.sqrt()).clamp(min=tiny)
+        return square.sqrt(), (output_square - projection) / (square_without.sqrt() * output_square.sqrt()).clamp(
+            min=tiny
+        )

@@ -47,10 +47,10 @@ class Vtw(Pruner):
         if budget.is_identity():
             return [(_Withdrawal(1), budget)]
         if budget.target in ("keep", "average_share"):
-            layer = _whole(budget, layers * budget.amount)
-            return [(_Withdrawal(layer), _AsLongAs.of(budget, layer))]
+            layer = _round_down(budget, layers * budget.amount)
+            return [(_Withdrawal(layer), _LayerBudget.from_budget(budget, layer))]
         # The layer depends on the prompt's sizes, so a stage at each layer resolves the budget in the forward.
-        return [(_Withdrawal(layer), _AsLongAs.of(budget)) for layer in range(1, layers)]
+        return [(_Withdrawal(layer), _LayerBudget.from_budget(budget)) for layer in range(1, layers)]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Withdrawal(Pruner):
 
 
 @dataclass(frozen=True, repr=False)
-class _AsLongAs(Budget):
+class _LayerBudget(Budget):
     """Budget that keeps all tokens of an image until the layers have spent it, then none.
 
     Args:
@@ -79,35 +79,37 @@ class _AsLongAs(Budget):
     layer: int | None = None
 
     @staticmethod
-    def of(budget: Budget, layer: int | None = None) -> _AsLongAs:
-        return _AsLongAs(**budget.init_values(), layer=layer)
+    def from_budget(budget: Budget, layer: int | None = None) -> _LayerBudget:
+        return _LayerBudget(**budget.init_values(), layer=layer)
 
     def resolve(
         self, counts: Sequence[int], *, layer: int, shape: DecoderShape, text_tokens: int,
         original: Sequence[int] | None = None,
     ) -> list[int]:  # fmt: skip
-        most_layers = [self._layers(count, counts, shape, text_tokens) for count in counts]
-        return [count if layer < most else 0 for count, most in zip(counts, most_layers, strict=True)]
+        layers_per_image = [self._count_layers(count, counts, shape, text_tokens) for count in counts]
+        return [count if layer < num_layers else 0 for count, num_layers in zip(counts, layers_per_image, strict=True)]
 
-    def _layers(self, count: int, counts: Sequence[int], shape: DecoderShape, text: int) -> int:
+    def _count_layers(self, count: int, counts: Sequence[int], shape: DecoderShape, text: int) -> int:
         """Return the number of layers that see an image of `count` tokens. `counts` are the images of the prompt."""
         if self.layer is not None:
             return self.layer
         if self.target == "kv_share":
-            left, widths = self.amount * sum(shape.kv_widths), shape.kv_widths
-            return _whole(self, sum(sum(widths[: number + 1]) <= left + 1e-9 for number in range(shape.layers)))
+            available, widths = self.amount * sum(shape.kv_widths), shape.kv_widths
+            return _round_down(
+                self, sum(sum(widths[: num_layers + 1]) <= available + 1e-9 for num_layers in range(shape.layers))
+            )
         if self.target == "flops_share":
-            all_of = text + sum(counts)
-            full = shape.prefill_flops([all_of] * shape.layers)
+            all_tokens = text + sum(counts)
+            unpruned = shape.prefill_flops([all_tokens] * shape.layers)
             spent = [
-                shape.prefill_flops([all_of] * number + [text] * (shape.layers - number))
-                for number in range(1, shape.layers + 1)
+                shape.prefill_flops([all_tokens] * num_layers + [text] * (shape.layers - num_layers))
+                for num_layers in range(1, shape.layers + 1)
             ]
-            return _whole(self, sum(one <= self.amount * full for one in spent))
-        return _whole(self, shape.layers * float(self.amount) / count)
+            return _round_down(self, sum(flops <= self.amount * unpruned for flops in spent))
+        return _round_down(self, shape.layers * float(self.amount) / count)
 
 
-def _whole(budget: Budget, layers: float) -> int:
+def _round_down(budget: Budget, layers: float) -> int:
     if layers + 1e-9 < 1:
         raise BudgetError(f"vtw cannot meet {budget}: a single layer exceeds it. Pass a larger budget.")
     return int(layers + 1e-9)

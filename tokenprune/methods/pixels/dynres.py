@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # log10 of the variance of the Laplacian (grey values in 0..1, mean of the 8 differences) for a detail of 0 and of 1.
 # Photographs are around the middle, scans of text above the upper end.
-_LEAST, _MOST = -4.2, -2.0
+_MIN_LOG_VARIANCE, _MAX_LOG_VARIANCE = -4.2, -2.0
 # A cell of text has sharp edges and few grey levels. Noise and grass are as sharp but have more levels.
 _CELL, _SHARP, _FLAT, _LEVELS = 32, 5e-3, 1e-4, 6.0
 _TEXT_SHARE = 0.4
@@ -87,44 +87,44 @@ class DynRes(ResizeMethod):
             )
 
     def compute_shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
-        looks = [measure_detail(image.grey) for image in images]
-        whole = [
+        statistics = [measure_detail(image.grey) for image in images]
+        is_full = [
             (self.text_guard and text) or (self.question_guard and asks_for_detail(image.question))
-            for image, (_, text) in zip(images, looks, strict=True)
+            for image, (_, text) in zip(images, statistics, strict=True)
         ]
-        details = [detail for detail, _ in looks]
+        details = [detail for detail, _ in statistics]
         if per != "prompt":
-            return [self._share(detail, kept, keep) for detail, kept in zip(details, whole, strict=True)]
+            return [self._compute_share(detail, full, keep) for detail, full in zip(details, is_full, strict=True)]
         levels = {
-            prompt: self._level(
+            prompt: self._find_level(
                 [
-                    (one.tokens, detail, kept)
-                    for one, detail, kept in zip(images, details, whole, strict=True)
-                    if one.prompt == prompt
+                    (image.tokens, detail, full)
+                    for image, detail, full in zip(images, details, is_full, strict=True)
+                    if image.prompt == prompt
                 ],
                 keep,
             )
             for prompt in {image.prompt for image in images}
         }
         return [
-            self._share(detail, kept, levels[image.prompt])
-            for image, detail, kept in zip(images, details, whole, strict=True)
+            self._compute_share(detail, full, levels[image.prompt])
+            for image, detail, full in zip(images, details, is_full, strict=True)
         ]
 
-    def _share(self, detail: float, whole: bool, level: float) -> float:
+    def _compute_share(self, detail: float, is_full: bool, level: float) -> float:
         """Return the share of an image: a line through (0.5, level), as steep as `min_scale` and full size allow."""
-        if whole:
+        if is_full:
             return 1.0
         slope = min(level - self.min_scale**2, 1 - level)
         return level + slope * (2 * detail - 1)
 
-    def _level(self, members: list[tuple[int, float, bool]], keep: float) -> float:
+    def _find_level(self, members: list[tuple[int, float, bool]], keep: float) -> float:
         """Return the level at which the members (tokens, detail, is_full) keep the share `keep`, by bisection."""
         total = sum(tokens for tokens, _, _ in members)
         low, high = self.min_scale**2, 1.0
         for _ in range(40):
             level = (low + high) / 2
-            spent = sum(tokens * self._share(detail, whole, level) for tokens, detail, whole in members)
+            spent = sum(tokens * self._compute_share(detail, is_full, level) for tokens, detail, is_full in members)
             low, high = (low, level) if spent > keep * total else (level, high)
         return low
 
@@ -153,14 +153,14 @@ def measure_detail(grey: Tensor) -> tuple[float, bool]:
     padded = torch.nn.functional.pad(grey[None, None], (1, 1, 1, 1), mode="replicate")
     laplacian = (torch.nn.functional.avg_pool2d(padded, 3, 1)[0, 0] - grey) * 9 / 8
     variance = float(laplacian.var(correction=0))
-    detail = (math.log10(max(variance, 1e-12)) - _LEAST) / (_MOST - _LEAST)
+    detail = (math.log10(max(variance, 1e-12)) - _MIN_LOG_VARIANCE) / (_MAX_LOG_VARIANCE - _MIN_LOG_VARIANCE)
     return min(1.0, max(0.0, detail)), _looks_like_text(grey, laplacian)
 
 
 def _looks_like_text(grey: Tensor, laplacian: Tensor) -> bool:
     side = min(_CELL, *grey.shape)
-    edges = _cells(laplacian, side).var(dim=1, correction=0)
-    levels = (_cells(grey, side) * 255).round().long().clamp(0, 255)
+    edges = _split_cells(laplacian, side).var(dim=1, correction=0)
+    levels = (_split_cells(grey, side) * 255).round().long().clamp(0, 255)
     counts = torch.zeros(len(levels), 256, dtype=torch.float32, device="cpu")
     histogram = counts.scatter_add_(1, levels, torch.ones_like(levels, dtype=torch.float32)) / side**2
     entropy = torch.special.entr(histogram).sum(1) / math.log(2)
@@ -168,7 +168,7 @@ def _looks_like_text(grey: Tensor, laplacian: Tensor) -> bool:
     return busy > 0 and int(((edges > _SHARP) & (entropy < _LEVELS)).sum()) >= _TEXT_SHARE * busy
 
 
-def _cells(values: Tensor, side: int) -> Tensor:
+def _split_cells(values: Tensor, side: int) -> Tensor:
     """Split (H, W) into square cells, shape (cells, side * side). Incomplete cells at the border are left out."""
     high, wide = values.shape[0] // side, values.shape[1] // side
     cells = values[: high * side, : wide * side].reshape(high, side, wide, side)

@@ -20,8 +20,8 @@ _FRONT, _BACK, _LEFT, _RIGHT = ("front", "forward", "ahead"), ("back", "rear", "
 _DIRECTIONS = {word: group for group in (_FRONT, _BACK, _LEFT, _RIGHT) for word in group}
 _NOUN = r"(?:image|picture|photo|view|camera|cam)s?"
 _ORDINALS = {
-    word: number
-    for number, words in enumerate(
+    word: ordinal
+    for ordinal, words in enumerate(
         ("first 1st", "second 2nd", "third 3rd", "fourth 4th", "fifth 5th", "sixth 6th", "seventh 7th", "eighth 8th"), 1
     )
     for word in words.split()
@@ -83,13 +83,13 @@ class ViewSelect(ImageChooser):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check(all(view.strip() for view in self.views), f"views={list(self.views)} contains an empty name")
-        said = [list_phrases(view) for view in self.views]
-        for (a, one), (b, other) in itertools.combinations(zip(self.views, said, strict=True), 2):
-            self._check(not one & other, f"the views {a!r} and {b!r} have the same name")
+        phrases = [list_phrases(view) for view in self.views]
+        for (a, first), (b, second) in itertools.combinations(zip(self.views, phrases, strict=True), 2):
+            self._check(not first & second, f"the views {a!r} and {b!r} have the same name")
         for name in self.always_keep:
             self._check(name in self.views, f"always_keep={name!r} is not in views={list(self.views)}")
 
-    def choose(self, question: str, count: int, most: int) -> list[int]:
+    def choose(self, question: str, count: int, max_images: int) -> list[int]:
         if count <= 1:
             return list(range(count))
         if self.views and count != len(self.views):
@@ -97,22 +97,24 @@ class ViewSelect(ImageChooser):
                 f"{self.name}: the prompt has {count} images, but views has {len(self.views)} names. Pass one name per "
                 "image."
             )
-        names = list(self.views) or [f"image {number}" for number in range(1, count + 1)]
-        found = find_named_views(question, names, match_names=bool(self.views))
-        if not found and self.scorer is None:
+        names = list(self.views) or [f"image {index}" for index in range(1, count + 1)]
+        named = find_named_views(question, names, match_names=bool(self.views))
+        if not named and self.scorer is None:
             score = [0.0] * count
-            wanted = set(range(count))
+            selected = set(range(count))
         else:
-            lexical = [(1.0 if view in found else -1.0) if found else 0.0 for view in range(count)]
-            score = [a + self.weight * b for a, b in zip(lexical, self._scores(question, names), strict=True)]
-            wanted = {view for view in range(count) if score[view] > 0}
+            lexical = [(1.0 if view in named else -1.0) if named else 0.0 for view in range(count)]
+            score = [a + self.weight * b for a, b in zip(lexical, self._compute_scores(question, names), strict=True)]
+            selected = {view for view in range(count) if score[view] > 0}
         always = {names.index(name) for name in self.always_keep}
         order = sorted(range(count), key=lambda view: (view not in always, -score[view], view))
-        if not wanted | always:
-            wanted = {order[0]}
-        return sorted(view for place, view in enumerate(order) if view in always or (view in wanted and place < most))
+        if not selected | always:
+            selected = {order[0]}
+        return sorted(
+            view for rank, view in enumerate(order) if view in always or (view in selected and rank < max_images)
+        )
 
-    def _scores(self, question: str, names: list[str]) -> list[float]:
+    def _compute_scores(self, question: str, names: list[str]) -> list[float]:
         if self.scorer is None:
             return [0.0] * len(names)
         scores = [float(score) for score in self.scorer(question, names)]
@@ -148,25 +150,27 @@ def find_named_views(question: str, views: Sequence[str], match_names: bool = Tr
     text = re.sub(r"[-_\s]+", " ", question.lower())
     if _OPEN.search(text):
         return set()
-    found: set[int] = set()
+    named: set[int] = set()
 
-    def note(numbers: Sequence[int]) -> str:
-        found.update(number - 1 if number > 0 else len(views) + number for number in numbers if number <= len(views))
+    def add_views(numbers: Sequence[int]) -> str:
+        named.update(
+            ordinal - 1 if ordinal > 0 else len(views) + ordinal for ordinal in numbers if ordinal <= len(views)
+        )
         return " . "
 
-    text = _NUMBERED.sub(lambda match: note([int(n) for n in re.findall(r"\d+", match[1]) if int(n)]), text)
-    text = _COUNTED.sub(lambda match: note([_ORDINALS[one] for one in re.findall(_ORDINAL, match[1])]), text)
+    text = _NUMBERED.sub(lambda match: add_views([int(n) for n in re.findall(r"\d+", match[1]) if int(n)]), text)
+    text = _COUNTED.sub(lambda match: add_views([_ORDINALS[word] for word in re.findall(_ORDINAL, match[1])]), text)
     if match_names:
         owner = {phrase: view for view, name in enumerate(views) for phrase in list_phrases(name)}
         longest_first = "|".join(re.escape(phrase) for phrase in sorted(owner, key=len, reverse=True))
         pattern = re.compile(rf"(?<!\w)(?:{longest_first})(?!\w)")
-        said = {owner[phrase] for phrase in pattern.findall(text)}
-        found |= said
-        if said:
+        matched = {owner[phrase] for phrase in pattern.findall(text)}
+        named |= matched
+        if matched:
             # "front left and right": a remaining direction adds the views with names that contain it.
-            left = {w for word in re.findall(r"\w+", pattern.sub(" ", text)) for w in _DIRECTIONS.get(word, ())}
-            found.update(v for phrase, v in owner.items() if left & set(phrase.split()) and " " in phrase)
-    return found
+            directions = {w for word in re.findall(r"\w+", pattern.sub(" ", text)) for w in _DIRECTIONS.get(word, ())}
+            named.update(v for phrase, v in owner.items() if directions & set(phrase.split()) and " " in phrase)
+    return named
 
 
 def build_similarity_scorer(encode: Callable[[list[str]], torch.Tensor]) -> Callable[[str, list[str]], list[float]]:

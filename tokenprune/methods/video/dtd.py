@@ -15,7 +15,7 @@ from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.selection.videos import Videos
 
-_ALONE = -2.0  # similarity of a token without a reference, below all cosines
+_NO_REFERENCE = -2.0  # similarity of a token without a reference, below all cosines
 
 
 @register("dtd", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2504.17343, ACM MM 2025")
@@ -62,26 +62,28 @@ class DTD(Pruner):
         videos = Videos.from_tokens(tokens, several_frames=True)
         if videos is None:
             return Selection(tokens.mask, counts=tokens.keep)
-        alike = self._alike(videos.hidden, videos.mask)
-        score = torch.cat([score_first_frames(videos, self.name), 1 - alike], dim=1)
-        stays = torch.cat([videos.mask[:, :1], videos.mask[:, 1:] & (alike <= self.threshold)], dim=1)
-        best = top_mask(score.flatten(1), stays.flatten(1), videos.budget, max(videos.keep))
-        return Selection(videos.to_token_mask(best.view_as(stays)))
+        similarity = self._compute_similarity(videos.hidden, videos.mask)
+        score = torch.cat([score_first_frames(videos, self.name), 1 - similarity], dim=1)
+        passes = torch.cat([videos.mask[:, :1], videos.mask[:, 1:] & (similarity <= self.threshold)], dim=1)
+        best = top_mask(score.flatten(1), passes.flatten(1), videos.budget, max(videos.keep))
+        return Selection(videos.to_token_mask(best.view_as(passes)))
 
-    def _alike(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _compute_similarity(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the cosine of each token to its reference, shape (videos, frames - 1, patches), float32.
 
         Args:
             x: Tokens, shape (videos, frames, patches, channels).
-            mask: False for padding, shape (videos, frames, patches). Tokens without a reference get `_ALONE`.
+            mask: False for padding, shape (videos, frames, patches). Tokens without a reference get `_NO_REFERENCE`.
         """
         if self.against == "before":
-            return previous_frame_similarity(x, mask).masked_fill(~(mask[:, 1:] & mask[:, :-1]), _ALONE)
-        alike = torch.full(mask[:, 1:].shape, _ALONE, dtype=torch.float32, device=x.device)
-        last, seen = x[:, 0], mask[:, 0]
+            return previous_frame_similarity(x, mask).masked_fill(~(mask[:, 1:] & mask[:, :-1]), _NO_REFERENCE)
+        similarity = torch.full(mask[:, 1:].shape, _NO_REFERENCE, dtype=torch.float32, device=x.device)
+        reference, has_reference = x[:, 0], mask[:, 0]
         for frame in range(1, x.shape[1]):
-            real = mask[:, frame]
-            found = cosine_similarity(x[:, frame], last).masked_fill(~(seen & real), _ALONE)
-            last = torch.where((real & (found <= self.threshold)).unsqueeze(-1), x[:, frame], last)
-            alike[:, frame - 1], seen = found, seen | real
-        return alike
+            valid = mask[:, frame]
+            frame_similarity = cosine_similarity(x[:, frame], reference)
+            frame_similarity = frame_similarity.masked_fill(~(has_reference & valid), _NO_REFERENCE)
+            is_kept = valid & (frame_similarity <= self.threshold)
+            reference = torch.where(is_kept.unsqueeze(-1), x[:, frame], reference)
+            similarity[:, frame - 1], has_reference = frame_similarity, has_reference | valid
+        return similarity

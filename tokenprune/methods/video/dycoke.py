@@ -14,8 +14,8 @@ from tokenprune.selection.sites.video import VideoPruner
 from tokenprune.selection.videos import Videos
 
 _WINDOW = 4
-_BEFORE = (0, 1, 2, 1)  # distance from each frame of a window to its reference frame
-_FIRST = 2.0  # score of kept tokens of first frames, above all other scores
+_REFERENCE_STEP = (0, 1, 2, 1)  # distance from each frame of a window to its reference frame
+_FIRST_FRAME_SCORE = 2.0  # score of kept tokens of first frames, above all other scores
 
 
 @register("dycoke", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2411.15024, CVPR 2025")
@@ -49,27 +49,29 @@ class DyCoke(VideoPruner):
 
     def choose(self, videos: Videos) -> torch.Tensor:
         device, frames = videos.mask.device, videos.mask.shape[1]
-        numbers = [_numbers(keep, sizes) for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
-        firsts = [[n if t % _WINDOW == 0 else 0 for t, n in enumerate(of_video)] for of_video in numbers]
+        num_kept = [_count_per_frame(keep, sizes) for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
+        first_counts = [[n if t % _WINDOW == 0 else 0 for t, n in enumerate(frame_counts)] for frame_counts in num_kept]
         if any(keep < sum(sizes[::_WINDOW]) for keep, sizes in zip(videos.keep, videos.frames, strict=True)):
             videos.tokens.note(
                 f"{self.name}: the budget is below one frame in four, so the first frame of each window is thinned "
                 "uniformly and all other frames are dropped"
             )
-        before = [t - _BEFORE[t % _WINDOW] for t in range(frames)]
-        change = -cosine_similarity(videos.hidden, videos.hidden.index_select(1, to_device(before, device)))
-        score = torch.where(spread_in_frames(videos, firsts), _FIRST, change)
-        counts = [[*of_video, *[0] * (frames - len(of_video))] for of_video in numbers]
+        reference = [t - _REFERENCE_STEP[t % _WINDOW] for t in range(frames)]
+        change = -cosine_similarity(videos.hidden, videos.hidden.index_select(1, to_device(reference, device)))
+        score = torch.where(spread_in_frames(videos, first_counts), _FIRST_FRAME_SCORE, change)
+        counts = [[*frame_counts, *[0] * (frames - len(frame_counts))] for frame_counts in num_kept]
         return videos.top_per_frame(score, to_device(counts, device))
 
 
-def _numbers(keep: int, sizes: list[int]) -> list[int]:
+def _count_per_frame(keep: int, sizes: list[int]) -> list[int]:
     """Return the number of tokens that each frame of a video keeps. `sizes` are the tokens per frame."""
-    first = torch.arange(len(sizes), device="cpu") % _WINDOW == 0
-    most = torch.tensor(sizes, device="cpu")
-    whole = int(most[first].sum())
-    takes = first if keep < whole else ~first
-    shared = split_budget(
-        takes[None].float(), torch.tensor([keep if keep < whole else keep - whole], device="cpu"), (most * takes)[None]
+    is_first = torch.arange(len(sizes), device="cpu") % _WINDOW == 0
+    capacity = torch.tensor(sizes, device="cpu")
+    num_first = int(capacity[is_first].sum())
+    is_eligible = is_first if keep < num_first else ~is_first
+    kept_counts = split_budget(
+        is_eligible[None].float(),
+        torch.tensor([keep if keep < num_first else keep - num_first], device="cpu"),
+        (capacity * is_eligible)[None],
     )
-    return (shared[0] + (most * first if keep >= whole else 0)).tolist()
+    return (kept_counts[0] + (capacity * is_first if keep >= num_first else 0)).tolist()

@@ -12,7 +12,7 @@ from tokenprune.selection.method import Site
 from tokenprune.selection.sites.video import VideoPruner
 from tokenprune.selection.videos import Videos
 
-_FIRST = 4.0  # offset of first frames, above all distances (at most 2)
+_FIRST_FRAME_SCORE = 4.0  # offset of first frames, above all distances (at most 2)
 
 
 @register("evs", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2510.14624")
@@ -39,12 +39,8 @@ class EVS(VideoPruner):
     """
 
     def choose(self, videos: Videos) -> torch.Tensor:
-        return videos.top(
-            torch.cat(
-                [score_first_frames(videos, self.name), 1 - previous_frame_similarity(videos.hidden, videos.mask)],
-                dim=1,
-            )
-        )
+        change = 1 - previous_frame_similarity(videos.hidden, videos.mask)
+        return videos.top(torch.cat([score_first_frames(videos, self.name), change], dim=1))
 
 
 def score_first_frames(videos: Videos, name: str) -> torch.Tensor:
@@ -59,5 +55,5 @@ def score_first_frames(videos: Videos, name: str) -> torch.Tensor:
     """
     if any(keep < sizes[0] for keep, sizes in zip(videos.keep, videos.frames, strict=True)):
         videos.tokens.note(f"{name}: the budget is below one frame, so the first frame is thinned uniformly")
-    numbers = [[min(keep, sizes[0])] for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
-    return spread_in_frames(videos, numbers)[:, :1].float() + _FIRST
+    num_kept = [[min(keep, sizes[0])] for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
+    return spread_in_frames(videos, num_kept)[:, :1].float() + _FIRST_FRAME_SCORE

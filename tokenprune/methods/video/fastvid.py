@@ -77,54 +77,55 @@ class FastVID(VideoMerger):
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         mask, sizes = videos.mask, videos.sizes
         means = frame_means(videos.hidden, mask)
-        alike = cosine_similarity(means[:, 1:], means[:, :-1])
-        first = find_first_frames(find_segment_ends(alike, videos.num_frames, self.segments, self.threshold))
-        anchor = self._anchors(first, sizes > 0)
+        similarity = cosine_similarity(means[:, 1:], means[:, :-1])
+        first = find_first_frames(find_segment_ends(similarity, videos.num_frames, self.segments, self.threshold))
+        anchor = self._find_anchors(first, sizes > 0)
 
         budget = split_budget(torch.ones_like(sizes), videos.budget, sizes)
         context = (budget.double() * self.context + 1e-9).long()
-        salient, total = budget - context, sum_segments(context, first)
-        room = sizes - salient
-        centres = split_in_segments(anchor.long(), total, room * anchor, first)
-        more = total - sum_segments(centres, first)  # centres that do not fit into the anchor frames
-        salient += split_in_segments((~anchor).long(), more, room * ~anchor, first)
+        salient, context_total = budget - context, sum_segments(context, first)
+        capacity = sizes - salient
+        centres = split_in_segments(anchor.long(), context_total, capacity * anchor, first)
+        overflow = context_total - sum_segments(centres, first)  # centres that do not fit into the anchor frames
+        salient += split_in_segments((~anchor).long(), overflow, capacity * ~anchor, first)
 
         top = videos.top_per_frame(get_tower_attention(videos), salient)
-        rest, most = mask & ~top, max(videos.keep)
-        flat = rest.flatten(0, 1)
-        numbers, places = centres.flatten(), min(most, mask.shape[2])
-        peak = find_density_peaks(
-            videos.hidden.flatten(0, 1), flat, numbers, places, _NEIGHBOURS, capped=False
-        ).view_as(mask)
-        into = torch.where(top, flat_indices(mask), -1)
-        into = torch.where(rest, self._nearest(videos, peak, find_nearest_anchor(first, centres > 0), most), into)
-        number = gather_flat(count_members(into, rest), into).clamp(min=1)
-        weight = (1 / (number.float() + 1)).clamp(min=self.centre)
-        part = (1 - weight) / number + weight * peak
-        return into, torch.where(rest, part, 1.0)
+        rest, max_kept = mask & ~top, max(videos.keep)
+        rest_frames = rest.flatten(0, 1)
+        num_centres, max_centres = centres.flatten(), min(max_kept, mask.shape[2])
+        x = videos.hidden.flatten(0, 1)
+        peak = find_density_peaks(x, rest_frames, num_centres, max_centres, _NEIGHBOURS, capped=False).view_as(mask)
+        target = torch.where(top, flat_indices(mask), -1)
+        centre_index = self._find_centres(videos, peak, find_nearest_anchor(first, centres > 0), max_kept)
+        target = torch.where(rest, centre_index, target)
+        num_members = gather_flat(count_members(target, rest), target).clamp(min=1)
+        weight = (1 / (num_members.float() + 1)).clamp(min=self.centre)
+        weights = (1 - weight) / num_members + weight * peak
+        return target, torch.where(rest, weights, 1.0)
 
-    def _anchors(self, first: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Return the anchor frames, shape (videos, frames), bool. `real` is False for padding frames."""
-        length = sum_segments(real.long(), first).gather(1, first)
+    def _find_anchors(self, first: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
+        """Return the anchor frames, shape (videos, frames), bool. `is_valid` is False for padding frames."""
+        length = sum_segments(is_valid.long(), first).gather(1, first)
         index = torch.arange(first.shape[1], device=first.device) - first
-        return real & ((length - 1 - index) % self.step == 0)
+        return is_valid & ((length - 1 - index) % self.step == 0)
 
-    def _nearest(self, videos: Videos, peak: torch.Tensor, anchor: torch.Tensor, most: int) -> torch.Tensor:
+    def _find_centres(self, videos: Videos, peak: torch.Tensor, anchor: torch.Tensor, max_centres: int) -> torch.Tensor:
         """Return the most similar centre of each token in its anchor frame, shape (videos, frames, patches), int64.
 
         Args:
             videos: Tokens by frame.
             peak: Mask of the centres, shape (videos, frames, patches). A centre maps to itself.
             anchor: Anchor frame of each frame, shape (videos, frames), or -1. Tokens without an anchor map to -1.
-            most: Maximum number of centres per video.
+            max_centres: Maximum number of centres per video.
         """
-        x, places = videos.hidden.flatten(1, 2), peak.shape[2]
-        place = partition(peak.flatten(1))[:, :most]
-        group = anchor.repeat_interleave(places, dim=1)
-        allowed = peak.flatten(1).gather(1, place)
-        _, found = best_match(x, gather_tokens(x, place, 1), allowed, group_a=group, group_b=place // places)
-        spot = place.gather(1, found).masked_fill(group < 0, -1).view_as(peak)
-        return torch.where(peak, flat_indices(peak), spot)
+        x, num_patches = videos.hidden.flatten(1, 2), peak.shape[2]
+        centre_index = partition(peak.flatten(1))[:, :max_centres]
+        group = anchor.repeat_interleave(num_patches, dim=1)
+        allowed = peak.flatten(1).gather(1, centre_index)
+        centres, frame = gather_tokens(x, centre_index, 1), centre_index // num_patches
+        _, nearest = best_match(x, centres, allowed, group_a=group, group_b=frame)
+        flat_index = centre_index.gather(1, nearest).masked_fill(group < 0, -1).view_as(peak)
+        return torch.where(peak, flat_indices(peak), flat_index)
 
 
 def find_nearest_anchor(first: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
@@ -138,7 +139,7 @@ def find_nearest_anchor(first: torch.Tensor, anchors: torch.Tensor) -> torch.Ten
     """
     frames = first.shape[1]
     index = torch.arange(frames, device=first.device)
-    apart = 2 * (index[:, None] - index).abs() + (index > index[:, None])
+    distance = 2 * (index[:, None] - index).abs() + (index > index[:, None])
     allowed = anchors.unsqueeze(1) & (first.unsqueeze(1) == first.unsqueeze(2))
-    found = torch.where(allowed, apart, 4 * frames).min(2)
-    return found.indices.masked_fill(found.values == 4 * frames, -1)
+    nearest = torch.where(allowed, distance, 4 * frames).min(2)
+    return nearest.indices.masked_fill(nearest.values == 4 * frames, -1)

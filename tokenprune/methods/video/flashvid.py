@@ -27,8 +27,8 @@ from tokenprune.selection.method import Pruner, Site
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.selection.videos import Videos
 
-_SCENE = 0.9  # frames with a lower cosine belong to different segments
-_LONG = 4  # maximum mean length of a segment, in frames
+_MIN_SIMILARITY = 0.9  # frames with a lower cosine belong to different segments
+_MAX_MEAN_LENGTH = 4  # maximum mean length of a segment, in frames
 
 
 @register(
@@ -87,44 +87,45 @@ class FlashVID(TwoCutMerger):
         return _InnerFlashVid(layer)
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
-        mask, most = videos.mask, max(videos.keep)
+        mask, max_kept = videos.mask, max(videos.keep)
         means = frame_means(videos.hidden, mask)
-        least = -(-videos.num_frames // _LONG)
-        first = find_first_frames(
-            find_segment_ends(cosine_similarity(means[:, 1:], means[:, :-1]), videos.num_frames, least, _SCENE)
-        )
+        min_segments = -(-videos.num_frames // _MAX_MEAN_LENGTH)
+        similarity = cosine_similarity(means[:, 1:], means[:, :-1])
+        first = find_first_frames(find_segment_ends(similarity, videos.num_frames, min_segments, _MIN_SIMILARITY))
 
         budget = split_budget(torch.ones_like(videos.sizes), videos.budget, videos.sizes)  # per frame
-        number = torch.minimum(budget, (budget.double() * self.picks - 1e-9).ceil().long())
-        picked = self._picked(videos, number)
+        num_picks = torch.minimum(budget, (budget.double() * self.picks - 1e-9).ceil().long())
+        picked = self._pick(videos, num_picks)
         rest = mask & ~picked
         # Trees that a segment keeps, at its first frame, shape (videos, frames).
-        wanted = torch.zeros_like(first).scatter_add(1, first, budget - number)
+        num_trees = torch.zeros_like(first).scatter_add(1, first, budget - num_picks)
 
-        parent = self._parents(videos, rest, first, wanted)
+        parent = self._find_parents(videos, rest, first, num_trees)
         root = find_roots(parent.flatten(1), first.shape[1]).view_as(parent)
-        tree = rest & (root == flat_indices(root))
-        trees = tree.sum(2)
-        numbers = split_in_segments(trees, wanted, trees, first)
+        is_root = rest & (root == flat_indices(root))
+        roots_per_frame = is_root.sum(2)
+        trees_per_frame = split_in_segments(roots_per_frame, num_trees, roots_per_frame, first)
 
         size = count_members(root, rest)
-        _, of = cluster_frames(_means(videos.hidden, root, rest, size), tree, numbers, most)
-        into = torch.where(rest, gather_flat(of, root), torch.where(picked, flat_indices(root), -1))
-        part = (
-            1
-            / (gather_flat(size, root) * gather_flat(count_members(of, tree), gather_flat(of, root)))
-            .clamp(min=1)
-            .float()
+        means = _compute_tree_means(videos.hidden, root, rest, size)
+        _, cluster = cluster_frames(means, is_root, trees_per_frame, max_kept)
+        target = torch.where(rest, gather_flat(cluster, root), torch.where(picked, flat_indices(root), -1))
+        # A token counts 1 / (tokens of its tree * trees of its cluster).
+        trees_per_cluster = gather_flat(count_members(cluster, is_root), gather_flat(cluster, root))
+        weights = 1 / (gather_flat(size, root) * trees_per_cluster).clamp(min=1).float()
+        return target, torch.where(rest, weights, 1.0)
+
+    def _pick(self, videos: Videos, num_picks: torch.Tensor) -> torch.Tensor:
+        """Return mutually distant tokens of each frame as a mask. `num_picks` (videos, frames) is their number."""
+        x, mask, attention = (
+            tensor.flatten(0, 1) for tensor in (videos.hidden, videos.mask, get_tower_attention(videos))
         )
-        return into, torch.where(rest, part, 1.0)
+        max_picks = max(-(-keep // len(frames)) for keep, frames in zip(videos.keep, videos.frames, strict=True))
+        return select_farthest_weighted(x, mask, attention, num_picks.flatten(), max_picks).view_as(videos.mask)
 
-    def _picked(self, videos: Videos, number: torch.Tensor) -> torch.Tensor:
-        """Return mutually distant tokens of each frame, `number` (videos, frames) of them, as a mask."""
-        x, mask, attention = (one.flatten(0, 1) for one in (videos.hidden, videos.mask, get_tower_attention(videos)))
-        most = max(-(-keep // len(frames)) for keep, frames in zip(videos.keep, videos.frames, strict=True))
-        return select_farthest_weighted(x, mask, attention, number.flatten(), most).view_as(videos.mask)
-
-    def _parents(self, videos: Videos, rest: torch.Tensor, first: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def _find_parents(
+        self, videos: Videos, rest: torch.Tensor, first: torch.Tensor, num_trees: torch.Tensor
+    ) -> torch.Tensor:
         """Return the flat index of the token that each token joins, shape (videos, frames, patches), int64.
 
         Tokens that start a tree map to themselves.
@@ -133,35 +134,35 @@ class FlashVID(TwoCutMerger):
             videos: Tokens by frame.
             rest: Tokens that are not picked, shape (videos, frames, patches).
             first: First frame of each frame's segment, shape (videos, frames).
-            wanted: Trees that a segment keeps, at its first frame, shape (videos, frames).
+            num_trees: Trees that a segment keeps, at its first frame, shape (videos, frames).
         """
-        spot, (count, frames, places) = flat_indices(rest).expand_as(rest), rest.shape
+        index, (num_videos, frames, num_patches) = flat_indices(rest).expand_as(rest), rest.shape
         if frames == 1:
-            return spot
+            return index
         x = videos.hidden
-        alike, place = (
-            torch.nn.functional.pad(one.view(count, frames - 1, places), (0, 0, 1, 0))
-            for one in best_match(x[:, 1:].flatten(0, 1), x[:, :-1].flatten(0, 1), rest[:, :-1].flatten(0, 1))
+        similarity, match_index = (
+            torch.nn.functional.pad(tensor.view(num_videos, frames - 1, num_patches), (0, 0, 1, 0))
+            for tensor in best_match(x[:, 1:].flatten(0, 1), x[:, :-1].flatten(0, 1), rest[:, :-1].flatten(0, 1))
         )
-        alike = alike.clamp(max=1)
-        index = torch.arange(frames, device=first.device)
-        links = rest & (alike > self.threshold) & (first < index).unsqueeze(-1)
+        similarity = similarity.clamp(max=1)
+        frame_index = torch.arange(frames, device=first.device)
+        links = rest & (similarity > self.threshold) & (first < frame_index).unsqueeze(-1)
         # Keep the links between the most similar tokens, so that each segment keeps enough trees.
-        room = torch.zeros_like(first).scatter_add(1, first, rest.sum(2)) - wanted
+        num_links = torch.zeros_like(first).scatter_add(1, first, rest.sum(2)) - num_trees
         segment = torch.where(links, first.unsqueeze(-1), frames)
-        rank = rank_in_group(segment.flatten(1), alike.flatten(1)).view_as(links)
-        links &= rank < room.gather(1, first).unsqueeze(-1)
-        return torch.where(links, (spot // places - 1) * places + place, spot)
+        rank = rank_in_group(segment.flatten(1), similarity.flatten(1)).view_as(links)
+        links &= rank < num_links.gather(1, first).unsqueeze(-1)
+        return torch.where(links, (index // num_patches - 1) * num_patches + match_index, index)
 
 
-def _means(x: torch.Tensor, root: torch.Tensor, rest: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+def _compute_tree_means(x: torch.Tensor, root: torch.Tensor, rest: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
     """Return the mean of each tree at its root, (videos, frames, patches, channels). Other entries are undefined."""
     rows = torch.arange(len(x), device=x.device)[:, None, None] * root[0].numel()
-    nowhere = root.numel()
-    spot = flat_indices(root) + rows
-    target = torch.where(rest & (root != flat_indices(root)), root + rows, nowhere).flatten()
-    ones = torch.ones(nowhere, dtype=torch.float32, device=x.device)
-    return join(x.flatten(0, 2), None, ones, spot.flatten(), target, ones).view_as(x)
+    outside = root.numel()
+    index = flat_indices(root) + rows
+    target = torch.where(rest & (root != flat_indices(root)), root + rows, outside).flatten()
+    weights = torch.ones(outside, dtype=torch.float32, device=x.device)
+    return join(x.flatten(0, 2), None, weights, index.flatten(), target, weights).view_as(x)
 
 
 @dataclass(frozen=True)

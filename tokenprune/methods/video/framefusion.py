@@ -45,13 +45,14 @@ class FrameFusion(VideoMerger):
         if any(keep < size for keep, size in zip(videos.keep, sizes, strict=True)):
             videos.tokens.note(f"{self.name}: the budget is below one frame, so patches are thinned uniformly")
         similarity = torch.nn.functional.pad(previous_frame_similarity(videos.hidden, mask), (0, 0, 1, 0))
-        later = mask & torch.nn.functional.pad(mask[:, :-1], (0, 0, 1, 0))
-        number = videos.sizes.sum(1) - videos.budget
-        merges = top_mask(similarity.flatten(1), later.flatten(1), number, later[0].numel()).view_as(later)
-        spot, places = flat_indices(mask), mask.shape[2]
-        root = find_roots(torch.where(merges, spot - places, spot).flatten(1), mask.shape[1]).view_as(mask)
+        has_previous = mask & torch.nn.functional.pad(mask[:, :-1], (0, 0, 1, 0))
+        num_merges = videos.sizes.sum(1) - videos.budget
+        merges = top_mask(similarity.flatten(1), has_previous.flatten(1), num_merges, has_previous[0].numel())
+        merges = merges.view_as(has_previous)
+        index, num_patches = flat_indices(mask), mask.shape[2]
+        root = find_roots(torch.where(merges, index - num_patches, index).flatten(1), mask.shape[1]).view_as(mask)
         # If a budget is below one frame, all tokens of a patch merge. Keep evenly spread patches.
-        numbers = [[min(keep, size)] for keep, size in zip(videos.keep, sizes, strict=True)]
-        first = spread_in_frames(videos, numbers)
-        stays = first.flatten(1).gather(1, root.flatten(1)).view_as(mask) | (root >= places)
-        return torch.where(mask & stays, root, -1), None
+        num_first = [[min(keep, size)] for keep, size in zip(videos.keep, sizes, strict=True)]
+        first = spread_in_frames(videos, num_first)
+        kept = first.flatten(1).gather(1, root.flatten(1)).view_as(mask) | (root >= num_patches)
+        return torch.where(mask & kept, root, -1), None

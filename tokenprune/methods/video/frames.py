@@ -30,18 +30,18 @@ class Frames(VideoPruner):
     """
 
     def choose(self, videos: Videos) -> torch.Tensor:
-        numbers = [_numbers(keep, sizes) for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
-        return spread_in_frames(videos, numbers)
+        counts = [_count_per_frame(keep, sizes) for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
+        return spread_in_frames(videos, counts)
 
 
-def _numbers(keep: int, sizes: list[int]) -> list[int]:
+def _count_per_frame(keep: int, sizes: list[int]) -> list[int]:
     """Return the number of tokens that each frame keeps. `sizes` are the tokens per frame."""
-    for number in range(1, len(sizes) + 1):
-        chosen = sample_evenly(len(sizes), number)
+    for num_frames in range(1, len(sizes) + 1):
+        chosen = sample_evenly(len(sizes), num_frames)
         if sum(sizes[frame] for frame in chosen) >= keep:
             break
-    numbers, left = [0] * len(sizes), keep
+    counts, remaining = [0] * len(sizes), keep
     for frame in chosen:
-        numbers[frame] = min(left, sizes[frame])
-        left -= numbers[frame]
-    return numbers
+        counts[frame] = min(remaining, sizes[frame])
+        remaining -= counts[frame]
+    return counts

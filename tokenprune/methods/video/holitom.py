@@ -25,7 +25,7 @@ from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.selection.videos import Videos
 
-_FEW = 0.125  # share of kept tokens below which the lower threshold applies
+_LOW_KEEP = 0.125  # share of kept tokens below which the lower threshold applies
 
 
 @register(
@@ -87,53 +87,54 @@ class HoliTom(TwoCutMerger):
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         similarity = previous_frame_similarity(videos.hidden, videos.mask)
-        both = videos.mask[:, 1:] & videos.mask[:, :-1]
-        stands = (similarity > self._thresholds(videos)[:, None, None]) & both
+        is_pair = videos.mask[:, 1:] & videos.mask[:, :-1]
+        is_static = (similarity > self._choose_thresholds(videos)[:, None, None]) & is_pair
         # Padding after the last frame of a shorter video starts a new segment.
-        ends = find_static_segment_ends(stands.float(), both, videos.num_frames, 0.5) | (videos.sizes[:, 1:] == 0)
-        static = StaticPatches.from_segments(videos, ends, _still(stands, ends, videos.mask), similarity)
+        ends = find_static_segment_ends(is_static.float(), is_pair, videos.num_frames, 0.5) | (videos.sizes[:, 1:] == 0)
+        static = _find_static(is_static, ends, videos.mask)
+        static_patches = StaticPatches.from_segments(videos, ends, static, similarity)
 
-        room = videos.budget - static.unmerged.sum((1, 2))
-        heads, moving = static.heads, static.moving
+        budget = videos.budget - static_patches.unmerged.sum((1, 2))
+        heads, moving = static_patches.heads, static_patches.moving
         sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: static and moving tokens per frame
-        numbers = split_budget(sizes.flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
+        counts = split_budget(sizes.flatten(1), budget, sizes.flatten(1), least=1).view_as(sizes)
 
-        picked = top_mask(
-            get_tower_attention(videos).flatten(0, 1), moving.flatten(0, 1), numbers[..., 1].flatten(), moving.shape[2]
-        ).view_as(moving)
-        into = torch.where(picked | static.unmerged, flat_indices(moving), -1)
+        attention = get_tower_attention(videos).flatten(0, 1)
+        picked = top_mask(attention, moving.flatten(0, 1), counts[..., 1].flatten(), moving.shape[2]).view_as(moving)
+        target = torch.where(picked | static_patches.unmerged, flat_indices(moving), -1)
 
-        centres, of = cluster_frames(static.compute_means(), heads, numbers[..., 0], max(videos.keep))
-        others = gather_flat(count_members(of, heads & ~centres), of)  # other members of each cluster
-        own, rest = (others == 0).float().clamp(min=self.centre), (1 - self.centre) / others.clamp(min=1).float()
-        part = torch.where(centres, own, rest) / static.count_merged().clamp(min=1)
-        into = torch.where(static.mask, static.expand(of), into)
-        return into, torch.where(static.mask, static.expand(part), 1.0)
+        centres, cluster = cluster_frames(static_patches.compute_means(), heads, counts[..., 0], max(videos.keep))
+        num_others = gather_flat(count_members(cluster, heads & ~centres), cluster)  # other members of each cluster
+        centre_weight = (num_others == 0).float().clamp(min=self.centre)
+        member_weight = (1 - self.centre) / num_others.clamp(min=1).float()
+        weight = torch.where(centres, centre_weight, member_weight) / static_patches.count_merged().clamp(min=1)
+        target = torch.where(static_patches.mask, static_patches.expand(cluster), target)
+        return target, torch.where(static_patches.mask, static_patches.expand(weight), 1.0)
 
-    def _thresholds(self, videos: Videos) -> torch.Tensor:
+    def _choose_thresholds(self, videos: Videos) -> torch.Tensor:
         """Return the threshold of each video, shape (videos,), float32, on the device."""
         counts = [sum(sizes) for sizes in videos.frames]
-        few = [keep < _FEW * count for keep, count in zip(videos.keep, counts, strict=True)]
-        given = [self.threshold if self.threshold is not None else 0.65 if one else 0.8 for one in few]
-        return to_device(given, videos.mask.device, torch.float32)
+        low_keep = [keep < _LOW_KEEP * count for keep, count in zip(videos.keep, counts, strict=True)]
+        thresholds = [self.threshold if self.threshold is not None else 0.65 if is_low else 0.8 for is_low in low_keep]
+        return to_device(thresholds, videos.mask.device, torch.float32)
 
 
-def _still(stands: torch.Tensor, ends: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _find_static(is_static: torch.Tensor, ends: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the tokens of patches that are static in their whole segment, shape (videos, frames, patches), bool.
 
     Args:
-        stands: Whether each step is static, shape (videos, frames - 1, patches).
+        is_static: Whether each step is static, shape (videos, frames - 1, patches).
         ends: Whether a segment ends after each frame, shape (videos, frames - 1).
         mask: False for padding, shape (videos, frames, patches).
     """
-    still, frames = mask.clone(), mask.shape[1]
-    step = stands | ends.unsqueeze(-1)  # frames of different segments need not be similar
+    static, frames = mask.clone(), mask.shape[1]
+    joined = is_static | ends.unsqueeze(-1)  # frames of different segments need not be similar
     for frame in range(1, frames):  # from the segment's start
-        still[:, frame] &= step[:, frame - 1] & (still[:, frame - 1] | ends[:, frame - 1, None])
+        static[:, frame] &= joined[:, frame - 1] & (static[:, frame - 1] | ends[:, frame - 1, None])
     for frame in range(frames - 2, -1, -1):  # and from its end
-        still[:, frame] &= still[:, frame + 1] | ends[:, frame, None]
-    apart = torch.nn.functional.pad(ends, (1, 0), value=True) & torch.nn.functional.pad(ends, (0, 1), value=True)
-    return still & ~apart.unsqueeze(-1)
+        static[:, frame] &= static[:, frame + 1] | ends[:, frame, None]
+    is_single = torch.nn.functional.pad(ends, (1, 0), value=True) & torch.nn.functional.pad(ends, (0, 1), value=True)
+    return static & ~is_single.unsqueeze(-1)
 
 
 @dataclass(frozen=True)

@@ -58,20 +58,23 @@ class VideoMerger(Pruner):
         videos = Videos.from_tokens(tokens)
         if videos is None:
             return Selection(tokens.mask, counts=tokens.keep)
-        into, weight = self.merge(videos)
-        keep = videos.to_token_mask((into == flat_indices(into)) & videos.mask)
+        target, weight = self.merge(videos)
+        keep = videos.to_token_mask((target == flat_indices(target)) & videos.mask)
         index = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
         token_index, _ = videos.group_by_frame(index)
-        target = token_index.flatten(1).gather(1, into.clamp(min=0).flatten(1)).view_as(into).masked_fill(into < 0, -1)
-        inside = videos.ungroup(torch.ones_like(into)) > 0
+        token_target = token_index.flatten(1).gather(1, target.clamp(min=0).flatten(1)).view_as(target)
+        token_target = token_target.masked_fill(target < 0, -1)
+        in_frame = videos.ungroup(torch.ones_like(target)) > 0
         rows = to_device(videos.segments, keep.device)
-        assign = torch.where(keep, index, -1)
-        assign = assign.index_copy(0, rows, torch.where(inside, videos.ungroup(target), assign[rows]))
+        assignment = torch.where(keep, index, -1)
+        assignment = assignment.index_copy(
+            0, rows, torch.where(in_frame, videos.ungroup(token_target), assignment[rows])
+        )
         if weight is not None:
             # A token that absorbs no other token is copied unchanged, so its weight does not matter.
-            own = torch.where(inside, videos.ungroup(weight.float()), 1)
-            weight = torch.ones(keep.shape, dtype=torch.float32, device=keep.device).index_copy(0, rows, own)
-        return Selection(keep, assign, weight, counts=None if self.chooses_count else tokens.keep)
+            token_weight = torch.where(in_frame, videos.ungroup(weight.float()), 1)
+            weight = torch.ones(keep.shape, dtype=torch.float32, device=keep.device).index_copy(0, rows, token_weight)
+        return Selection(keep, assignment, weight, counts=None if self.chooses_count else tokens.keep)
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,8 @@ class TwoCutMerger(VideoMerger):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        said = self.layer is None or self.inner
-        self._check(said, f"layer={self.layer} sets the second cut, but inner=False. Remove one of them.")
+        is_consistent = self.layer is None or self.inner
+        self._check(is_consistent, f"layer={self.layer} sets the second cut, but inner=False. Remove one of them.")
 
     @property
     def query_aware(self) -> bool:
@@ -116,13 +119,13 @@ class TwoCutMerger(VideoMerger):
 
 def merge_dropped(selection: Selection, tokens: VisualTokens) -> Selection:
     """Merge each dropped token of a selection into the most similar kept token."""
-    place = partition(selection.keep)[:, : max(tokens.keep)]
-    allowed = selection.keep.gather(1, place)
-    chosen = gather_tokens(tokens.hidden, place, 1)
-    likest = place.gather(1, best_match(tokens.hidden, chosen, allowed)[1])
-    itself = torch.arange(likest.shape[1], device=likest.device)
-    assign = torch.where(selection.keep, itself, likest).masked_fill(~tokens.mask, -1)
-    return dataclasses.replace(selection, assign=assign)
+    kept_index = partition(selection.keep)[:, : max(tokens.keep)]
+    allowed = selection.keep.gather(1, kept_index)
+    chosen = gather_tokens(tokens.hidden, kept_index, 1)
+    most_similar = kept_index.gather(1, best_match(tokens.hidden, chosen, allowed)[1])
+    token_index = torch.arange(most_similar.shape[1], device=most_similar.device)
+    assignment = torch.where(selection.keep, token_index, most_similar).masked_fill(~tokens.mask, -1)
+    return dataclasses.replace(selection, assign=assignment)
 
 
 def flat_indices(like: torch.Tensor) -> torch.Tensor:
@@ -172,11 +175,11 @@ class StaticPatches:
         """
         first = find_first_frames(ends)
         index = torch.arange(first.shape[1], device=first.device)
-        later = static & (first != index).unsqueeze(-1)
-        left = (videos.mask & ~later).sum((1, 2))
-        room = (videos.budget - left).clamp(min=0)
+        is_later = static & (first != index).unsqueeze(-1)
+        num_left = (videos.mask & ~is_later).sum((1, 2))
+        room = (videos.budget - num_left).clamp(min=0)
         change = torch.cat([torch.zeros_like(similarity[:, :1]), -similarity], dim=1) if static.shape[1] > 1 else static
-        unmerged = top_mask(change.float().flatten(1), later.flatten(1), room, max(videos.keep)).view_as(static)
+        unmerged = top_mask(change.float().flatten(1), is_later.flatten(1), room, max(videos.keep)).view_as(static)
         return StaticPatches(videos, first, static & ~unmerged, unmerged)
 
     @property
@@ -219,54 +222,54 @@ def sum_segments(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     total = values.clone()
     shape = [len(values), *[1] * (values.ndim - 2)]
     for frame in range(values.shape[1] - 2, -1, -1):
-        goes_on = (first[:, frame] == first[:, frame + 1]).view(shape)
-        total[:, frame] += torch.where(goes_on, total[:, frame + 1], 0)
+        continues = (first[:, frame] == first[:, frame + 1]).view(shape)
+        total[:, frame] += torch.where(continues, total[:, frame + 1], 0)
     return total
 
 
 def split_in_segments(
-    weight: torch.Tensor, total: torch.Tensor, most: torch.Tensor, first: torch.Tensor
+    weight: torch.Tensor, total: torch.Tensor, capacity: torch.Tensor, first: torch.Tensor
 ) -> torch.Tensor:
     """Split the total at the first frame of each segment among its frames, shape (V, F), int64.
 
-    See `shares`: the split is proportional to `weight`, with at least one each if the total suffices.
+    See `split_budget`: the split is proportional to `weight`, with at least one each if the total suffices.
     """
     frames = first.shape[1]
-    own = first.unsqueeze(1) == torch.arange(frames, device=first.device)[:, None]  # [V, segment, frame]
-    weight, most = ((own * one.unsqueeze(1)).flatten(0, 1) for one in (weight, most))
-    return split_budget(weight, total.flatten(), most, least=1).view_as(own).sum(1)
+    is_member = first.unsqueeze(1) == torch.arange(frames, device=first.device)[:, None]  # [V, segment, frame]
+    weight, capacity = ((is_member * tensor.unsqueeze(1)).flatten(0, 1) for tensor in (weight, capacity))
+    return split_budget(weight, total.flatten(), capacity, least=1).view_as(is_member).sum(1)
 
 
 def cluster_frames(
-    x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, most: int, capped: bool = True
+    x: torch.Tensor, mask: torch.Tensor, num_clusters: torch.Tensor, max_clusters: int, capped: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cluster the tokens of each frame by density peaks (DPC-KNN).
 
     Args:
         x: Tokens, shape (V, F, P, D).
         mask: Clustered tokens, shape (V, F, P), bool.
-        number: Clusters per frame, shape (V, F), int64.
-        most: Maximum number of clusters of a frame.
-        capped: See `density_peaks`.
+        num_clusters: Clusters per frame, shape (V, F), int64.
+        max_clusters: Maximum number of clusters of a frame.
+        capped: See `cluster_density_peaks`.
 
     Returns:
         Mask of the centres, and the flat index of each token's centre (-1 if there is none), both (V, F, P).
     """
-    frames, places = mask.shape[1:]
-    x, mask, number = x.flatten(0, 1), mask.flatten(0, 1), number.flatten()
-    peaks, member = cluster_density_peaks(x, mask, number, min(most, places), capped)
-    start = torch.arange(frames, device=mask.device).unsqueeze(-1) * places
-    member = member.view(-1, frames, places)
+    frames, num_patches = mask.shape[1:]
+    x, mask, num_clusters = x.flatten(0, 1), mask.flatten(0, 1), num_clusters.flatten()
+    peaks, member = cluster_density_peaks(x, mask, num_clusters, min(max_clusters, num_patches), capped)
+    start = torch.arange(frames, device=mask.device).unsqueeze(-1) * num_patches
+    member = member.view(-1, frames, num_patches)
     return peaks.view_as(member), torch.where(member < 0, -1, start + member)
 
 
-def count_members(into: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def count_members(target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the number of tokens of `mask` that merge into each token, shape (V, F, P), int64."""
-    flat, there = into.flatten(1), (mask & (into >= 0)).flatten(1)
-    number = torch.zeros_like(flat).scatter_add(1, flat.clamp(min=0), there.long())
-    return number.view_as(into)
+    flat, is_merged = target.flatten(1), (mask & (target >= 0)).flatten(1)
+    counts = torch.zeros_like(flat).scatter_add(1, flat.clamp(min=0), is_merged.long())
+    return counts.view_as(target)
 
 
-def gather_flat(values: torch.Tensor, spot: torch.Tensor) -> torch.Tensor:
+def gather_flat(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Gather values (V, F, P) at flat indices (V, F, P). Entries at index -1 are undefined."""
-    return values.flatten(1).gather(1, spot.clamp(min=0).flatten(1)).view_as(spot)
+    return values.flatten(1).gather(1, index.clamp(min=0).flatten(1)).view_as(index)

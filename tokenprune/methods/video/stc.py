@@ -48,12 +48,12 @@ class STC(VideoPruner):
         mask, frames = videos.mask, videos.mask.shape[1]
         first = mask & (torch.arange(frames, device=mask.device) < self.chunk)[:, None]
         raw = select_stable_channels(videos.hidden, mask, first)
-        memory, x = self._memory(frame_means(raw, mask), videos.sizes), normalize(raw)
+        memory, x = self._compute_memory(frame_means(raw, mask), videos.sizes), normalize(raw)
         score = gaussian_similarity(x, frame_means(x, mask).unsqueeze(2)) + gaussian_similarity(x, memory.unsqueeze(2))
         equal = torch.ones(videos.sizes.shape, dtype=torch.float32, device=mask.device)
         return videos.top_per_frame(-score, split_budget(equal, videos.budget, videos.sizes))
 
-    def _memory(self, means: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def _compute_memory(self, means: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Return the unit mean of all chunks up to each frame, shape (videos, frames, channels), float32.
 
         Args:
@@ -65,6 +65,6 @@ class STC(VideoPruner):
         fill = (0, 0, 0, chunks * self.chunk - frames)
         weighted = torch.nn.functional.pad(means * sizes.unsqueeze(-1), fill).unflatten(1, (chunks, self.chunk)).sum(2)
         tokens = torch.nn.functional.pad(sizes, fill[2:]).unflatten(1, (chunks, self.chunk)).sum(2)
-        of_chunks = weighted / tokens.clamp(min=1).unsqueeze(-1)
-        so_far = of_chunks.cumsum(1) / torch.arange(1, chunks + 1, device=means.device)[:, None]
-        return normalize(so_far).repeat_interleave(self.chunk, dim=1)[:, :frames]
+        chunk_means = weighted / tokens.clamp(min=1).unsqueeze(-1)
+        running_mean = chunk_means.cumsum(1) / torch.arange(1, chunks + 1, device=means.device)[:, None]
+        return normalize(running_mean).repeat_interleave(self.chunk, dim=1)[:, :frames]

@@ -94,17 +94,20 @@ class UniPool(VideoMerger):
         return [(first, early.budget), (_InnerUniPool(late.layer, self.balance), late.budget)]
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, None]:
-        x, mask, attention = (one.flatten(1, 2) for one in (videos.hidden, videos.mask, get_tower_attention(videos)))
-        numbers = [int(self.clusters * keep + 0.5) for keep in videos.keep]
-        clusters = to_device(numbers, mask.device)
+        x, mask, attention = (
+            tensor.flatten(1, 2) for tensor in (videos.hidden, videos.mask, get_tower_attention(videos))
+        )
+        num_clusters = [int(self.clusters * keep + 0.5) for keep in videos.keep]
+        clusters = to_device(num_clusters, mask.device)
 
-        near = Relation(cosine_products(x, mask), lambda cosine: cosine >= self.threshold)
-        pool = adjust_count(non_maximum_suppression(near, attention, mask), attention, mask, videos.budget - clusters)
+        is_near = Relation(cosine_products(x, mask), lambda cosine: cosine >= self.threshold)
+        pool = non_maximum_suppression(is_near, attention, mask)
+        pool = adjust_count(pool, attention, mask, videos.budget - clusters)
 
-        rest, most = mask & ~pool, max(1, *numbers)
-        into = assign_to_centres(x, rest, find_density_peaks(x, rest, clusters, most, _NEIGHBOURS, capped=False), most)
-        into = into.view_as(videos.mask)
-        return torch.where(pool.view_as(into), flat_indices(into), into), None
+        rest, max_clusters = mask & ~pool, max(1, *num_clusters)
+        centres = find_density_peaks(x, rest, clusters, max_clusters, _NEIGHBOURS, capped=False)
+        target = assign_to_centres(x, rest, centres, max_clusters).view_as(videos.mask)
+        return torch.where(pool.view_as(target), flat_indices(target), target), None
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,9 @@ class _InnerUniPool(Pruner):
         text = tokens.text
         attention, cosine = tokens.last_row_attention.mean(1), torch.zeros_like(tokens.mask, dtype=torch.float32)
         if text.mask.shape[1]:
-            some = text.mask.any(1, keepdim=True)
-            attention = torch.where(some, tokens.text_sum_and_max[:, 1], attention)
-            cosine = torch.where(some, best_match(tokens.hidden, text.hidden, text.mask)[0], cosine)
+            has_text = text.mask.any(1, keepdim=True)
+            attention = torch.where(has_text, tokens.text_sum_and_max[:, 1], attention)
+            cosine = torch.where(has_text, best_match(tokens.hidden, text.hidden, text.mask)[0], cosine)
         score = self.balance * rescale(attention.nan_to_num(nan=0.0), tokens.mask)
         score = score + (1 - self.balance) * rescale(cosine, tokens.mask)
         return merge_dropped(Selection.top(score, tokens), tokens)

@@ -41,10 +41,10 @@ class VCast(VideoPruner):
         mask = videos.mask
         means = frame_means(videos.hidden, mask)
         turn = curvature(means, videos.num_frames).masked_fill(videos.sizes == 0, -torch.inf)
-        numbers = split_budget((turn / _TEMPERATURE).softmax(1), videos.budget, videos.sizes, least=1)
+        num_kept = split_budget((turn / _TEMPERATURE).softmax(1), videos.budget, videos.sizes, least=1)
 
-        length = videos.hidden.norm(dim=-1)
-        low = length.masked_fill(~mask, torch.inf).amin(2, keepdim=True)
-        high = length.masked_fill(~mask, -torch.inf).amax(2, keepdim=True)
-        score = 1 - cosine_similarity(videos.hidden, means.unsqueeze(2)) + (length - low) / (high - low + _EPS)
-        return videos.top_per_frame(score, numbers)
+        norm = videos.hidden.norm(dim=-1)
+        low = norm.masked_fill(~mask, torch.inf).amin(2, keepdim=True)
+        high = norm.masked_fill(~mask, -torch.inf).amax(2, keepdim=True)
+        score = 1 - cosine_similarity(videos.hidden, means.unsqueeze(2)) + (norm - low) / (high - low + _EPS)
+        return videos.top_per_frame(score, num_kept)

@@ -44,14 +44,14 @@ class VidCom2(VideoPruner):
         mask = videos.mask
         x = normalize(select_stable_channels(videos.hidden, mask, mask))
         counts = mask.sum((1, 2))
-        of_video = gaussian_similarity(x, x.sum((1, 2))[:, None, None] / counts[:, None, None, None])
-        score = of_video + gaussian_similarity(x, frame_means(x, mask).unsqueeze(2))
+        video_similarity = gaussian_similarity(x, x.sum((1, 2))[:, None, None] / counts[:, None, None, None])
+        score = video_similarity + gaussian_similarity(x, frame_means(x, mask).unsqueeze(2))
 
-        sizes, real = videos.sizes, videos.sizes > 0
-        apart = -of_video.masked_fill(~mask, 0).sum(2) / sizes.clamp(min=1)
+        sizes, is_valid = videos.sizes, videos.sizes > 0
+        difference = -video_similarity.masked_fill(~mask, 0).sum(2) / sizes.clamp(min=1)
         # Use float64: the softmax is so sharp that float32 shares could round to the wrong count.
-        share = (apart.double().masked_fill(~real, -torch.inf) / _TEMPERATURE).softmax(1)
+        share = (difference.double().masked_fill(~is_valid, -torch.inf) / _TEMPERATURE).softmax(1)
         share = (videos.budget.double() / counts)[:, None] * (1 + share - 1 / videos.num_frames.float()[:, None])
-        numbers = (share.clamp(max=1) * sizes).round().long().clamp(min=1) * real
-        keep = videos.top_per_frame(-score, numbers)
+        num_kept = (share.clamp(max=1) * sizes).round().long().clamp(min=1) * is_valid
+        keep = videos.top_per_frame(-score, num_kept)
         return adjust_count(keep.flatten(1), -score.flatten(1), mask.flatten(1), videos.budget).view_as(mask)

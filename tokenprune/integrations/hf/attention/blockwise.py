@@ -126,7 +126,7 @@ class BlockAttention(Part):
         if call.past:
             return "the cache holds an earlier part of the conversation" if call.outputs and length > 1 else None
         if not call.has_images:
-            return "it holds no video"
+            return "it contains no video"
         mask = call.arguments.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return "the attention mask is one of the caller's own, of more than two axes"
