@@ -271,7 +271,7 @@ def longest_mro(folder: Path) -> int:
 
 
 # Targets of the measures that dev/one_cut.py takes; see its docstring for what they count. Today's 13 files with about
-# 3,090 lines are above the first two. Nine of them hold one moment or value of docs/extend/architecture.md each (engine,
+# 3,090 lines are above the first two. Nine of them hold a moment or value of docs/extend/architecture.md each (engine,
 # cuts, call, prompt_info, segments, plan, token_state, layer_inputs, trace) and have about 2,400 lines. The others are
 # the adapter of the family, the checks of a call, the record on the encoder's output, and `run_eagerly`. Further merges
 # would make files of 400 to 600 lines, and would not lower the number of lines.
