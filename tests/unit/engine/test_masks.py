@@ -62,7 +62,7 @@ def test_a_function_makes_what_a_gather_would(attention: str, kind: str, padding
         full = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
     functions = MaskFunctions(partial(making, **arguments), config, LENGTH, False)
     queries = keys.clamp(min=0)[:, 5:]
-    made = functions.built.mask(queries, keys, whole=False)
+    made = functions.built.build_mask(queries, keys, is_uncut=False)
     assert made.dtype == full.dtype and torch.equal(made, masks.gather_mask(full, queries, keys))
     assert functions.select_for_layer(0, full) is functions.built
     assert functions.select_for_layer(0, None) is None
@@ -71,7 +71,7 @@ def test_a_function_makes_what_a_gather_would(attention: str, kind: str, padding
     other = full.float() if attention == "sdpa" else full == 0
     assert functions.select_for_layer(0, other) is other
     if padding == "none":  # what is a causal mask of all that is left needs none, unless a window is shorter
-        plain = functions.built.mask(queries, queries, whole=True)
+        plain = functions.built.build_mask(queries, queries, is_uncut=True)
         assert (plain is None) == (attention == "sdpa" and kind == "full")
         assert plain is None or torch.equal(plain, masks.gather_mask(full, queries, queries))
 
