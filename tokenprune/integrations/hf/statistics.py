@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out, stored_bytes
-from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
+from tokenprune.integrations.hf.cache.layer_storage import count_layer_bytes, count_slots
+from tokenprune.integrations.hf.cache.reduced_cache import get_reduction
 from tokenprune.integrations.hf.cache.static_cache import StaticReduction, is_static
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
+    from tokenprune.integrations.hf.forward.token_state import Layout
     from tokenprune.integrations.hf.forward.trace import Trace
-    from tokenprune.integrations.hf.sequence.layout import Layout
 
 
 class _ThreadStats(threading.local):
@@ -56,7 +56,7 @@ def _note_cached_tokens(trace: Trace, rows: int, held: list[Held], stats: Stats)
 def _cached_tokens(trace: Trace, layer: int, slots: int) -> int:
     """Return how many tokens the last `slots` slots of the rows hold after this forward, if the cache was empty
     before."""
-    counts = trace.tokens_at(layer)
+    counts = trace.get_tokens(layer)
     if counts.after_cut and not trace.attends_all:
         return sum(min(slots, tokens) for tokens in counts.tokens_per_row)  # at the right end of each row
     padding = trace.prompt.padding_to_drop
@@ -143,12 +143,12 @@ def _held(cache: Any, full: int) -> list[Held]:
         filled = [(n, one.keys, one.values) for n, one in enumerate(layers) if one.is_initialized and one.keys.nbytes]
         sized = [(n, keys.shape[-2], keys.nbytes + values.nbytes) for n, keys, values in filled]
         return [(n, slots, size, size * full // slots) for n, slots, size in sized]
-    static, reduction, found = is_static(cache), reduction_of(cache), []
-    made = reduction.full if isinstance(reduction, StaticReduction) else {}
+    static, reduction, found = is_static(cache), get_reduction(cache), []
+    made = reduction.original_slots if isinstance(reduction, StaticReduction) else {}
     for index, layer in enumerate(layers):
-        if not (slots := slots_handed_out(layer)):
+        if not (slots := count_slots(layer)):
             continue
-        size = stored_bytes(layer, slots)
+        size = count_layer_bytes(layer, slots)
         if static:
             whole = made.get(index, layer.max_cache_len)
         else:

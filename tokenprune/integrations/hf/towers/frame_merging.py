@@ -22,10 +22,10 @@ from tokenprune.errors import BudgetError, TokenPruneError, UnsupportedSetupErro
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.sequence.record import open_record
-from tokenprune.integrations.hf.sequence.segments import feature_total
+from tokenprune.integrations.hf.sequence.segments import count_features
 from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.shared.attachable import change_output, get_hidden_states, get_thread_states
@@ -208,7 +208,7 @@ class FrameMerging(TowerPart):
         # On the host from here on: how many tokens stay is what it has to know.
         assert run.received is not None  # see `_leave_mixed`
         received = run.units.expand(run.received).cpu()
-        total = feature_total(output)
+        total = count_features(output)
         placed = trace_tokens(self.adapter, encoding.modality, encoding.on_host, total, [received.unsqueeze(-1)], None)
         size = len(placed.cells) // len(run.sizes)  # videos of one call have as many frames
         groups, pieces = [], zip(run.get_owners(), placed.cells.split(size), placed.scores.split(size), strict=True)

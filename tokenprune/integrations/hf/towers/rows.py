@@ -19,7 +19,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.hf.towers.base import TowerPart, check_bias, not_traced
 from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.hf.towers.merge_map import feature_groups
@@ -181,7 +181,7 @@ class RowTower(TowerPart):
             raise not_traced(self.method, self.adapter, encoding.modality)
         output = encode(encoding)
         check_layer(self.method.name, self.layer, encoding.on_host)
-        owners, groups = record_of(output).owners, None
+        owners, groups = get_record(output).owners, None
         if isinstance(owners, Tensor):
             groups = feature_groups(owners, output.pooler_output, self.layout.shape.protected)
         if groups is None:
