@@ -164,9 +164,9 @@ def _parts(
         if graphs:
             raise UnsupportedSetupError("a model of timm has no decoder to be graphed: leave out graphs=")
         return [timm_patch(model, methods, budgets)]
-    from tokenprune.integrations.hf.patch import hf_parts
+    from tokenprune.integrations.hf.patch import build_parts
 
-    return hf_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
+    return build_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
 
 
 def unpatch(model: ModelT) -> ModelT:

@@ -105,7 +105,7 @@ class Observable:
 
         `compute_visual` finds the values by `source.get_recorded(self.name)`, in the order of the modules.
 
-        adapter: finds modules of any family: `decoder.layers`, `attention_of(layer)`, `modules_of(layer)`.
+        adapter: finds modules of any family: `decoder.layers`, `get_attention(layer)`, `get_attention_and_mlp(layer)`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement attach()")
 

@@ -45,7 +45,7 @@ class _Taps(list["Tap"]):
         super().__init__()
         self.module: Any = module
         self.config: Any = module.config
-        self.join = heads_of_all_ranks(module)
+        self.join = get_head_join(module)
 
     def original(self) -> Callable:
         """Return the attention function that the module would use, looked up anew: it may have changed after the
@@ -54,7 +54,7 @@ class _Taps(list["Tap"]):
             eager = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
             if eager is not None:
                 break
-        return compat.attention_function(self.config._attn_implementation, eager)
+        return compat.get_attention_function(self.config._attn_implementation, eager)
 
 
 class Tap(Attachable):
@@ -148,7 +148,7 @@ def observed_attention(
     return taps.original()(_ModuleView(module, taps.config), query, key, value, attention_mask, **kwargs)
 
 
-def heads_of_all_ranks(module: nn.Module) -> Join | None:
+def get_head_join(module: nn.Module) -> Join | None:
     """Return what joins the heads (axis 1) of all processes that share a tensor-parallel `module`, None if this one has
     them all. Without it every process would choose by its own heads, and they would keep different tokens.
     """

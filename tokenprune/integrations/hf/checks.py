@@ -42,7 +42,7 @@ BEFORE, AFTER = (ObservedAt.LAYER_BEFORE, ObservedAt.UNROTATED), (ObservedAt.NEX
 _AROUND = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-class Places:
+class HookedModules:
     """The places in a model of the modules that a patch put hooks on: what replaces one later runs without them."""
 
     def note(self, model: Any, hooked: Iterable[Any]) -> None:
@@ -113,8 +113,8 @@ def check_layers(step: Step, adapter: Adapter) -> None:
             f"{method.name} reads {', '.join(rotary)}, and the decoder of {family!r} has no rotary positions. Use a "
             "method that does not need them."
         )
-    if rotary and layer and not gets_rotation(adapter, layer - 1):
-        rotated = [index for index in range(len(adapter.decoder.layers)) if gets_rotation(adapter, index)]
+    if rotary and layer and not has_rotary_positions(adapter, layer - 1):
+        rotated = [index for index in range(len(adapter.decoder.layers)) if has_rotary_positions(adapter, index)]
         raise OptionError(
             f"{method.name}: layer={layer} reads {', '.join(rotary)} of decoder layer {layer - 1}, which gets no "
             f"rotary positions in {family!r}. Choose a layer after one of {rotated}."
@@ -126,7 +126,7 @@ def check_layers(step: Step, adapter: Adapter) -> None:
         )
 
 
-def gets_rotation(adapter: Adapter, layer: int) -> bool:
+def has_rotary_positions(adapter: Adapter, layer: int) -> bool:
     """Return whether the config gives a decoder layer rotary positions: some models skip layers."""
     thetas = getattr(adapter.text_config, "layer_rope_theta", None)
     if thetas is not None:
@@ -142,7 +142,7 @@ def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], 
 
     in_blocks: whether some of its layers attend in blocks.
     """
-    cache = compat.cache_in(kwargs)
+    cache = compat.get_cache(kwargs)
     if isinstance(cache, Cache):
         check_cache(cache)
         if is_static(cache):
@@ -183,7 +183,7 @@ def check_static(cache: Cache, steps: Iterable[Step], adapter: Adapter, in_block
             "Images of a later turn cannot be pruned, because the sliding layers of the static cache are full. Put the "
             "images into the first turn, or use a dynamic cache."
         )
-    if compat.COUNTS_OUTSIDE:
+    if compat.NEEDS_CACHE_POSITION:
         raise UnsupportedSetupError(
             f"Pruning with a static cache is not supported in transformers {compat.VERSION}. Use a dynamic cache, or "
             "transformers 5.4 or later."

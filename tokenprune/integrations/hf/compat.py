@@ -36,40 +36,40 @@ CACHE, EARLIER_CACHE = CACHE_NAMES[0], CACHE_NAMES[-1]
 _EMBEDS = "inputs_embeds" if "inputs_embeds" in _OF_MASK else "input_embeds"
 # Whether a decoder is handed where its tokens go in the cache (up to 5.3): masks are made of that, and static layers
 # store by it. Later versions count for themselves.
-COUNTS_OUTSIDE = "cache_position" in _OF_MASK and _OF_MASK["cache_position"].default is inspect.Parameter.empty
+NEEDS_CACHE_POSITION = "cache_position" in _OF_MASK and _OF_MASK["cache_position"].default is inspect.Parameter.empty
 # Whether a mask is written for a number of queries, or (early versions) for their places.
 _LENGTHS = "q_length" in inspect.signature(masking_utils.sdpa_mask).parameters
 # Whether `crop` of a cache takes how many tokens to remove (from 5.14), as a number below 0, or a length to keep. The
 # latter takes numbers below 0 for the same, but 0 for nothing to keep.
-CROP_REMOVES = "tokens_to_remove" in inspect.signature(cache_utils.Cache.crop).parameters
+CROP_TAKES_REMOVED_COUNT = "tokens_to_remove" in inspect.signature(cache_utils.Cache.crop).parameters
 
 # Whether an emptied dynamic cache is empty (from 5.18); before, it keeps as many slots, of zeros.
 RESET_EMPTIES = "reset" in vars(cache_utils.DynamicLayer)
 
 
-def attention_function(name: str, eager: Any) -> Callable:
+def get_attention_function(name: str, eager: Any) -> Callable:
     """Return the attention function of an implementation's name; `eager` is the model's own, None if it has none."""
     if hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface"):
         return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     return eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]  # 5.0
 
 
-def cache_in(arguments: Mapping[str, Any]) -> Any:
+def get_cache(arguments: Mapping[str, Any]) -> Any:
     """Return the key/value cache among a model's arguments, or None; of two, that of this version's name."""
     return arguments.get(CACHE, arguments.get(EARLIER_CACHE))
 
 
-def query_length(given: int | Tensor) -> int:
+def get_query_length(given: int | Tensor) -> int:
     """Return the number of new tokens, of what `get_mask_sizes` of a cache is handed."""
     return given if isinstance(given, int) else given.shape[0]
 
 
-def masks_for_generate(config: Any, embeds: Tensor, mask: Tensor | None, cache: Any) -> Any:
+def create_masks(config: Any, embeds: Tensor, mask: Tensor | None, cache: Any) -> Any:
     """Return the masks that a decoder makes for its layers, by kind of layer where there are several."""
     return masking_utils.create_masks_for_generate(**_about(config, embeds, mask, cache))
 
 
-def mask_of(kind: str, config: Any, embeds: Tensor, mask: Tensor | None, cache: Any) -> Any:
+def create_mask(kind: str, config: Any, embeds: Tensor, mask: Tensor | None, cache: Any) -> Any:
     """Return the mask that transformers' `create_{kind}` makes."""
     return getattr(masking_utils, f"create_{kind}")(**_about(config, embeds, mask, cache))
 
@@ -82,7 +82,7 @@ def write_mask(q_length: int, q_offset: int, device: Any, **places: Any) -> Tens
     return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**places | given)
 
 
-def window_order(tower: Any, grids: Tensor) -> Tensor:
+def get_window_order(tower: Any, grids: Tensor) -> Tensor:
     """Return long `[N]`, the units of all images in the order in which a tower of windows lines them up."""
     if hasattr(tower, "get_window_index"):  # up to 5.9
         return tower.get_window_index(grids)[0]
@@ -93,7 +93,7 @@ def window_order(tower: Any, grids: Tensor) -> Tensor:
 
 def _about(config: Any, embeds: Tensor, mask: Tensor | None, cache: Any) -> dict[str, Any]:
     about = dict(config=config, attention_mask=mask) | {_EMBEDS: embeds, CACHE: cache}
-    if COUNTS_OUTSIDE:
+    if NEEDS_CACHE_POSITION:
         past = 0 if cache is None else cache.get_seq_length()
         about["cache_position"] = torch.arange(past, past + embeds.shape[1], device=embeds.device)
     return about
@@ -115,6 +115,6 @@ def reruns_hooks(decoder: Any) -> bool:
     )
 
 
-def lacks(since: str) -> bool:
+def is_older_than(since: str) -> bool:
     """Return True if this version of transformers is older than `since`."""
     return Version(since) > VERSION

@@ -21,7 +21,7 @@ from tokenprune.integrations.hf.engine.layer_attention import LayerAttention
 from tokenprune.integrations.hf.engine.packed_calls import PackedCalls
 from tokenprune.integrations.hf.engine.static_steps import StaticSteps
 from tokenprune.integrations.hf.engine.video_frames import VideoFrames, compares_frames
-from tokenprune.integrations.hf.families import Adapter, adapter_for
+from tokenprune.integrations.hf.families import Adapter, get_adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.guard.part import check_processor as check_unread_processor
@@ -29,7 +29,7 @@ from tokenprune.integrations.hf.guard.part import guard_for
 from tokenprune.integrations.hf.processor_check import check_processor
 from tokenprune.integrations.hf.towers.attention_scores import BlockReader
 from tokenprune.integrations.hf.towers.base import TowerPart
-from tokenprune.integrations.hf.towers.build import tower_part
+from tokenprune.integrations.hf.towers.build import build_tower_part
 from tokenprune.integrations.hf.towers.frame_merging import FrameMerging
 from tokenprune.integrations.hf.towers.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.shared import checks
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.guard.settings import Guard
 
 
-def hf_parts(
+def build_parts(
     model: nn.Module,
     methods: Sequence[Method],
     budgets: Sequence[Budget],
@@ -79,8 +79,8 @@ def _parts(
     feature_cache: int | None,
     graphs: bool | Graphs | None,
 ) -> list[Any]:
-    """Return the parts for exactly these methods; see `hf_parts`."""
-    adapter = adapter_for(model)
+    """Return the parts for exactly these methods; see `build_parts`."""
+    adapter = get_adapter(model)
     layers = len(adapter.decoder.layers)
     stages = [
         Step(stage, budget, owner, whole)
@@ -111,11 +111,11 @@ def _parts(
             case TowerMethod() if method.is_identity(budget):
                 pass
             case UnitDropper():
-                parts.append(tower_part(adapter, method, budget, processor))
+                parts.append(build_tower_part(adapter, method, budget, processor))
             case FrameMerger():
                 parts.append(FrameMerging(adapter, method, budget))
             case EncoderMethod():
-                parts.append(tower_part(adapter, method, budget))
+                parts.append(build_tower_part(adapter, method, budget))
                 if method.vtu != "off":
                     from tokenprune.integrations.hf.attention.virtual_unmerging import VirtualUnmerging
 

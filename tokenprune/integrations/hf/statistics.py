@@ -75,23 +75,23 @@ def _note_lost_ends(layout: Layout, ends: list[tuple[int, int]], stats: Stats) -
         )
 
 
-def stats_after(call: Call, cache: Any) -> Stats | None:
+def collect_stats(call: Call, cache: Any) -> Stats | None:
     """Return the statistics after a call: its own where it has images, else those of the prefill that its cache
     continues; None where there are neither. cache: holds what the decoder cached, None if it cached nothing."""
     if call.has_images:
         trace = call.trace
-        note_bytes(trace.stats, call, cache, trace.length, len(trace.tokens_per_row))
+        record_bytes(trace.stats, call, cache, trace.length, len(trace.tokens_per_row))
         trace.stats.defer(trace.add_closed_forms)
         if call.active and (ends := call.prompt.visual_ends):
             trace.stats.defer(partial(_note_lost_ends, call.state.layout, ends))
         return trace.stats
     if (decode := call.cached.decode) is None:
         return None
-    note_bytes(decode.stats, call, cache, call.state.layout.length, len(decode.visual))
+    record_bytes(decode.stats, call, cache, call.state.layout.length, len(decode.visual))
     return decode.stats
 
 
-def note_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> None:
+def record_bytes(stats: Stats, call: Call, cache: Any, length: int, rows: int) -> None:
     """Note what `cache` holds after a call of `rows` rows of `length` tokens; now, because it goes on growing.
 
     Which slots are tokens the call's own trace tells, where the cache was empty before; else only the device knows,

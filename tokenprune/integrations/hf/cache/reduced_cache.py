@@ -110,7 +110,7 @@ class ReducedGrowing(Reduced):
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
-        return self.tokenprune_reduction.length + compat.query_length(query_length), 0
+        return self.tokenprune_reduction.length + compat.get_query_length(query_length), 0
 
     def reset(self) -> None:
         if not compat.RESET_EMPTIES:
@@ -143,11 +143,11 @@ class ReducedGrowing(Reduced):
     def crop(self, tokens_to_remove: int) -> None:
         reduction = self.tokenprune_reduction
         # A positive number is the (deprecated) absolute length to keep.
-        removes = tokens_to_remove < 0 or (tokens_to_remove == 0 and compat.CROP_REMOVES)
+        removes = tokens_to_remove < 0 or (tokens_to_remove == 0 and compat.CROP_TAKES_REMOVED_COUNT)
         remove = -tokens_to_remove if removes else max(0, reduction.length - tokens_to_remove)
         if remove == 0:
             # Layers that record their past give up what is not needed any more; older ones record none.
-            if compat.CROP_REMOVES:
+            if compat.CROP_TAKES_REMOVED_COUNT:
                 super().crop(0)
             return
         self._refuse_quantized("crop")

@@ -41,7 +41,7 @@ def select_tokens(call: Call, step: Step, observed: Observations, hidden: Tensor
     keep = [kept for kept, count in zip(plan.stage(step, arrived).kept, arrived, strict=True) if count]
     if step.owner not in memories:
         memories[step.owner] = StageMemory()
-    seen = adapter.seen(state.extras, step.layer, hidden)
+    seen = adapter.get_method_states(state.extras, step.layer, hidden)
     source = DecoderSource(call, state, seen, adapter, step.method.needs, memories[step.owner], observed)
     tokens = VisualTokens(segments, keep, source)
     method = cast(Pruner, step.method)
@@ -138,7 +138,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     for name, dim in adapter.family.entry_tokens.items():
         if extras.get(name) is not None:
             extras[name] = gather_tokens(extras[name], index, dim)
-    if compat.COUNTS_OUTSIDE:
+    if compat.NEEDS_CACHE_POSITION:
         extras.pop("cache_position", None)  # the decoder counts what is left
     if call.maskless.issuperset(range(len(adapter.decoder.layers))):
         mask = torch.ones_like(index)  # so that the decoder makes no dense mask that no layer reads

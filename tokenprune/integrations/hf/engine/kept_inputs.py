@@ -83,7 +83,7 @@ class KeptInputs(Part):
         if not needed:
             return
         adapter = self.adapter
-        hidden = adapter.seen(call.state.extras, layer, adapter.flatten(get_hidden_states(args, kwargs)))
+        hidden = adapter.get_method_states(call.state.extras, layer, adapter.flatten(get_hidden_states(args, kwargs)))
         rotation = rotation_of(args, kwargs)
         if rotation is None and any(one.rotary for one in needed):
             raise UnsupportedSetupError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notice images that were encoded for a prompt and then never reached the model."""
+"""Detect images that were encoded for a prompt but did not reach the forward."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 class ChunkedPrefillCheck(Part):
-    """Raises UnsupportedSetupError where `generate` encodes images and then leaves them, or parts of them, out of the
-    prompt's forward.
+    """Raises UnsupportedSetupError if `generate` encodes images but omits some of their features in the forward.
 
-    With `prefill_chunk_size`, transformers 5.19 hands over no images at all, without a word, and 5.23 those features
-    that a chunk holds placeholders for; tokens are chosen from whole images.
+    With `prefill_chunk_size`, transformers 5.19 silently passes no images, and 5.23 passes only the features of the
+    chunk's placeholders. Methods select tokens from complete images.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -31,7 +30,7 @@ class ChunkedPrefillCheck(Part):
 
     def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
         output = encode(encoding)
-        if self.current() is None:  # ahead of any forward, as `generate` does
+        if self.current() is None:  # before the first forward, as in `generate`
             get_thread_states().setdefault(self, {})[encoding.modality] = weakref.ref(output)
         return output
 
@@ -39,22 +38,22 @@ class ChunkedPrefillCheck(Part):
         waiting = get_thread_states().pop(self, None)
         if waiting is None:
             return
-        ahead = {modality: output for modality, ref in waiting.items() if (output := ref()) is not None}
-        handed = call.arguments.get("mm_encoder_outputs") or {}
-        if call.outputs and not handed:
-            return  # another prompt, with pixels
-        masks = self.adapter.visual_mask(call.arguments) if ahead else {}
-        if ahead and not call.outputs and not any(bool(mask.any()) for mask in masks.values()):
-            get_thread_states()[self] = waiting  # text before the images
+        pending = {modality: output for modality, ref in waiting.items() if (output := ref()) is not None}
+        passed = call.arguments.get("mm_encoder_outputs") or {}
+        if call.outputs and not passed:
+            return  # a different prompt, called with pixels
+        masks = self.adapter.visual_mask(call.arguments) if pending else {}
+        if pending and not call.outputs and not any(bool(mask.any()) for mask in masks.values()):
+            get_thread_states()[self] = waiting  # a chunk of text before the images
             return
-        for modality, output in ahead.items():
+        for modality, output in pending.items():
             if modality in call.outputs:
-                here, encoded = feature_total(call.outputs[modality]), feature_total(output)
-                lost = here is not None and encoded is not None and here < encoded
+                received, encoded = feature_total(call.outputs[modality]), feature_total(output)
+                lost = received is not None and encoded is not None and received < encoded
             else:
                 lost = modality in masks and bool(masks[modality].any())
             if lost:
                 raise UnsupportedSetupError(
-                    "A part of the prompt came without its images, because generate() got prefill_chunk_size. Leave "
-                    "prefill_chunk_size out."
+                    "A chunk of the prompt has placeholders without image features, because prefill_chunk_size is set. "
+                    "Call generate() without prefill_chunk_size."
                 )
