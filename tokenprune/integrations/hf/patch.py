@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.guard.settings import Guard
 
 
-def build_parts(
+def build_hf_parts(
     model: nn.Module,
     methods: Sequence[Method],
     budgets: Sequence[Budget],
@@ -79,7 +79,7 @@ def _parts(
     feature_cache: int | None,
     graphs: bool | Graphs | None,
 ) -> list[Any]:
-    """Return the parts for exactly these methods; see `build_parts`."""
+    """Return the parts for exactly these methods; see `build_hf_parts`."""
     adapter = get_adapter(model)
     layers = len(adapter.decoder.layers)
     stages = [
