@@ -126,7 +126,7 @@ def test_placeholders_with_other_names_are_found(name: str, make: Any, placehold
     token_id = processor.tokenizer.convert_tokens_to_ids(placeholder)
     key = "image_token_index" if "image_token_index" in family.config else "image_token_id"
     check(processor, replace(family, config={**family.config, key: token_id}).build())
-    with pytest.raises(OptionError, match=f"looks for id {token_id + 10}"):
+    with pytest.raises(OptionError, match=f"expects id {token_id + 10}"):
         check(processor, replace(family, config={**family.config, key: token_id + 10}).build())
 
 

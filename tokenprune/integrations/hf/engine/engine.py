@@ -124,7 +124,7 @@ class Engine(Attachable):
             hook(layer.register_forward_pre_hook, partial(self._meet_layer, index))
             if self.adapter.adds_after_layers:
                 hook(layer.register_forward_hook, in_call(partial(self._leave_layer, index)))
-        self._hooked.note(self.model, self.hooked)
+        self._hooked.record(self.model, self.hooked)
 
     # -- the call of this thread
 
