@@ -124,7 +124,7 @@ def halved(model: nn.Module) -> Iterator[None]:
     """Leave of each layer's and head's keys the half of the smallest norm, behind the prompt (kvpress's KnormPress)."""
 
     def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        cache, index = compat.cache_in(kwargs), module.layer_idx
+        cache, index = compat.get_cache(kwargs), module.layer_idx
         layer, width = cache.layers[index], kwargs["hidden_states"].shape[1]
         if layer.get_seq_length() != width:
             return  # a step

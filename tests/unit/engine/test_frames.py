@@ -261,7 +261,7 @@ def test_a_video_of_no_frames_is_refused(build: Callable[..., Any]) -> None:
         for method in (Watcher(), "divprune"):
             with (
                 tokenprune.patched(model, method, keep=0.5),
-                pytest.raises(UnsupportedSetupError, match="A video of this call has no frames"),
+                pytest.raises(UnsupportedSetupError, match="A video of this call has 0 frames"),
             ):
                 model(**inputs)
 

@@ -155,8 +155,8 @@ def test_prompts_of_one_shape_share_what_masks_are_made_of(build, monkeypatch: p
     visual = family.visual_mask(model, inputs)[0].nonzero()[:, 0]
     mask = inputs.pop("attention_mask").bool()
     mask[0, visual[1::2]] = False  # one that a cut leaves: what is real stays a part of the mask
-    made, original = [], compat.masks_for_generate
-    monkeypatch.setattr(compat, "masks_for_generate", lambda *given: made.append(1) or original(*given))
+    made, original = [], compat.create_masks
+    monkeypatch.setattr(compat, "create_masks", lambda *given: made.append(1) or original(*given))
     with tokenprune.patched(model, "fastv", keep=len(visual) - 1, guard="off"):
         again = mask.clone()
         want = model(**inputs, attention_mask=mask).logits

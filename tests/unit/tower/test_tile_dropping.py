@@ -20,7 +20,7 @@ from oracle import close, reduced, survivors
 from tests.unit.methods.test_towerdrop import naive, seen_by
 from tests.unit.tower.test_encoder import with_features
 from tokenprune import OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.attachable import change_output
 from tower_attention import attending_by
@@ -43,7 +43,7 @@ def encode(model: Any, inputs: Any) -> Any:
 
 def squares(model: Any, patches: int) -> list[list[int]]:
     """Return the patches of each unit, counted from the first patch."""
-    adapter = adapter_for(model)
+    adapter = get_adapter(model)
     side, height = adapter.family.get_unit_side(adapter.config), math.isqrt(patches)
     return [
         [(side * row + r) * height + side * column + c for r in range(side) for c in range(side)]
@@ -142,7 +142,7 @@ def test_unsupported_setups_raise(build) -> None:
     with tokenprune.patched(smolvlm, "towerdrop", layer=1, guard="off"):
         half = torch.ones(1, 1, 32, 32).long()
         half[..., 16:] = 0
-        with pytest.raises(UnsupportedSetupError, match="patches of these images are padding"):
+        with pytest.raises(UnsupportedSetupError, match="images contain padding patches"):
             smolvlm.model.get_image_features(pixels, half)
     with pytest.raises(UnsupportedSetupError, match="not adjacent in one sequence"):
         tokenprune.patch(build(FAMILIES["llava"]), "towerdrop", score="detail")

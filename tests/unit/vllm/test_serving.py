@@ -21,8 +21,8 @@ from tokenprune import Pruner, Site
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.integrations import vllm
-from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.towers.build import tower_part
+from tokenprune.integrations.hf.families import get_adapter
+from tokenprune.integrations.hf.towers.build import build_tower_part
 from tokenprune.integrations.vllm.settings.configuration import check_model
 from tokenprune.integrations.vllm.settings.settings import ServedSetting, servable
 from tokenprune.integrations.vllm.settings.towers import served_tower
@@ -144,7 +144,7 @@ def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.Monk
     )
     check_model(setting, model_config)
     theirs, ours = (
-        tower_part(adapter_for(model), method, Budget.from_keep(0.5)).reducer.layout.shape,
+        build_tower_part(get_adapter(model), method, Budget.from_keep(0.5)).reducer.layout.shape,
         served_tower(method, model.config),
     )
     for fact in ("tokens", "protected", "blocks", "blocks_read", "unit"):

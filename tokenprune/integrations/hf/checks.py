@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that need a loaded model, before it is patched. Checks of each call are in `engine.call_check`.
+"""Check a loaded model before it is patched.
 
-The check of method x family x engine x cache is in `integrations.shared.checks`.
+Checks of each call are in `engine.call_check`. Checks that need only the method, family, engine and cache are in
+`integrations.shared.checks`.
 """
 
 from __future__ import annotations
@@ -18,38 +19,37 @@ from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import select_observables
 from tokenprune.selection.sites.encoder import TowerMethod
 
-# Where a method reads the attention of the layer before its cut, and that which the layer after it would have.
+# Decoder arguments with one entry per token that the engine cuts itself.
+# Observables of the attention in the layer before a cut, and in the layer after it.
 BEFORE, AFTER = (ObservedAt.LAYER_BEFORE, ObservedAt.UNROTATED), (ObservedAt.NEXT_LAYER,)
+# Attributes under which wrappers hold the original module: torch.compile, DataParallel, FSDP, gradient checkpointing.
+_WRAPPED_NAMES = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-# What others put around a module that then runs as before: torch.compile, data parallelism, sharding, checkpointing.
-_AROUND = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+class HookedModules:
+    """Modules that a patch has hooked. Detects modules that were replaced later, because replacements have no hooks."""
 
-
-class Places:
-    """The places in a model of the modules that a patch put hooks on: what replaces one later runs without them."""
-
-    def note(self, model: Any, hooked: Iterable[Any]) -> None:
-        """Note where the modules that were `hooked` stand in `model`."""
-        wanted, self._places = {id(module) for module in hooked}, []
+    def record(self, model: Any, hooked: Iterable[Any]) -> None:
+        """Record the paths of the `hooked` modules in `model`."""
+        hooked_ids, self._entries = {id(module) for module in hooked}, []
         for path, parent in model.named_modules():
             for name, module in parent._modules.items():
-                if id(module) in wanted:
-                    self._places.append((parent._modules, name, module, f"{path}.{name}"))
+                if id(module) in hooked_ids:
+                    self._entries.append((parent._modules, name, module, f"{path}.{name}"))
 
     def check(self) -> None:
-        """Raise UnsupportedSetupError where another module stands in the place of one."""
-        for siblings, name, module, path in self._places:
-            now: Any = siblings.get(name)
-            if now is not module and not any(getattr(now, one, None) is module for one in _AROUND):
+        """Raise UnsupportedSetupError if a hooked module was replaced. Wrappers of the module are allowed."""
+        for siblings, name, module, path in self._entries:
+            current: Any = siblings.get(name)
+            if current is not module and not any(getattr(current, attr, None) is module for attr in _WRAPPED_NAMES):
                 raise UnsupportedSetupError(
-                    f"{path} was replaced by a {type(now).__module__}.{type(now).__name__} after the model was "
+                    f"{path} was replaced by a {type(current).__module__}.{type(current).__name__} after the model was "
                     "patched. Unpatch the model, and patch it again."
                 )
 
 
 def check_methods(steps: Iterable[Step], adapter: Adapter) -> None:
-    """Raise an error for a method that is not supported on this family; see `shared.checks`."""
+    """Raise an error for a method that is not supported for this family. See `shared.checks`."""
     for step in steps:
         method, acts = step.method, step.acts
         if isinstance(method, TowerMethod):
@@ -58,7 +58,12 @@ def check_methods(steps: Iterable[Step], adapter: Adapter) -> None:
 
 
 def check_steps(steps: list[Step], adapter: Adapter) -> None:
-    """Raise OptionError for cuts that cannot be made in this decoder, or not together."""
+    """Check that the decoder supports the cuts of all steps.
+
+    Raises:
+        OptionError: If a layer is out of range or unsuitable, or if budgets have different `per`.
+        BudgetError: If a budget needs the frames of a video, and the family does not show them.
+    """
     layers = len(adapter.decoder.layers)
     for step in steps:
         step.method.check_model(adapter.decoder)
@@ -78,7 +83,7 @@ def check_steps(steps: list[Step], adapter: Adapter) -> None:
 
 
 def check_layers(step: Step, adapter: Adapter) -> None:
-    """Raise OptionError for a cut that this decoder's layers do not allow where it is asked for."""
+    """Raise OptionError if the decoder does not support a cut at the layer of `step`."""
     method, layer, family = step.method, step.layer, adapter.config.model_type
     attending = [index for index in range(len(adapter.decoder.layers)) if index not in adapter.stateful]
     if select_observables(method.needs, *BEFORE) and layer - 1 in adapter.stateful:
@@ -91,14 +96,14 @@ def check_layers(step: Step, adapter: Adapter) -> None:
             f"{method.name}: layer={layer} reads the attention of that decoder layer, which has none in {family!r}. "
             f"Choose one of {attending}."
         )
-    rotary = [one.name for one in select_observables(method.needs) if one.rotary]
+    rotary = [observable.name for observable in select_observables(method.needs) if observable.rotary]
     if rotary and not hasattr(adapter.decoder, "rotary_emb"):
         raise OptionError(
             f"{method.name} reads {', '.join(rotary)}, and the decoder of {family!r} has no rotary positions. Use a "
             "method that does not need them."
         )
-    if rotary and layer and not gets_rotation(adapter, layer - 1):
-        rotated = [index for index in range(len(adapter.decoder.layers)) if gets_rotation(adapter, index)]
+    if rotary and layer and not has_rotary_positions(adapter, layer - 1):
+        rotated = [index for index in range(len(adapter.decoder.layers)) if has_rotary_positions(adapter, index)]
         raise OptionError(
             f"{method.name}: layer={layer} reads {', '.join(rotary)} of decoder layer {layer - 1}, which gets no "
             f"rotary positions in {family!r}. Choose a layer after one of {rotated}."
@@ -110,8 +115,8 @@ def check_layers(step: Step, adapter: Adapter) -> None:
         )
 
 
-def gets_rotation(adapter: Adapter, layer: int) -> bool:
-    """Return whether the config gives a decoder layer rotary positions: some models skip layers."""
+def has_rotary_positions(adapter: Adapter, layer: int) -> bool:
+    """Return True if a decoder layer has rotary positions according to the config. Some models skip layers."""
     thetas = getattr(adapter.text_config, "layer_rope_theta", None)
     if thetas is not None:
         return bool(thetas[layer])

@@ -89,7 +89,7 @@ class BlockAttention(Part):
                 f"{name} cannot act in decoder layers with a sliding window, here {sliding}: keep them as they are "
                 f"with dense_layers={sliding}"
             )
-        self.taps = [_BlockTap(adapter.attention_of(layer), partial(self._attend, layer)) for layer in self.layers]
+        self.taps = [_BlockTap(adapter.get_attention(layer), partial(self._attend, layer)) for layer in self.layers]
 
     def _attach(self) -> None:
         for tap in self.taps:
@@ -114,7 +114,7 @@ class BlockAttention(Part):
         self._plans[call] = BlockPlan(ids)
         call.maskless |= frozenset(self.layers)
         if self.method.position_mode == "reuse":
-            inputs = replace(inputs, positions=reused_positions(inputs.positions, ids, embeds.device))
+            inputs = replace(inputs, positions=reuse_positions(inputs.positions, ids, embeds.device))
         if len(self.layers) == len(self.adapter.decoder.layers):
             # So that the decoder makes no dense mask that no layer reads.
             mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
@@ -238,7 +238,7 @@ def _ids(starts: list[int], length: int) -> Tensor:
     return ids
 
 
-def reused_positions(positions: Tensor | None, ids: Tensor, device: torch.device) -> Tensor:
+def reuse_positions(positions: Tensor | None, ids: Tensor, device: torch.device) -> Tensor:
     """Return positions (`[..., B or 1, L]`; None: counted) with which every context block starts where its row's first
     one does; sink and tail keep theirs. ids: long `[B, L]`."""
     if positions is None:

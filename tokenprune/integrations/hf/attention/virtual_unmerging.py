@@ -122,7 +122,7 @@ class VirtualUnmerging(Part):
                 f'vtu="{form}": {adapter.config.model_type!r} adds features to its visual tokens between the '
                 'decoder\'s layers, by the positions of the full prompt; use vtu="off"'
             )
-        self.modules = [adapter.attention_of(index) for index in range(len(self.decoder.layers))]
+        self.modules = [adapter.get_attention(index) for index in range(len(self.decoder.layers))]
         self.inputs = [_input_projections(module, form) for module in self.modules]
 
     def _attach(self) -> None:

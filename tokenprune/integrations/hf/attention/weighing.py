@@ -63,7 +63,7 @@ class Weighing(Part):
         if find_sliding_layers(adapter.text_config):
             self._refuse("a sliding window in some layers")
         layers = (layer for layer in range(len(adapter.decoder.layers)) if layer not in adapter.stateful)
-        self.observers = [Observer(adapter.attention_of(layer), partial(self._mask, layer == 0)) for layer in layers]
+        self.observers = [Observer(adapter.get_attention(layer), partial(self._mask, layer == 0)) for layer in layers]
 
     def _refuse(self, what: str) -> None:
         raise UnsupportedSetupError(f"{self.name} cannot weigh attention with {what}; or pass calibrate=False")
@@ -114,7 +114,7 @@ class Weighing(Part):
         if not isinstance(tables, tuple):
             self._refuse(f"the positions of {self.adapter.config.model_type!r}, whose layers get no rotary tables")
         cos, sin = (table.float() for table in tables)
-        near = decay(cos, sin, _sections(self.adapter.text_config))
+        near = compute_decay(cos, sin, _sections(self.adapter.text_config))
         weights.distance = (_MOST - near).clamp(min=1e-6).log().unsqueeze(1)
 
     # -- in each layer
@@ -167,7 +167,7 @@ def _with(seen: Observation, bias: Tensor, attention: str) -> Tensor:
     return (bias + mask).clamp(min=torch.finfo(dtype).min).to(dtype)
 
 
-def decay(cos: Tensor, sin: Tensor, sections: list[int] | None) -> Tensor:
+def compute_decay(cos: Tensor, sin: Tensor, sections: list[int] | None) -> Tensor:
     """Return float32 `[B or 1, W, W]`, the mean over the rotary frequencies of the cosine of distance times frequency.
 
     cos, sin: float32 `[B or 1, W, D]`, or `[3, B or 1, W, D]` of three axes, of which each takes the channels of its

@@ -115,7 +115,7 @@ class ReducedGrowing(Reduced):
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
-        return self.tokenprune_reduction.length + compat.query_length(query_length), 0
+        return self.tokenprune_reduction.length + compat.get_query_length(query_length), 0
 
     def reset(self) -> None:
         if not compat.RESET_EMPTIES:
@@ -147,11 +147,11 @@ class ReducedGrowing(Reduced):
     def crop(self, tokens_to_remove: int) -> None:
         reduction = self.tokenprune_reduction
         # A positive argument is the (deprecated) absolute length to keep.
-        is_count = tokens_to_remove < 0 or (tokens_to_remove == 0 and compat.CROP_REMOVES)
+        is_count = tokens_to_remove < 0 or (tokens_to_remove == 0 and compat.CROP_TAKES_REMOVED_COUNT)
         num_removed = -tokens_to_remove if is_count else max(0, reduction.length - tokens_to_remove)
         if num_removed == 0:
             # crop(0) frees recorded past of sliding layers. Older versions record none.
-            if compat.CROP_REMOVES:
+            if compat.CROP_TAKES_REMOVED_COUNT:
                 super().crop(0)
             return
         self._refuse_quantized("crop")

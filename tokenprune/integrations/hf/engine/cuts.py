@@ -47,7 +47,7 @@ def select_tokens(call: Call, step: Step, observed: Observations, hidden: Tensor
     keep = [kept for kept, count in zip(plan.plan_step(step, arrived).kept, arrived, strict=True) if count]
     if step.owner not in memories:
         memories[step.owner] = StageMemory()
-    visible = adapter.seen(state.extras, step.layer, hidden)
+    visible = adapter.get_method_states(state.extras, step.layer, hidden)
     source = DecoderSource(call, state, visible, adapter, step.method.needs, memories[step.owner], observed)
     tokens = VisualTokens(segments, keep, source)
     method = cast(Pruner, step.method)
@@ -144,7 +144,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     for name, dim in adapter.family.entry_tokens.items():
         if extras.get(name) is not None:
             extras[name] = gather_tokens(extras[name], index, dim)
-    if compat.COUNTS_OUTSIDE:
+    if compat.NEEDS_CACHE_POSITION:
         extras.pop("cache_position", None)  # the decoder counts the kept tokens
     if call.maskless.issuperset(range(len(adapter.decoder.layers))):
         mask = torch.ones_like(index)  # the decoder then builds no dense mask, which no layer would read

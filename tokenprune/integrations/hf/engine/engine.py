@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import needs_only_masks
-from tokenprune.integrations.hf.checks import Places
+from tokenprune.integrations.hf.checks import HookedModules
 from tokenprune.integrations.hf.engine.call_check import check_call
 from tokenprune.integrations.hf.engine.cuts import apply_selection, cut_entry, prepare, select_tokens
 from tokenprune.integrations.hf.families import Adapter
@@ -34,7 +34,7 @@ from tokenprune.integrations.hf.forward.token_state import Layout, TokenState
 from tokenprune.integrations.hf.forward.trace import Trace
 from tokenprune.integrations.hf.sequence.alignment import check_rows
 from tokenprune.integrations.hf.sequence.segments import check_placeholders
-from tokenprune.integrations.hf.statistics import LatestStats, stats_after
+from tokenprune.integrations.hf.statistics import LatestStats, collect_stats
 from tokenprune.integrations.hf.towers.feature_hook import MODALITIES, EncoderHook
 from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.attachable import (
@@ -77,7 +77,7 @@ class Engine(Attachable):
         self.planner = Planner(row, adapter.config, adapter.runs_per_image, self.shape, in_order)
         self.record = record
         self.reading = list(dict.fromkeys(reading))
-        self._latest, self._places = LatestStats(), Places()
+        self._latest, self._hooked = LatestStats(), HookedModules()
         self._reads_text = adapter.family.square == "runs" or any(part.reads_text for part in self.parts)
         self._on_static_step = select_moments(part.on_static_step for part in self.parts)
         self._before_call = select_moments(part.before_call for part in self.parts)
@@ -119,7 +119,7 @@ class Engine(Attachable):
             self.attach_part(part)
         self.attach_part(
             EncoderHook(
-                self.adapter, self.parts, self.calls.running, self._match_features, self._places.check, self._acts_on
+                self.adapter, self.parts, self.calls.running, self._match_features, self._hooked.check, self._acts_on
             )
         )
         hook(base.register_forward_pre_hook, self._enter_base)
@@ -131,7 +131,7 @@ class Engine(Attachable):
             hook(layer.register_forward_pre_hook, partial(self._before_layer, index))
             if self.adapter.adds_after_layers:
                 hook(layer.register_forward_hook, in_call(partial(self._leave_layer, index)))
-        self._places.note(self.model, self.hooked)
+        self._hooked.record(self.model, self.hooked)
 
     # -- the call of this thread
 
@@ -172,7 +172,7 @@ class Engine(Attachable):
         images = encoded or [name for name in names if name.startswith("pixel_values")]
         changed = None
         if images:
-            self._places.check()
+            self._hooked.check()
             for before_call in self._before_call:
                 if (result := before_call(call, arguments)) is not None:
                     changed, call.restore_output = result
@@ -295,7 +295,7 @@ class Engine(Attachable):
 
     def _leave_decoder(self, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         call.save_to_cache()
-        stats = stats_after(call, call.cached.cache or getattr(output, compat.CACHE, None))
+        stats = collect_stats(call, call.cached.cache or getattr(output, compat.CACHE, None))
         if stats is None and call.notes and call.cached.past == 0:
             stats = Stats(notes=call.notes)
         if stats is not None:

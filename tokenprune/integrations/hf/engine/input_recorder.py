@@ -89,7 +89,7 @@ class InputRecorder(Part):
         if not needed:
             return
         adapter = self.adapter
-        hidden = adapter.seen(call.state.extras, layer, adapter.flatten(get_hidden_states(args, kwargs)))
+        hidden = adapter.get_method_states(call.state.extras, layer, adapter.flatten(get_hidden_states(args, kwargs)))
         rotation = find_rotation(args, kwargs)
         rotary = [observable.name for observable in needed if observable.rotary]
         if rotation is None and rotary:

@@ -48,7 +48,7 @@ class LayerAttention(Part):
     def _attach(self) -> None:
         for layer in sorted({layer - 1 for layer in self.before} | self.next):
             observe = partial(eager.run_in_call, self.current, partial(self._observe, layer))
-            self.attach_part(Observer(self.adapter.attention_of(layer), observe))
+            self.attach_part(Observer(self.adapter.get_attention(layer), observe))
 
     def before_cut(self, call: Call, step: Step, observed: Observations, args: tuple, kwargs: dict[str, Any]) -> None:
         if (before := self._before.pop(call, None)) is not None:

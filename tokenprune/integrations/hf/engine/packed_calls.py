@@ -49,7 +49,7 @@ class PackedCalls(Part):
             return None
         few = arguments.get("logits_to_keep")
         unmet = {
-            compat.CACHE: compat.cache_in(arguments) is not None,
+            compat.CACHE: compat.get_cache(arguments) is not None,
             "output_attentions": arguments.get("output_attentions", self.adapter.text_config.output_attentions),
             # A base with its own head would compute logits of the last tokens of each sample.
             "logits_to_keep": base.get_output_embeddings() is not None and (isinstance(few, Tensor) or bool(few)),

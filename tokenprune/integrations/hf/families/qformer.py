@@ -58,7 +58,7 @@ class QFormerAdapter(Adapter):
         prompt, embeds = self.prompts.current_prompt(), arguments.get("inputs_embeds")
         if prompt is None or embeds is None:  # a call of the language model alone, or a step
             return arguments
-        return arguments | self._before_the_merge(prompt, embeds, compat.cache_in(arguments))
+        return arguments | self._before_the_merge(prompt, embeds, compat.get_cache(arguments))
 
     def _before_the_merge(self, prompt: PromptArguments, embeds: Tensor, cache: Any) -> dict[str, Any]:
         """Return ids or embeddings of the call's tokens as they were before the merge, and the images among them."""

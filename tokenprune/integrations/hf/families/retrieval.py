@@ -31,7 +31,7 @@ from tokenprune.statistics import Stats
 _alone: WeakSet[nn.Module] = WeakSet()
 
 
-def whole_model(model: nn.Module) -> nn.Module:
+def find_outer_model(model: nn.Module) -> nn.Module:
     """Return the retrieval model that holds `model` in its `vlm`, and `model` itself where there is none.
 
     A module does not know what holds it, and what the outer model makes of dropped tokens does not show inside. Raises
