@@ -173,7 +173,7 @@ def test_unsupported_settings_stop_the_server(folder: Any, reference: Any, thres
     ):
         with pytest.raises(error, match=says):
             config(folder("llava"), setting)
-    with pytest.raises(ValueError, match=r"in float32 .*in bfloat16.*dtype that it is served in"):
+    with pytest.raises(ValueError, match=r"in float32 .*in bfloat16.*serving dtype"):
         config(folder("llava"), dymu | {"exact": True, "thresholds": str(path)}, dtype="bfloat16")
     for name in ("llava_next_video", "mistral3", "pixtral", "glm4v"):
         with pytest.raises(UnsupportedSetupError, match=r"is not known before.*after the tower"):

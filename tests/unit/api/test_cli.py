@@ -147,20 +147,26 @@ def test_bench_report_and_their_files(tmp_path: Path) -> None:
     assert "| uniform | 0.25 | 256 → 64 |" in call("report", raw, "--markdown").stdout
 
 
-def test_demo_says_when_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the words that a benchmark has for it; on a free machine there is nothing to say."""
+@pytest.mark.parametrize(("load", "is_noted"), [(100.0, True), (0.5, False)])
+def test_demo_notes_a_busy_machine(load: float, is_noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "REPEATS", 1)
-    monkeypatch.setattr(demo, "METHODS", ("divprune",))
-    for load, shown in ((100.0, True), (0.5, False)):
-        monkeypatch.setattr(demo, "get_machine_load", lambda load=load: load)
-        said = f"The machine was busy with other work (load 100.0 on {os.cpu_count()} cores)"
-        assert (said in call("demo", "--device", "cpu").stdout) is shown
+    monkeypatch.setattr(demo, "NUM_QUESTIONS", 1)
+    monkeypatch.setattr(demo, "get_machine_load", lambda: load)
+    note = f"The machine was busy with other work (load 100.0 on {os.cpu_count()} cores)"
+    output = call("demo", "--model", "demo_vlm", "--device", "cpu").stdout
+    assert (note in " ".join(output.split())) is is_noted
 
 
-def test_demo_asks_four_questions_before_and_after() -> None:
-    output = call("demo", "--device", "cpu").stdout
-    for text in ("unpatched", "pool 0.25", "divprune 0.25", "random 0.25", "64 of 256", "upper", "100%", "1.00x"):
-        assert text in output
+def test_demo_prints_one_screen_and_writes_a_page_and_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = call("demo", "--model", "demo_vlm", "--device", "cpu", "--out", "out")
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    for text in ("256 tokens", "64 tokens", "time to first token", "KV cache"):
+        assert text in result.stdout
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/webp") == demo.NUM_QUESTIONS and "http" not in page.replace("http-equiv", "")
+    assert Image.open(tmp_path / "out" / "kept.png").format == "PNG"
 
 
 def test_show_writes_a_image(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_line_of_the_predictions_without_an_answer_is_named(tmp_path: Path) ->
             "tokenprune_bench.tuning.Tuner.run",
             True,
         ),
-        (("demo", "--device", "cpu"), "tokenprune_bench.demo.run", False),
+        (("demo", "--device", "cpu"), "tokenprune_bench.demo.run_demo", False),
         (("methods",), "tokenprune.available_methods", False),
     ],
     ids=lambda one: one[0] if isinstance(one, tuple) else "",

@@ -87,7 +87,7 @@ def test_demo_model_has_shipped_thresholds() -> None:
             assert tokenprune.stats(subject.model).keep_ratio == pytest.approx(keep, rel=0.25)
     with pytest.raises(BudgetError, match=r"keep=0.3 is not calibrated.*0.5 or 0.25 or 0.11"):
         tokenprune.patch(subject.model, "dymu", keep=0.3)
-    with pytest.raises(OptionError, match=r"calibrated for a tower in float32, and this one is in bfloat16"):
+    with pytest.raises(OptionError, match=r"calibrated for float32, but this tower uses bfloat16"):
         found = tokenprune.method("dymu", thresholds=next(iter(tokenprune.methods.encoder.thresholds._load_shipped())))
         tokenprune.patch(subject.model.bfloat16(), found, keep=0.5)
 
