@@ -30,7 +30,7 @@ from torch import Tensor
 import tokenprune
 from tokenprune.methods.pre_llm.prumerge import PruMerge
 from tokenprune.methods.tiles import compute_patch_attention
-from tokenprune.selection.observable import TowerScores
+from tokenprune.selection.observable_bases import TowerScores
 from tokenprune.selection.observable_registry import register_observable
 from tokenprune.selection.segments import ObservedAttention
 from tokenprune_bench.profiling.model import load_model

@@ -266,7 +266,7 @@ def test_refused(folder: Path, tmp_path: Path, build) -> None:
         (pixels, dict(keep=0.1), BudgetError, "cannot keep only 4 of 36 patches"),
         (pixels, dict(schedule="fast"), OptionError, "'constant', 'linear', 'reverse_linear'"),
         (pixels, dict(batch_size=0), OptionError, "batch_size=0"),
-        (pixels, dict(out=tmp_path / "absent/t.safetensors"), OptionError, "there is no folder"),
+        (pixels, dict(out=tmp_path / "absent/t.safetensors"), OptionError, "does not exist"),
         (pixels, dict(out=tmp_path / "out"), TokenPruneError, "cannot write"),
     ):
         with pytest.raises(error, match=words):

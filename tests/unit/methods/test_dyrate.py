@@ -233,7 +233,7 @@ def test_invalid_options_raise(options: dict, says: str, build) -> None:
 
 def test_unsupported_combinations_raise(build) -> None:
     model, two = build(FAMILIES["llava"]), [tokenprune.method("dyrate", layer=layer) for layer in (1, 2)]
-    with pytest.raises(OptionError, match="same place"):
+    with pytest.raises(OptionError, match="both act at"):
         tokenprune.patch(model, [tokenprune.method("fastv", layer=3), "dyrate"])
     with pytest.raises(OptionError, match="only one"):
         tokenprune.patch(model, two)

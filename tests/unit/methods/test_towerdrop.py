@@ -118,7 +118,7 @@ def test_conforms_and_is_served(score: str) -> None:
 def test_invalid_setups_are_rejected(build) -> None:
     with pytest.raises(OptionError, match="Pass layer=1 or more"):
         tokenprune.method("towerdrop", score="change", layer=0)
-    with pytest.raises(OptionError, match="has 4 blocks, and no block 4"):
+    with pytest.raises(OptionError, match="block 4 is out of range: the vision tower has 4"):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "towerdrop", layer=4)
     with pytest.raises(OptionError, match=r'score="detail" compares color values.*Pass processor='):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "towerdrop", score="detail")

@@ -277,7 +277,7 @@ def test_settings_reject_the_cache(build: Callable) -> None:
 
     setting = {"method": "divprune", "keep": 0.5}
     for read in (tokenprune.read_config, ServedSetting.from_json):
-        with pytest.raises(tokenprune.OptionError, match="its encoder cache"):
+        with pytest.raises(tokenprune.OptionError, match="vLLM has its own cache"):
             read(setting | {"feature_cache": ROOM})
     with tokenprune.patched(build(FAMILIES["llava"]), config=setting, feature_cache=ROOM) as model:
         assert dataclasses.astuple(tokenprune.feature_cache(model).counts()) == (0, 0, 0, 0, 0, 0, ROOM)

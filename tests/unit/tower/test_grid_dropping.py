@@ -139,7 +139,7 @@ def test_keeping_all_is_bit_equal(build) -> None:
 
 def test_unsupported_setups_raise(build) -> None:
     model = build(LFM2)
-    with pytest.raises(OptionError, match="has 2 blocks, and no block 2"):
+    with pytest.raises(OptionError, match="block 2 is out of range: the vision tower has 2"):
         tokenprune.patch(model, "towerdrop", layer=2)
     with pytest.raises(UnsupportedSetupError, match="not adjacent in one sequence"):
         tokenprune.patch(model, "towerdrop", score="detail")

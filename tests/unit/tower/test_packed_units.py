@@ -186,7 +186,7 @@ def in_rows(tower: Any, grids: Tensor) -> Tensor:
 
 def test_method_inside_the_tower_conforms(build) -> None:
     check_method(Loudest(1))
-    with pytest.raises(OptionError, match="has 4 blocks, and no block 9"):
+    with pytest.raises(OptionError, match="block 9 is out of range: the vision tower has 4"):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), Loudest(9), keep=0.5)
     assert find_unserved_reason(Loudest(0)) is None and find_unserved_reason(tokenprune.method("pixelprune")) is None
     check_method(Some())

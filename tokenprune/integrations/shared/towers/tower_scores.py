@@ -13,7 +13,8 @@ import torch
 from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.towers.patch_grid import TracedTokens
 from tokenprune.selection.method import Method, Pruner
-from tokenprune.selection.observable import ObservedAt, TowerBlock, TowerInput, TowerOutput
+from tokenprune.selection.observable import ObservedAt
+from tokenprune.selection.observable_bases import TowerBlock, TowerInput, TowerOutput
 from tokenprune.selection.observable_registry import find_observable, select_observables
 from tokenprune.selection.segments import Patches
 

@@ -22,7 +22,8 @@ from tokenprune.kernels.host_random import normal
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.apply import merge_tokens, validate_selection
 from tokenprune.selection.method import Pruner, Selection
-from tokenprune.selection.observable import Backend, ObservedAt, TowerScores
+from tokenprune.selection.observable import Backend, ObservedAt
+from tokenprune.selection.observable_bases import TowerScores
 from tokenprune.selection.observable_registry import compares_frames, select_observables
 from tokenprune.selection.segments import Patches, Segments, Sizes, VisualView
 from tokenprune.selection.source import Readable, TokenSource

@@ -45,7 +45,7 @@ class RequestSource(TokenSource):
     layer_input: LayerInput | None = None
 
     def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
-        if seen.whole:
+        if seen.needs_full_prompt:
             self._check_whole_prompt(seen.name)
         return super().read(seen, tokens, *layer)
 
