@@ -213,7 +213,7 @@ def check_static(cache: Cache, steps: Iterable[Step], adapter: Adapter, in_block
             "Images of a later turn cannot be pruned, because the sliding layers of the static cache are full. Put the "
             "images into the first turn, or use a dynamic cache."
         )
-    if compat.COUNTS_OUTSIDE:
+    if compat.NEEDS_CACHE_POSITION:
         raise UnsupportedSetupError(
             f"Pruning with a static cache is not supported in transformers {compat.VERSION}. Use a dynamic cache, or "
             "transformers 5.4 or later."
