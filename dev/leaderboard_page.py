@@ -77,7 +77,7 @@ def cells(run: Run, line: Line) -> Iterator[str]:
     value, low, high = line.score
     name, colon, options = line.method.partition(":")
     known = "+" not in line.method and (ROOT / f"docs/methods/{name}.md").is_file()
-    yield f"[`{name}`](methods/{name}.md){_plain(colon + options)}" if known else _plain(line.method)
+    yield f"[`{name}`](../methods/{name}.md){_plain(colon + options)}" if known else _plain(line.method)
     yield _plain(run.name)
     yield f"{100 * line.keep:g} %" if line.keep <= 1 and not isinstance(line.keep, int) else f"{line.keep} tokens"
     marks = "".join(f" {mark}" for mark in line.marks)
@@ -141,7 +141,7 @@ def sources(found: list[Run]) -> str:
                     f"{one.visual_tokens:.0f}, {one.layers}",
                     _plain(f"{one.device}, {one.dtype}, {versions}"),
                     _plain(told),
-                    f"[{run.path.name}](../{run.path.relative_to(ROOT).as_posix()})",
+                    f"[{run.path.name}](../../{run.path.relative_to(ROOT).as_posix()})",
                 ]
             )
         )

@@ -68,7 +68,7 @@ REPLACED = {
         f"{_IN_LLM}.scheduler:WholeImages._try_schedule_encoder_inputs"
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": (
-        f"{_IN_LLM}.scheduler:WholeImages._cut_back"
+        f"{_IN_LLM}.scheduler:WholeImages._shorten_hits"
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": f"{_IN_LLM}.kv_cache:CutBlockTracker._allocate_held",
     **{

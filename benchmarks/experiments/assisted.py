@@ -27,7 +27,7 @@ from rich.console import Console
 import tokenprune
 from tokenprune import DraftCost
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.tables import Cell, Table, to_markdown, to_rich
 from tokenprune_demo.heldout import load_heldout
 
@@ -147,7 +147,7 @@ def main() -> None:
         fill_page(PAGE, BEGIN, END, to_markdown(table(path)))
         return
     torch.set_num_threads(args.threads)
-    model = load(args.model, device=args.device)
+    model = load_model(args.model, device=args.device)
     everything = load_heldout(folder=model.heldout)
     kinds = len({one.kind for one in everything})
     images = len(everything) // kinds

@@ -29,7 +29,7 @@ import tokenprune
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import count_layer_bytes, is_quantized, read_keys, read_values
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.tables import Cell, Table, to_markdown
 from tokenprune_demo.heldout import load_heldout
 
@@ -224,7 +224,7 @@ def main() -> None:
         fill_page(PAGE, BEGIN, END, text)
         return
     torch.set_num_threads(args.threads)
-    subjects = {kind: load(args.model) for kind in ("float32", "int8")}
+    subjects = {kind: load_model(args.model) for kind in ("float32", "int8")}
     quantize_weights(subjects["int8"].model)
     questions = load_heldout(limit=args.images, folder=subjects["float32"].heldout)
     lines = [measure(subjects, setting, questions) for setting in MEASURED]

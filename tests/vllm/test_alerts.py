@@ -42,7 +42,7 @@ needs_promtool = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def minutes_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between selections of one second, here."""
-    monkeypatch.setattr(clock, "_EVERY", 0.0)
+    monkeypatch.setattr(clock, "_INTERVAL", 0.0)
 
 
 class Server:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts inside the decoder in the real engine: the words of the patched Hugging Face model, generating with a cache."""
+"""Cuts inside the decoder in the real engine: answers match the patched transformers model, generating with a cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def setting(method: Method, keep: float = 0.25) -> dict[str, Any]:
 
 
 def aligned(method: Method) -> Method:
-    """The same method on the Hugging Face side, which lets an item lose whole blocks, and keep one."""
+    """The same method in transformers, where an item loses complete blocks and keeps at least one."""
 
     def resolve_count(self: Method, count: int, keep: int) -> int:
         while count - BLOCK >= max(keep, BLOCK):
@@ -55,28 +55,28 @@ def check(reference: Any, output: Any, prompt: str, images: list[Any], method: M
 
 
 def cache_of(engine: Engine) -> Any:
-    """vLLM's manager of the KV cache."""
+    """Return vLLM's manager of the KV cache."""
     return engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
 
 
 def mixed(engine: Engine, images: Callable[[int], list[Any]]) -> list[tuple[str, list[Any]]]:
-    """Prompts with one, two and three images, and one without."""
+    """Return prompts with one, two, three and no images."""
     checkpoint = engine.checkpoint
     with_images = [(checkpoint.prompt(n, f"{LONG}case {n}? "), images(n)) for n in (1, 2, 3)]
     return [*with_images, ("only text here, nothing else. ", [])]
 
 
 class Loads:
-    """With prefix caching and chunks that end before images: what a server meets when it is busy."""
+    """With prefix caching and chunks that end before images, as on a busy server."""
 
     @pytest.fixture(autouse=True)
     def forget(self, engine: Engine) -> None:
         engine.forget()
 
-    def test_alone_and_together(self, engine: Engine, reference: Any, preempted: list[str]) -> None:
-        """Long answers, in chunks; and some requests are thrown out and read again."""
+    def test_single_and_concurrent_requests(self, engine: Engine, reference: Any, preempted: list[str]) -> None:
+        """Long answers in chunks. Some requests are preempted and recomputed."""
         photos = engine.checkpoint.images
-        # Of three short ones the last stands before its image when there is no room for it left in a chunk.
+        # The third short request stops before its image, because the chunk has no room for it.
         short = [(engine.checkpoint.prompt(1, f"{n}? "), photos(1, seed=n)) for n in range(3)]
         for prompts in (short, mixed(engine, photos)[:1], mixed(engine, lambda n: photos(n, seed=n))):
             outputs = engine.generate([engine.request(*one) for one in prompts], 60)
@@ -84,8 +84,8 @@ class Loads:
                 check(reference(NAME), output, prompt, images, aligned(DART))
         assert preempted
 
-    def test_a_prefix_that_three_share(self, engine: Engine, reference: Any) -> None:
-        """At once, when each writes behind what all read, and again from the cache."""
+    def test_prefix_shared_by_three_requests(self, engine: Engine, reference: Any) -> None:
+        """Three requests write after a shared prefix at once, and read it from the cache."""
         checkpoint = engine.checkpoint
         images = checkpoint.images(1)
         prompts = [checkpoint.prompt(1, LONG + what) for what in ("what is it? ", "where? ", "who painted it, why? ")]
@@ -96,14 +96,14 @@ class Loads:
                 check(reference(NAME), output, prompt, images, aligned(DART))
             hits.append([output.num_cached_tokens for output in outputs])
         assert hits[0][0] == 0 and min(hits[0][1:] + hits[1]) >= 160, hits
-        # The same image with a question that nobody has asked.
+        # The same image with a new question.
         other = checkpoint.prompt(1, LONG + "then tell me a story about it. ")
         (output,) = engine.generate([engine.request(other, images)], 12)
         check(reference(NAME), output, other, images, aligned(DART))
         print(f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens from the prefix cache")
         assert output.num_cached_tokens == 160
 
-    def test_hits_that_end_inside_a_image(self, engine: Engine, reference: Any, monkeypatch: Any) -> None:
+    def test_cache_hits_that_end_inside_an_image(self, engine: Engine, reference: Any, monkeypatch: Any) -> None:
         found: list[int] = []
         coordinator = cache_of(engine).coordinator
         find = coordinator.find_longest_cache_hit
@@ -121,26 +121,26 @@ class Loads:
             (output,) = engine.generate([engine.request(f"look: {shown} {text}", images)], 8)
             check(reference(NAME), output, f"look: {shown} {text}", images, aligned(DART))
             hits.append(output.num_cached_tokens)
-        # A block that holds the end of an image holds what stands behind it, too.
+        # A block with the end of an image also contains the tokens after it.
         assert found == [0, 96, 96, 160], found
         assert hits == [0, 0, 0, 160], hits
 
 
 class TestDart(Loads):
-    """All layers hold what the first ones hold."""
+    """All layers hold the same blocks."""
 
     @pytest.fixture(scope="class")
     def engine(self, start: Callable[..., Engine]) -> Engine:
         return start(NAME, setting(DART), **TIGHT)
 
-    def test_it_matters(self, reference: Any) -> None:
-        """The ground that the comparison stands on: another choice, or none, would be seen."""
+    def test_selection_changes_answers(self, reference: Any) -> None:
+        """The comparison is meaningful: another selection, or none, gives other answers."""
         prompt, images = DEEP[NAME].prompt(1, LONG), DEEP[NAME].images(1)
         patches = [None, *({"method": one, "keep": 0.25} for one in (aligned(DART), DART, aligned(Dart()), FastV()))]
         logprobs = [reference(NAME).generate(prompt, images, 1, patch)[1] for patch in patches]
         assert min((one - other).abs().max() for one in logprobs for other in logprobs if one is not other) > 1e-2
 
-    def test_one_request_may_switch_it_off(self, engine: Engine, reference: Any) -> None:
+    def test_request_can_switch_it_off(self, engine: Engine, reference: Any) -> None:
         checkpoint = engine.checkpoint
         prompt, images = checkpoint.prompt(1, LONG), checkpoint.images(1)
         for override, method in (({"off": True}, None), (None, aligned(DART)), ({"off": True}, None)):
@@ -152,34 +152,34 @@ class TestDart(Loads):
             with pytest.raises(OptionError, match="matter of the whole server"):
                 engine.generate([engine.request(prompt, images, override)])
 
-    def test_a_prompt_that_ends_with_a_image(self, engine: Engine, reference: Any) -> None:
-        """Its last token speaks, and stays whatever the method says."""
+    def test_prompt_that_ends_with_an_image(self, engine: Engine, reference: Any) -> None:
+        """The answer starts from the last token of the image, which every method keeps."""
         for seed in range(4):
             images = engine.checkpoint.images(1, seed=seed)
             (output,) = engine.generate([engine.request("look: <image>", images)], 1)
             theirs = reference(NAME)
             with torch.no_grad(), patched(theirs.model, method=aligned(DART), keep=0.25):
                 logits = theirs.model(**theirs.inputs("look: <image>", images)).logits[0]
-            last = int((logits != 0).any(1).nonzero().max())  # where tokens left there are zeros
+            last = int((logits != 0).any(1).nonzero().max())  # zeros at dropped tokens
             logprobs = logits[last].float().log_softmax(-1)
             same(output, [int(logprobs.argmax())], logprobs[None])
 
-    def test_prompt_logprobs_are_refused(self, engine: Engine) -> None:
+    def test_prompt_logprobs_raise(self, engine: Engine) -> None:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
 
         refused, next_one = (
             engine.request(engine.checkpoint.prompt(1), engine.checkpoint.images(1, seed=seed)) for seed in (7, 8)
         )
-        with pytest.raises(OptionError, match="no log-probabilities") as caught:
+        with pytest.raises(OptionError, match="log-probabilities are not available") as caught:
             engine.llm.generate([refused], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
-        assert isinstance(caught.value, VLLMValidationError)  # of which its server makes HTTP 400
+        assert isinstance(caught.value, VLLMValidationError)  # the server returns HTTP 400
         assert caught.value.parameter == "prompt_logprobs"
         assert engine.generate([next_one], 1)
 
 
 class TestFreed(Loads):
-    """Layers behind the cut hold no blocks for what left, in as much memory: blocks of two layers instead of four."""
+    """Layers after the cut hold no blocks for dropped tokens. The memory has blocks for two layers instead of four."""
 
     @pytest.fixture(scope="class")
     def engine(self, start: Callable[..., Engine]) -> Engine:
@@ -193,7 +193,7 @@ class TestFreed(Loads):
         assert manager.block_pool.get_num_free_blocks() == manager.block_pool.num_gpu_blocks - 1
         assert not any(one.held for one in manager.coordinator.single_type_managers)
 
-    def test_requests_that_clients_leave(self, engine: Engine) -> None:
+    def test_aborted_requests_free_their_blocks(self, engine: Engine) -> None:
         from vllm import SamplingParams
 
         core, pool = engine.llm.llm_engine, cache_of(engine).block_pool
@@ -207,7 +207,7 @@ class TestFreed(Loads):
         core.abort_request(["read", "not read"])
         assert not core.has_unfinished_requests()
 
-    def test_blocks_that_are_held(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_number_of_held_blocks(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         manager, held = cache_of(engine), []
         allocate = manager.allocate_slots
 
@@ -227,15 +227,15 @@ class TestFreed(Loads):
 
 
 class TestFastV:
-    """The prompt as a whole, no prefix cache, and exactly as many tokens as asked for."""
+    """Whole prompts, no prefix cache, and an exact number of tokens."""
 
     @pytest.mark.parametrize(
         ("method", "free", "blocks"),
-        # Freed, blocks are of one layer each: that before the cut, and three groups behind it.
+        # With freed blocks each group has one layer: one before the cut, three after it.
         [(FastV(), {}, 19), (Dart(layer=1), FREE, 4 * 21)],
         ids=["fastv", "dart with text, freed"],
     )
-    def test_together(
+    def test_concurrent_requests(
         self, start: Any, reference: Any, preempted: list[str], method: Method, free: dict[str, Any], blocks: int
     ) -> None:
         whole = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)
@@ -244,7 +244,7 @@ class TestFastV:
         outputs = engine.generate([engine.request(*one) for one in prompts], 60)
         for (prompt, images), output in zip(prompts, outputs, strict=True):
             check(reference(NAME), output, prompt, images, method)
-        assert preempted  # read again with a part of the answer, which must not choose
+        assert preempted  # recomputed with a part of the answer, which must not affect the selection
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class Loud(Pruner):
 
 @dataclass(frozen=True)
 class Curious(Pruner):
-    """Keep what the text attends to, what has large values, and what the layer before changed most."""
+    """Keep tokens by the attention of the text, by large values, and by the change in the layer before."""
 
     layer: int = 2
 
@@ -276,8 +276,8 @@ class Curious(Pruner):
 
 
 class TestOthers:
-    def test_what_the_text_attends_to(self, start: Any, reference: Any) -> None:
-        """Rows of text, values, and what entered the layer before: as the Hugging Face engine sees them."""
+    def test_text_attention_matches_transformers(self, start: Any, reference: Any) -> None:
+        """Rows of text, values, and the input of the layer before, as in transformers."""
         register = registry.register("curious", site=Site.IN_LLM, needs=("text_attention", "values", "previous_hidden"))
         try:
             method = register(Curious)()
@@ -296,8 +296,8 @@ class TestOthers:
         yield Loud()
         registry._METHODS.pop("loud")
 
-    def test_a_third_party_and_three_axes(self, start: Any, reference: Any, loud: Method) -> None:
-        """A method of norms on a model with M-RoPE, with images of several sizes."""
+    def test_third_party_method_with_mrope(self, start: Any, reference: Any, loud: Method) -> None:
+        """A method by norms on a model with M-RoPE, with images of several sizes."""
         engine = start("qwen2_5_vl", setting(loud), disable_chunked_mm_input=True, max_num_batched_tokens=1200)
         sizes = [(280, 224), (224, 420), (112, 112)]
         prompts = mixed(engine, lambda n: [photo(*sizes[index], seed=index) for index in range(n)])

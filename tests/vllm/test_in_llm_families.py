@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts inside the decoder of every family that is said to be served, beside those of test_in_llm.py."""
+"""Cuts inside the decoder of every supported family that test_in_llm.py does not cover."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SIZES = {
 }
 
 
-def test_no_family_is_missing() -> None:
+def test_all_families_are_covered() -> None:
     tested = len(SIZES) + len(["llava_deep", "qwen2_5_vl"])
     assert tested == sum(family.vllm.in_llm for family in SERVED.values())
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_family(start: Callable[..., Engine], reference: Any, name: str) -> None:
+def test_answers_match_transformers(start: Callable[..., Engine], reference: Any, name: str) -> None:
     size = SIZES[name]
     method = Dart(layer=3 if name == "qwen3_vl_deep" else 1, pivot_text=0)
     options = dict(disable_chunked_mm_input=True, max_num_batched_tokens=1200, enable_prefix_caching=size is not None)
@@ -51,5 +51,5 @@ def test_family(start: Callable[..., Engine], reference: Any, name: str) -> None
         for (prompt, images), output in zip(prompts, outputs, strict=True):
             check(reference(name), output, prompt, images, method if size is None else aligned(method))
         assert all(output.num_cached_tokens > 100 for output in outputs[:3]) == (again and size is not None)
-    # Each image lost tokens once, or each time it was read.
+    # Each image loses tokens whenever it is computed.
     assert len(cuts) == (3 if size is not None else 6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache of the layers behind the cut, without an engine: groups of layers, and who holds how many blocks."""
+"""KV cache of the layers after the cut, without an engine: groups of layers, and the number of their blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def manager(blocks: int = 200, behind: bool = True, caching: bool = True) -> Cut
 
 
 def prompt(draw: random.Random, aligned: bool) -> tuple[int, list[VisualPiece]]:
-    """Its tokens, and the images in it."""
+    """Return the number of tokens of a prompt, and its images."""
     end, pieces = draw.randrange(40), []
     for ordinal in range(draw.randrange(4)):
         count = draw.choice([10, 33, 100, 256])
@@ -45,7 +45,7 @@ def prompt(draw: random.Random, aligned: bool) -> tuple[int, list[VisualPiece]]:
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["whole blocks", "packed"])
-def test_what_is_asked_for_is_what_is_taken_and_comes_back(aligned: bool) -> None:
+def test_allocated_blocks_match_the_estimate_and_are_freed(aligned: bool) -> None:
     one = manager(caching=aligned)
     pool, all_free, saved = one.block_pool, one.block_pool.get_num_free_blocks(), 0
     for seed in range(50):
@@ -67,7 +67,7 @@ def test_what_is_asked_for_is_what_is_taken_and_comes_back(aligned: bool) -> Non
     assert saved > 100
 
 
-def test_gaps_count_as_found_in_the_prefix_cache() -> None:
+def test_gaps_count_as_prefix_cache_hits() -> None:
     one, hashes = manager(), [BlockHash(bytes([number])) for number in range(8)]
     one.held["it"] = CutBlocks(frozenset({2, 3, 5}), items=1)
     one.allocate_new_blocks("it", 8 * BLOCK, 8 * BLOCK)
@@ -87,8 +87,8 @@ def test_gaps_count_as_found_in_the_prefix_cache() -> None:
     assert find({2, 3, 5}) == (table[:7], 7 * BLOCK)
     assert find({2, 3, 5}, 5 * BLOCK + 1) == (table[:5], 5 * BLOCK)
     assert find({2}) == (table[:3], 3 * BLOCK) and find(set()) == (table[:2], 2 * BLOCK)
-    assert find({2, 3, 5}, of=manager(behind=False)) == (table[:2], 2 * BLOCK)  # before the cut all are held
-    # Who finds them takes the others, and they are there for the next one when all are gone.
+    assert find({2, 3, 5}, of=manager(behind=False)) == (table[:2], 2 * BLOCK)  # layers before the cut hold all blocks
+    # A hit allocates the other blocks. They are free for the next request when all requests have ended.
     one.held["next"] = one.held["it"]
     asked = one.get_num_blocks_to_allocate("next", 8 * BLOCK, table[:7], 7 * BLOCK, 7 * BLOCK, 8 * BLOCK)
     one.add_local_computed_blocks("next", table[:7], 7 * BLOCK, 0)
@@ -109,7 +109,7 @@ def config(folder: Callable[[str], Any]) -> Any:
 @pytest.mark.parametrize(
     ("layers", "cut", "groups"), [(4, 2, 2), (4, 1, 4), (4, 3, 4), (32, 2, 16), (28, 9, 4), (32, 16, 2), (7, 4, 2)]
 )
-def test_no_group_has_layers_of_both_sides(config: Any, layers: int, cut: int, groups: int) -> None:
+def test_groups_do_not_mix_both_sides_of_the_cut(config: Any, layers: int, cut: int, groups: int) -> None:
     config.cache_config.kv_cache_layout = "LBHNC"
     specs = {str(number): CutSpec(**SHAPE, behind=number >= cut) for number in range(layers)}
     found = get_kv_cache_groups(config, specs)
@@ -121,7 +121,7 @@ def test_no_group_has_layers_of_both_sides(config: Any, layers: int, cut: int, g
         CutSpec.merge([specs["0"], FullAttentionSpec(**SHAPE)])
 
 
-def test_layers_say_where_they_are() -> None:
+def test_layers_declare_their_side_of_the_cut() -> None:
     def decoder(spec: Any) -> Any:
         attentions = [SimpleNamespace(get_kv_cache_spec=lambda config: spec) for _ in range(3)]
         return SimpleNamespace(layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=one)) for one in attentions])
@@ -136,8 +136,8 @@ def test_layers_say_where_they_are() -> None:
         window.layers[0].self_attn.attn.get_kv_cache_spec(None)
 
 
-def test_other_groups_are_refused() -> None:
+def test_other_groups_raise() -> None:
     for managers in ([manager()], [manager(behind=False)], [manager(), SimpleNamespace(kv_cache_spec=None)]):
         coordinator = SimpleNamespace(single_type_managers=managers)
-        with pytest.raises(UnsupportedSetupError, match="in KV cache groups of their own"):
+        with pytest.raises(UnsupportedSetupError, match="separate KV cache groups"):
             CutBlockTracker(SimpleNamespace(coordinator=coordinator), BLOCK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts inside the decoder, the blocks of the KV cache: who reads and writes what, without an engine."""
+"""Cuts inside the decoder: reads and writes of KV cache blocks, without an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": 
 
 @dataclass
 class Prompt:
-    """A request of the little engine below: its tokens, the images among them, and its blocks of the KV cache."""
+    """A request of the small engine below: its tokens, its images, and its blocks of the KV cache."""
 
     tokens: list[str]
     pieces: list[VisualPiece]
@@ -31,19 +31,19 @@ class Prompt:
     computed: int = 0
 
     def behind(self, end: int, aligned: bool) -> list[int | None]:
-        """The table of the layers behind the cut if they hold no blocks for what left: None where there is none."""
+        """Return the block table of the layers after the cut, with None for the blocks of dropped tokens."""
         held = CutBlocks.from_pieces(self.pieces, BLOCK if aligned else None, 1)
         there = range(held.count_columns(end, BLOCK))
         return [self.table[column] if column in there and column not in held.gaps else None for column in range(WIDTH)]
 
     def remaining(self, end: int) -> list[int]:
-        """Places of the first `end` tokens that are left behind the cut; the last ones of an image are kept."""
+        """Return the indices of the first `end` tokens that remain after the cut. An image keeps its last tokens."""
         gone = {place for piece in self.pieces if piece.end <= end for place in piece.indices[: piece.drop]}
         return [place for place in range(end) if place not in gone]
 
 
 def prompts(draw: random.Random, aligned: bool, many: int) -> list[Prompt]:
-    """Prompts that begin alike, as far as some place behind the first image."""
+    """Return prompts with a common prefix that ends after the first image."""
     shared = ["start"] * draw.randrange(0, 9)
     made = []
     pieces: list[VisualPiece] = []
@@ -60,7 +60,7 @@ def prompts(draw: random.Random, aligned: bool, many: int) -> list[Prompt]:
         tokens = shared + [f"question {number}"] * draw.randrange(1, 9)
         table = []
         for end in range(BLOCK, len(tokens) + BLOCK, BLOCK):
-            # Full blocks are shared by prompts that begin alike, others are a prompt's own.
+            # Prompts with a common prefix share full blocks. Other blocks belong to one prompt.
             key = (*tokens[:end], *([] if end <= len(tokens) else [f"of {number}"]))
             table.append(blocks.setdefault(key, next(free)))
         table += [0] * (WIDTH - len(table))
@@ -69,8 +69,10 @@ def prompts(draw: random.Random, aligned: bool, many: int) -> list[Prompt]:
 
 
 def run(draw: random.Random, requests: list[Prompt], aligned: bool) -> bool:
-    """Read the prompts step by step, in chunks that split no image, all in one memory; returns whether every prompt
-    finds behind the cut, at each step, what it has written itself. Blocks that are not held cannot be written."""
+    """Read the prompts step by step, in chunks that split no image, in one memory.
+
+    Returns whether every prompt finds its own content after the cut at each step. Missing blocks cannot be written.
+    """
     memory: dict[int, tuple[str, ...]] = {}
     while active := [one for one in requests if one.computed < len(one.tokens)]:
         shares = []
@@ -103,15 +105,15 @@ def run(draw: random.Random, requests: list[Prompt], aligned: bool) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_everybody_finds_his_own_tokens(seed: int) -> None:
-    """Prompts with common beginnings share blocks, in whatever order and chunks they are read."""
+def test_each_prompt_reads_its_own_tokens(seed: int) -> None:
+    """Prompts with common prefixes share blocks, in any order and with any chunks."""
     draw = random.Random(seed)
     assert run(draw, prompts(draw, True, 3), True)
     assert run(draw, prompts(draw, False, 1), False)
 
 
-def test_packed_tokens_overwrite_what_others_share() -> None:
-    """The reason for whole blocks: without them concurrent prompts write into each other's."""
+def test_packed_tokens_overwrite_shared_blocks() -> None:
+    """The reason for complete blocks: with packed tokens concurrent prompts overwrite each other."""
     spoilt = 0
     for seed in range(40):
         draw = random.Random(seed)
@@ -119,15 +121,15 @@ def test_packed_tokens_overwrite_what_others_share() -> None:
     assert spoilt > 20
 
 
-def test_text_behind_a_image_keeps_its_slot() -> None:
+def test_text_after_an_image_keeps_its_slot() -> None:
     pieces = [VisualPiece(tuple(range(3, 22)), 7, 0, 0, "image")]
     layout = lay_out([RequestStep(0, 30, pieces)], WIDTH, BLOCK, True)
     slots = layout.columns[0][layout.column] * BLOCK + layout.offset
     assert slots[:3].tolist() == [0, 1, 2] and slots[10:].tolist() == list(range(22, 30))
-    assert slots[3:10].tolist() == [3, 16, 17, 18, 19, 20, 21]  # blocks 1 to 3 are left out
+    assert slots[3:10].tolist() == [3, 16, 17, 18, 19, 20, 21]  # blocks 1 to 3 are dropped
 
 
-def test_how_many_stay() -> None:
+def test_number_of_kept_tokens() -> None:
     for block in (16, 32):
         for count in range(1, 200):
             for keep in (0.1, 0.25, 0.6, 1.0, 5):
@@ -141,10 +143,10 @@ def test_how_many_stay() -> None:
     assert count_kept(ServedSetting.from_json({"off": True}), 100, 16) == 100
 
 
-def test_a_image_in_parts_is_an_error() -> None:
+def test_split_image_raises() -> None:
     piece = VisualPiece(tuple(range(4, 24)), 8, 0, 0, "image")
     for computed, end in ((0, 10), (5, 30), (10, 12)):
-        with pytest.raises(TokenPruneError, match="came in parts"):
+        with pytest.raises(TokenPruneError, match="were split over steps"):
             _ = RequestStep(computed, end, [piece]).cut_pieces
 
 
@@ -152,7 +154,7 @@ def feature(offset: int, length: int) -> Any:
     return SimpleNamespace(mm_position=PlaceholderRange(offset, length), modality="image")
 
 
-def test_hits_end_before_images() -> None:
+def test_cache_hits_end_before_images() -> None:
     features = [feature(6, 10), feature(17, 13), feature(40, 4)]
     ends = {hit: shorten_hit(hit, features, BLOCK) for hit in range(0, 60, BLOCK)}
     # A hit of 20 ends in the second image, whose block begins in the first one, which begins in the second block.
@@ -163,7 +165,7 @@ def test_hits_end_before_images() -> None:
 
 
 class Base:
-    """vLLM's scheduler, as far as it matters: it takes what it is given, or stops before an image."""
+    """Stand-in for vLLM's scheduler: it schedules all tokens, or stops before an image."""
 
     stop: int | None = None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts inside the decoder: settings and methods that are refused, and what a server must not be combined with."""
+"""Cuts inside the decoder: unsupported settings, methods and server options."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TwoCuts(FastV):
 
 
 class Unlike(FastV):
-    """Reads what stands behind an image, and denies it."""
+    """Reads the text after an image, and declares that it does not."""
 
     query_aware = False
 
@@ -69,13 +69,13 @@ class Ahead(FastV):
     ("method", "says"),
     [
         (TwoCuts(), "cuts at several layers"),
-        (Unlike(), "query_aware has to be True"),
+        (Unlike(), "query_aware must be True"),
         (Merging(), "it merges tokens"),
-        (Greedy(), "where .* were asked for"),
+        (Greedy(), "instead of"),
         (Ahead(), "needs next_row_attention"),
     ],
 )
-def test_methods_that_cannot_be_served(method: Any, says: str) -> None:
+def test_unsupported_methods_raise(method: Any, says: str) -> None:
     with pytest.raises(OptionError, match=says):
         check_method(method, in_llm=True)
 
@@ -106,11 +106,11 @@ def good(folder: Any) -> Any:
     return engine_config(folder("llava_deep"), DART)
 
 
-def test_every_hook_is_there() -> None:
+def test_all_hooks_exist() -> None:
     assert missing_hooks("in_llm_engine", "in_llm_worker", "free_kv") == []
 
 
-def test_a_good_server_gets_our_scheduler(good: Any) -> None:
+def test_supported_server_gets_the_scheduler(good: Any) -> None:
     from tokenprune.integrations.vllm.in_llm.scheduler import InLLMScheduler
 
     assert good.scheduler_config.get_scheduler_cls() is InLLMScheduler
@@ -126,14 +126,14 @@ def test_a_good_server_gets_our_scheduler(good: Any) -> None:
         (DART, {"enable_lora": True}, "LoRA"),
         (DART | {"pivot_text": 4}, {}, "--no-enable-prefix-caching, or set pivot_text to 0(.|\n)*no-enable-chunked"),
         (FASTV, {}, "--no-enable-prefix-caching\n.*--no-enable-chunked-prefill"),
-        (DART | {"layer": 4}, {}, "layer=4: choose a layer from 1 to 3"),
+        (DART | {"layer": 4}, {}, "layer=4 for this model: choose a layer from 1 to 3"),
         (DART, {"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         (DART | FREE, {"disable_hybrid_kv_cache_manager": True}, "leave out --disable-hybrid-kv-cache-manager"),
         (DART | FREE, {"mm_processor_cache_type": "shm"}, "leave out --mm-processor-cache-type shm"),
         (DART, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
     ],
 )
-def test_refused_when_it_starts(folder: Any, setting: Any, options: dict[str, Any], says: str) -> None:
+def test_unsupported_options_stop_the_server(folder: Any, setting: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(UnsupportedSetupError, match=says):
         engine_config(folder("llava_deep"), setting, **options)
 
@@ -154,33 +154,33 @@ def test_refused_when_it_starts(folder: Any, setting: Any, options: dict[str, An
         ("scheduler_config", "long_prefill_token_threshold", 64, "--long-prefill-token-threshold"),
         ("scheduler_config", "scheduler_cls", "some.Scheduler", "--scheduler-cls"),
         ("model_config", "enable_prompt_embeds", True, "--enable-prompt-embeds"),
-        ("model_config", "runner_type", "pooling", "only generation"),
+        ("model_config", "runner_type", "pooling", "use --runner generate"),
         ("", "kv_events_config", SimpleNamespace(enable_kv_cache_events=True), "--kv-events-config"),
         ("cache_config", "kv_cache_dtype_skip_layers", ["0"], "--kv-cache-dtype-skip-layers"),
     ],
 )
-def test_refused(good: Any, monkeypatch: Any, part: str, name: str, value: Any, says: str) -> None:
-    """What vLLM's CPU build would not let us ask for in earnest."""
+def test_unsupported_options_raise(good: Any, monkeypatch: Any, part: str, name: str, value: Any, says: str) -> None:
+    """Options that vLLM's CPU build does not accept."""
     monkeypatch.setattr(getattr(good, part) if part else good, name, value)
     with pytest.raises(UnsupportedSetupError, match=says):
         limits.check_engine(good, ServedSetting.from_json(DART), free_kv=True)
 
 
-def test_the_other_runner_is_refused(good: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_model_runner_raises(good: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # vLLM reads its environment once in a process.
     monkeypatch.setattr(type(good), "use_v2_model_runner", True)
     with pytest.raises(UnsupportedSetupError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         limits.check_engine(good, ServedSetting.from_json(DART))
 
 
-def test_other_families_are_refused(folder: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match="does not serve Gemma3ForConditionalGeneration, it serves llava"):
+def test_other_families_raise(folder: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="does not support Gemma3ForConditionalGeneration, only llava"):
         engine_config(folder("gemma3"), DART)
-    with pytest.raises(UnsupportedSetupError, match="choose a layer from 3 to 4 of this model"):
+    with pytest.raises(UnsupportedSetupError, match="choose a layer from 3 to 4"):
         engine_config(folder("qwen3_vl_deep"), DART, max_num_batched_tokens=1200)
 
 
-def test_layers_with_a_window_are_refused() -> None:
+def test_sliding_windows_raise() -> None:
     def decoder(**changes: Any) -> Any:
         attention = SimpleNamespace(
             layer_name="0", sliding_window=None, kv_sharing_target_layer_name=None,
@@ -193,7 +193,7 @@ def test_layers_with_a_window_are_refused() -> None:
     for change in ({"sliding_window": 512}, {"kv_sharing_target_layer_name": "1"}):
         with pytest.raises(UnsupportedModelError, match="sliding window or shares"):
             limits.check_layers(decoder(**change))
-    with pytest.raises(UnsupportedSetupError, match="FLASHINFER: start with --attention-backend FLASH_ATTN or"):
+    with pytest.raises(UnsupportedSetupError, match=r"FLASHINFER\. Start with --attention-backend FLASH_ATTN or"):
         limits.check_layers(decoder(backend="FLASHINFER"))
-    with pytest.raises(UnsupportedModelError, match=r"no self_attn\.attn"):
+    with pytest.raises(UnsupportedModelError, match=r"lacks self_attn\.attn"):
         limits.check_layers(SimpleNamespace(layers=[SimpleNamespace()]))

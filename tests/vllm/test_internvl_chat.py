@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""InternVL in its authors' format: its tower is read and merges as in Hugging Face's."""
+"""InternVL in its authors' format: its tower is read and merges as in transformers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def prompt(images: int) -> str:
     return "look: " + " and ".join(["<image>"] * images) + " what is it? "
 
 
-def test_its_tower(start: Callable[..., Engine], folder: Any, reference: Any, written: Path, tmp_path: Path) -> None:
-    """Read by several methods, and merging, of images of one tile and of several, in one call of the tower."""
+def test_tower_is_read_and_merges(
+    start: Callable[..., Engine], folder: Any, reference: Any, written: Path, tmp_path: Path
+) -> None:
+    """Several methods read it and one merges, for images of one and several tiles, in one call of the tower."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     tower, path = reference("internvl").model.model.vision_tower, tmp_path / "thresholds.safetensors"
@@ -60,15 +62,15 @@ def test_its_tower(start: Callable[..., Engine], folder: Any, reference: Any, wr
             same(output, *theirs.greedy(text, images, 6, None if "off" in setting else setting))
         except AssertionError as error:
             raise AssertionError(f"{setting}: {error}") from error
-    with pytest.raises(OptionError, match="there is no block 17"):
+    with pytest.raises(OptionError, match="block 17 does not exist"):
         engine.generate([engine.request(prompt(1), asked[0][1], VSCAN | {"local_layer": 17})])
 
 
-def test_what_its_first_checkpoints_cannot(folder: Any, tmp_path: Path) -> None:
-    """Their tokens stand column by column."""
+def test_first_checkpoints_raise(folder: Any, tmp_path: Path) -> None:
+    """Their tokens are in column order."""
     first = write(folder("internvl"), tmp_path, ps_version="v1")
     for setting, says in (
-        (VSCAN, "become visual tokens is not known.*divprune"),
+        (VSCAN, "cannot be traced to visual tokens.*divprune"),
         ({"method": "tome"}, "after the tower"),
     ):
         with pytest.raises(UnsupportedSetupError, match=says):

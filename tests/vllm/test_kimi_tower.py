@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi-VL, whose language model does not run on a CPU: what is read of vLLM's own tower, against plain loops."""
+"""Kimi-VL, whose language model does not run on a CPU: values of vLLM's tower, against plain loops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS, LAYERS = 2, 3
 
 
 class Stub(nn.Module):
-    """The parts of a model that a reader asks for."""
+    """The parts of a model that a reader needs."""
 
     def __init__(self, vision: Any) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def stub(start: Callable[..., Engine]) -> Any:
     from vllm.config import set_current_vllm_config
     from vllm.transformers_utils.configs.moonvit import MoonViTConfig
 
-    engine = start("llava")  # vLLM's layers want its groups of processes
+    engine = start("llava")  # vLLM's layers need its process groups
     vision = MoonViTConfig(
         patch_size=14, init_pos_emb_height=8, init_pos_emb_width=8, num_attention_heads=HEADS,
         num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=96,
@@ -50,14 +50,14 @@ def stub(start: Callable[..., Engine]) -> Any:
         for p in made.parameters():
             p.data.normal_(std=1.2 / math.sqrt(p[0].numel())) if p.dim() > 1 else p.data.normal_(1.0, 0.1)
         for module in made.modules():
-            if hasattr(module, "quant_method"):  # as a loader does
+            if hasattr(module, "quant_method"):  # as the loader does
                 module.quant_method.process_weights_after_loading(module)
         yield made
 
 
 @torch.no_grad()
 def received(tower: Any, pixels: Tensor, grid: tuple[int, int]) -> list[Tensor]:
-    """Return the attention in each block that the patches of one image, alone in the tower, receive, `[N, H]`."""
+    """Return the received attention of one image's patches in each block, shape (patches, heads)."""
     from vllm.model_executor.models.moonvit import apply_rope
 
     found = []
@@ -77,7 +77,7 @@ def received(tower: Any, pixels: Tensor, grid: tuple[int, int]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def test_what_is_read_of_its_tower(stub: Any) -> None:
+def test_tower_values_match_loops(stub: Any) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
 
     from tokenprune.integrations.vllm.worker.tower import TowerReader
@@ -104,7 +104,7 @@ def test_what_is_read_of_its_tower(stub: Any) -> None:
         assert rows == (grid[0] // 2, grid[1] // 2)
 
 
-def test_a_server_takes_methods_that_read_it(tmp_path: Any) -> None:
+def test_server_accepts_methods_that_read_the_tower(tmp_path: Any) -> None:
     (paper,) = (one for one in PAPERS if one.kind == "kimi_vl")
     folder = paper.write(tmp_path)
     made = config(folder, VSCAN, trust_remote_code=True)

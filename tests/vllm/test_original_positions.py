@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`"positions": "original"` where positions have one axis: the words of the patched Hugging Face model, whose kept
-tokens stand where they stood. Tiles with a budget each are in test_served_families.py, text within an image in
-test_caching.py, other decoders in test_more_families.py."""
+"""`"positions": "original"` with one axis of positions: answers match the patched transformers model.
+
+Tiles with separate budgets are in test_served_families.py, text within an image in test_caching.py, and other decoders
+in test_more_families.py.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ HALF = {"method": "divprune", "keep": 0.5}
 
 @pytest.fixture(scope="module")
 def engine(start: Callable[..., Engine]) -> Engine:
-    """Chunks split every image, and long answers to several prompts do not fit into the KV cache together."""
+    """Chunks split every image, and the KV cache is too small for long answers to several prompts."""
     options = dict(max_num_batched_tokens=CHUNK, num_gpu_blocks_override=16, max_model_len=480)
     return start(NAME, HALF | ORIGINAL, **options)
 
@@ -50,7 +52,7 @@ def test_mixed_requests_and_the_prefix_cache(engine: Engine, reference: Any) -> 
     two, side, first = checkpoint.prompt(2), "look: <image><image> what? ", "<image> or <image>, what? "
     asked: list[tuple[str, list, Any, list]] = [(prompt, images, HALF, []) for prompt in (two, side, first)]
     asked += [(two, images, None, []), (side, images, {"method": "vscan", "stage2": False, "keep": 0.25}, [])]
-    # At the end, where this method keeps the last token; where another does not, the Hugging Face side has it stay.
+    # At the end. This method keeps the last token; for other methods transformers keeps it.
     asked += [("what is it? <image>", images[:1], {"method": "uniform", "keep": 0.6}, [])]
     asked += [("what? " * 8, [], HALF, []), (two, images, HALF | {"keep": 1.0}, [])]
     asked += [(checkpoint.prompt(1, video=True), images[:1], DIVPRUNE | {"per": "frame"}, [checkpoint.clip()])]
@@ -62,12 +64,12 @@ def test_mixed_requests_and_the_prefix_cache(engine: Engine, reference: Any) -> 
     outputs = engine.generate(requests, 12)
     for (prompt, some, setting, videos), output in zip(asked, outputs, strict=True):
         check(reference, output, prompt, some, setting, videos)
-    # And not those of positions that are counted anew.
+    # The answers differ from renumbered positions.
     logprobs = reference(NAME).greedy(two, images, 1, HALF)[1]
     likely = outputs[0].outputs[0].logprobs[0]
     assert max(abs(one.logprob - float(logprobs[0, token])) for token, one in likely.items()) > 0.01
 
-    # From the cache, which ends within an image, and the same images before another question.
+    # From the cache, which ends within an image, and the same images with another question.
     other = checkpoint.prompt(2, "something else altogether? ")
     engine.generate(requests[:1])
     for prompt in (two, other):
@@ -76,8 +78,8 @@ def test_mixed_requests_and_the_prefix_cache(engine: Engine, reference: Any) -> 
         check(reference, output, prompt, images, HALF)
 
 
-def test_requests_that_are_read_again(engine: Engine, reference: Any, preempted: list[str]) -> None:
-    """What is read the second time holds some of the answer, too."""
+def test_recomputed_requests(engine: Engine, reference: Any, preempted: list[str]) -> None:
+    """A recomputed request also contains a part of its answer."""
     engine.forget()
     checkpoint = engine.checkpoint
     asked = [(checkpoint.prompt(2, f"case {n}? "), checkpoint.images(2, seed=n)) for n in range(4)]
@@ -89,9 +91,7 @@ def test_requests_that_are_read_again(engine: Engine, reference: Any, preempted:
         check(reference, output, prompt, images, HALF)
 
 
-def test_prompts_beyond_the_positions_of_the_model(
-    engine: Engine, reference: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_longer_than_the_model_raise(engine: Engine, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.forget()
     prompt, images = engine.checkpoint.prompt(2), engine.checkpoint.images(2)
     with monkeypatch.context() as patch:
@@ -103,19 +103,19 @@ def test_prompts_beyond_the_positions_of_the_model(
     check(reference, output, prompt, images, HALF)
 
 
-def test_a_request_cannot_choose_positions(engine: Engine) -> None:
+def test_requests_cannot_set_positions(engine: Engine) -> None:
     with pytest.raises(OptionError, match="positions belongs to the server's setting"):
         engine.generate([engine.request("<image> what? ", engine.checkpoint.images(1), {"positions": "renumbered"})])
 
 
-def test_the_setting(folder: Any) -> None:
-    """What vLLM gets to know, and what is so already."""
+def test_effect_of_the_setting(folder: Any) -> None:
+    """Values that vLLM gets, and defaults that stay."""
     llava = config(folder("llava"), DIVPRUNE | ORIGINAL)
     assert llava.uses_mrope and llava.hf_text_config.rope_parameters["mrope_section"] == [16, 0, 0]
     for setting in (DIVPRUNE, DIVPRUNE | {"positions": "renumbered"}):
         plain = config(folder("llava"), setting)
         assert not plain.uses_mrope and not original_positions(plain)
-    assert llava.compute_hash() != plain.compute_hash()  # compiled graphs are kept under it
+    assert llava.compute_hash() != plain.compute_hash()  # key of compiled graphs
     alone = config(folder("llava"), ORIGINAL)
     assert alone.uses_mrope and alone.multimodal_config.tokenprune == {"off": True}
     qwen = config(folder("qwen2_5_vl"), DIVPRUNE | ORIGINAL)
@@ -145,14 +145,14 @@ def test_the_setting(folder: Any) -> None:
         ({"llama_4_scaling": {"beta": 1.0}}, "in another way .llama_4_scaling"),
     ],
 )
-def test_what_is_not_exact(folder: Any, changed: dict[str, Any], says: str) -> None:
+def test_unsupported_setups_raise(folder: Any, changed: dict[str, Any], says: str) -> None:
     made = config(folder("llava"), DIVPRUNE)
     for name, value in changed.items():
         setattr(made.hf_text_config, name, value)
     with pytest.raises(UnsupportedSetupError, match=f"(?s)LlavaForConditional.*here.*{says}.*leave positions out"):
         arrange("original", made, SERVED[made.architecture], False)
     assert not made.uses_mrope
-    made.hf_text_config.sliding_window = made.max_model_len  # which nothing outgrows
+    made.hf_text_config.sliding_window = made.max_model_len  # larger than any prompt
     if "sliding_window" in changed:
         arrange("original", made, SERVED[made.architecture], False)
         assert made.uses_mrope
@@ -161,11 +161,13 @@ def test_what_is_not_exact(folder: Any, changed: dict[str, Any], says: str) -> N
 @pytest.mark.parametrize("keep", [0.3, 1.0])
 @pytest.mark.parametrize("per_run", [False, True])
 def test_every_split(keep: float, per_run: bool) -> None:
-    """Against a naive account of the full prompt, however it is cut into chunks: images at both ends and side by side,
-    one of them with text around it and within."""
+    """Against a naive computation on the unpruned prompt, for all chunk sizes.
+
+    Images are at both ends and adjacent; one image has text around it and within it.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens: list[int] = []
-    wanted, features, rows = [], [], []  # wanted: the place in the full prompt of each token
+    wanted, features, rows = [], [], []  # wanted: index of each token in the unpruned prompt
     full = 0
     for text, behind in (("#" * 8, 0), ("ab########c########d", 0), ("#" * 6, 3), ("#" * 12, 0)):
         placeholders = [letter == "#" for letter in text]
@@ -176,7 +178,7 @@ def test_every_split(keep: float, per_run: bool) -> None:
         for segment, kept in zip(stays.nonzero().flatten().split(plan.counts), plan.keep, strict=True):
             stays[segment[torch.randperm(len(segment), generator=generator)[kept:]]] = False
         within = stays.clone()
-        if plan.between:  # text within comes with the rows
+        if plan.between:  # rows include text within the item
             first, end = plan.span
             within[first:end] |= ~torch.tensor(placeholders[first:end])
         written = plan.reduced() if plan.reduces else plan.tokens
@@ -203,7 +205,7 @@ def test_every_split(keep: float, per_run: bool) -> None:
     for size in range(1, len(tokens) + 1):
         for skipped in (0, len(tokens) // 2):  # a hit of the prefix cache
             positions = provisional.clone()[None]
-            for computed in [*range(skipped, len(tokens), size), skipped]:  # and a request that is read again
+            for computed in [*range(skipped, len(tokens), size), skipped]:  # and a recomputed request
                 before, after = int(is_row[:computed].sum()), int(is_row[: computed + size].sum())
                 chunk, owners = every[before:after], of[before:after]
                 pieces = [chunk[owners == index] for index in owners.unique()]
@@ -211,4 +213,4 @@ def test_every_split(keep: float, per_run: bool) -> None:
                 cut = write_positions(pieces, [part], positions, 1)
                 assert [one.shape for one in cut] == [(len(one), 5) for one in pieces] and every.shape[1] == 5 + DIGITS
             assert positions[0, 0, skipped:].tolist() == wanted[skipped:]
-            assert torch.equal(positions[0, 1:], provisional[1:])  # nothing reads those
+            assert torch.equal(positions[0, 1:], provisional[1:])  # not read

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of M-RoPE against a naive account of the full prompt, at every place where a prompt can be split."""
+"""M-RoPE positions against a naive computation on the unpruned prompt, for every way to split a prompt."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tokenprune.integrations.vllm.worker.positions import (
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
 COLUMNS = 3 * DIGITS
-PAD, STRIDE = 9, 300  # a video's frames are far apart in time: positions beyond what 16-bit floats count
+PAD, STRIDE = 9, 300  # frames are far apart in time: positions above the range of 16-bit floats
 
 
 def rule(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[torch.Tensor, int]:
-    """Text counts on all axes; each run of placeholders is a video of two rows, its frames STRIDE apart."""
+    """Text counts on all axes. Each run of placeholders is a video of two rows, whose frames are STRIDE apart."""
     positions: list[list[int]] = []
     run = 0
     following = 0
@@ -56,7 +56,7 @@ def item(plan: Plan) -> dict[str, Any]:
 
 
 class Known:
-    """The positions that both runners know of three requests, of which the second is read.
+    """The positions that both runners know of three requests, the second of which is read.
 
     The model is called through the hooks of both runners, as vLLM does when a request arrives.
     """
@@ -77,21 +77,21 @@ class Known:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all positions that were placed."""
+        """Reset all positions that were written."""
         positions = self.provisional
         self.v1 = torch.zeros_like(positions)
         self.v2 = torch.zeros(9, positions.shape[1] + 2, dtype=torch.int32)
         self.v2[3:6, :-2] = positions
 
     def place(self, features: list[Any], rows: list[torch.Tensor], computed: int, number: int) -> list[torch.Tensor]:
-        """Place `rows` with both runners, and return what these get. vLLM 0.33 rebuilds items before it reads them."""
+        """Write the positions of `rows` with both runners, and return the results. vLLM 0.33 rebuilds items first."""
         features = [dataclasses.replace(feature, data=None) for feature in features]
         one, two = self._with_v1(features, rows, computed, number), self._with_v2(features, rows, computed, number)
         assert len(one) == len(two) and all(map(torch.equal, one, two))
         return one
 
     def _with_v1(self, features: list[Any], rows: list[torch.Tensor], computed: int, number: int) -> list[torch.Tensor]:
-        """V1 knows the positions of what it reads now alone."""
+        """V1 only knows the positions of the tokens that it reads now."""
         now = torch.zeros(3, number + 1, dtype=torch.long)
         now[:, 1:] = self.provisional[:, computed : computed + number]
         requests = {"a": ([], 7), "b": (features, computed)}
@@ -129,7 +129,7 @@ class Known:
 @pytest.mark.parametrize("per_run", [False, True])
 def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool) -> None:
     generator = torch.Generator().manual_seed(first)
-    # A run; two runs with text between them, and text before and behind; a run.
+    # A run; two runs with text before, between and after them; a run.
     texts = ["#" * 8, "ab########c########d", "#" * 12]
     tokens: list[int] = list(range(20, 20 + first))
     full, kept_places, features, rows = list(tokens), list(range(first)), [], []
@@ -146,7 +146,7 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
             for segment, kept in zip(pads.split(plan.counts), plan.keep, strict=True):
                 gone |= set(segment[torch.randperm(len(segment), generator=generator)[kept:]].tolist())
             left = [place for place in range(begin, end) if place not in gone]
-            # Between runs with a budget each, text stays text.
+            # Text between runs with separate budgets is kept.
             stay = [place for place in left if plan.is_embed[place]] if per_run else left
             written = plan.reduced()
         else:
@@ -173,7 +173,7 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
     provisional, delta = known.provisional, known.delta
     assert delta == int(whole.max()) + 1 - len(tokens)
     text = torch.tensor(tokens) != PAD
-    assert torch.equal(provisional[:, text], wanted[:, text])  # nothing depends on which tokens were kept
+    assert torch.equal(provisional[:, text], wanted[:, text])  # no value depends on the kept tokens
 
     is_row = ~text
     every = torch.cat(rows)
@@ -201,7 +201,7 @@ def one_item() -> tuple[list[int], MultiModalFeatureSpec, torch.Tensor]:
     return [20, *plan.reduced(), 50], feature, torch.zeros(plan.rows, COLUMNS + 5)
 
 
-def test_an_item_without_a_note_is_an_error() -> None:
+def test_item_without_note_raises() -> None:
     tokens, feature, rows = one_item()
     known = Known(tokens, [feature])
     known.model.tokenprune_notes = PositionNotes()
@@ -225,7 +225,7 @@ def test_notes_of_finished_requests_are_dropped() -> None:
     notes.record({8: None})  # outside of an arriving request
     assert notes._of_request == {"b": {0: None}, "c": {4: None}}
     with notes.recording("b"):
-        pass  # the model was not asked: the old notes are not of this prompt
+        pass  # the model was not called, so the old notes do not belong to this prompt
     assert not notes.get("b")
 
 
@@ -255,7 +255,7 @@ def by_loop(rule: Any, plan: Plan) -> torch.Tensor:
 
 @pytest.mark.parametrize("per_run", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_runs_stand_where_a_walk_over_the_tokens_puts_them(seed: int, per_run: bool) -> None:
+def test_item_positions_match_a_loop_over_tokens(seed: int, per_run: bool) -> None:
     chance = random.Random(seed)
     lengths = [chance.choice([0, 1, 1, 2, 5]), *(chance.choice([1, 1, 2, 4, 9]) for _ in range(chance.randrange(6)))]
     text = "".join("ab#"[2 * (index % 2)] * length for index, length in enumerate(lengths)) or "#"
@@ -268,7 +268,7 @@ def test_runs_stand_where_a_walk_over_the_tokens_puts_them(seed: int, per_run: b
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations on tensors within."""
+    """Count tensor operations within the context."""
 
     count = 0
 
@@ -277,7 +277,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_walk_of_a_long_video_takes_as_many_operations_as_of_a_short_one() -> None:
+def test_number_of_operations_does_not_depend_on_length() -> None:
     def plan(frames: int) -> Plan:
         text = ("a" + 4 * "#") * frames
         tokens = [PAD if c == "#" else ord(c) for c in text]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging inside towers whose tiles are cropped behind them (LLaVA-NeXT, LLaVA-OneVision): the words of the patched
-Hugging Face model, and fewer patches inside."""
+"""Merging in towers whose tiles are cropped afterwards (LLaVA-NeXT, LLaVA-OneVision).
+
+Answers match the patched transformers model, and blocks get fewer patches.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ OFF = {"off": True}
 
 @pytest.fixture(scope="module")
 def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """By hand, so that tiles need more and fewer merges than `keep` says."""
+    """Thresholds set by hand: tiles need more and fewer merges than `keep`."""
 
     def get(name: str) -> Path:
         model = reference(name).model
@@ -53,8 +55,10 @@ def checkpoint(engine: Engine) -> Checkpoint:
 
 
 def test_images_of_several_tiles(engine: Engine, reference: Any, checkpoint: Checkpoint, thresholds: Any) -> None:
-    """Of several sizes in one call, so that tiles are cropped alike and otherwise, and beside images that stay whole
-    or are chosen behind the tower."""
+    """Several sizes in one call, with equal and different cropping.
+
+    Other images of the call are unpruned, or pruned after the tower.
+    """
     dymu = DYMU | {"thresholds": str(thresholds(checkpoint.name))}
     cases = [
         (1, TOME), (2, TOME), (3, TOME | {"keep": 0.7, "proportional": False}), (2, dymu), (1, TOME | {"keep": 30}),
@@ -73,8 +77,8 @@ def test_images_of_several_tiles(engine: Engine, reference: Any, checkpoint: Che
     assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
 
 
-def test_the_tower_runs_on_what_is_left(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """One image of three tiles, of which two are cropped: its last block sees their shares, padded to the largest."""
+def test_blocks_run_on_remaining_patches(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """One image of three tiles, two of them cropped: the last block gets their shares, padded to the largest."""
     widths: list[tuple[int, ...]] = []
     handles = [
         block.mlp.register_forward_hook(lambda m, args, out: widths.append(tuple(args[0].shape[:2])))
@@ -91,7 +95,7 @@ def test_the_tower_runs_on_what_is_left(engine: Engine, reference: Any, checkpoi
 
 
 def written(engine: Engine, images: list[Any], override: dict[str, Any], videos: list[Any] | None = None) -> list[Plan]:
-    """The plans that the front end makes."""
+    """Return the plans of the front end."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     made, data = MULTIMODAL_REGISTRY.create_processor(engine.llm.model_config), {"image": images}
@@ -102,18 +106,18 @@ def written(engine: Engine, images: list[Any], override: dict[str, Any], videos:
     return [Plan.decode(item[field_name("image")].data) for item in out["mm_kwargs"]["image"]]
 
 
-def test_the_prompt_has_room_for_what_the_budget_says(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Newlines included, of each image."""
+def test_prompt_has_placeholders_for_the_budget(engine: Engine, checkpoint: Checkpoint) -> None:
+    """The count includes newlines, for each image."""
     for plan in written(engine, checkpoint.images(3), {}):
         assert plan.keep == [round(0.5 * count) for count in plan.counts] and len(plan.counts) == 1
 
 
-def test_what_cannot_merge_is_refused_before_the_tower_runs(engine: Engine, checkpoint: Checkpoint) -> None:
+def test_unreachable_merges_raise_before_the_tower_runs(engine: Engine, checkpoint: Checkpoint) -> None:
     images = checkpoint.images(1)
-    share = 0.25 if checkpoint.name == "llava_next" else 0.16  # which halving reaches in a tile that has it for itself
+    share = 0.25 if checkpoint.name == "llava_next" else 0.16  # reachable by halving if a tile has no other tiles
     for keep, error, says in (
         (4, OptionError, "of which 4 are newlines; tome needs one more"),
-        (6, BudgetError, "keep=6 of an image of 44 tokens leaves 2 beside its 4 newlines, and each of its 3 tiles"),
+        (6, BudgetError, "keep=6 keeps 2 tokens besides the 4 newlines of an image of 44 tokens"),
         (share, BudgetError, "at most half"),
         (0.01, BudgetError, "at most half"),
     ):

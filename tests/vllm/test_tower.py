@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that read the vision tower's attention: the words of the patched Hugging Face model, for every tower."""
+"""Methods that read the vision tower's attention: answers match the patched transformers model, for every tower."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FAMILIES = [
 @register("seer", site=Site.PRE_LLM, needs=("encoder_attention",), paper="none")
 @dataclass(frozen=True)
 class Seer(Pruner):
-    """Somebody else's: keep what the tower looks at in two of its blocks."""
+    """Third-party method: keep the tokens that the tower attends to most in two of its blocks."""
 
     early: float = 0.3
 
@@ -56,7 +56,7 @@ class Seer(Pruner):
 @register("keyhole", site=Site.PRE_LLM, needs=("encoder_received_attention", "encoder_keys", "encoder_queries"))
 @dataclass(frozen=True)
 class Keyhole(Seer):
-    """Somebody else's: keep what all look at, and what has long keys and queries, in two of the tower's blocks."""
+    """Third-party method: keep the most attended tokens with long keys and queries, in two of the tower's blocks."""
 
     def score(self, tokens: Any) -> Tensor:
         keys = sum(tokens.encoder_keys(layer).norm(dim=-1) for layer in self.encoder_layers)
@@ -69,7 +69,7 @@ class Keyhole(Seer):
 @register("loudest", site=Site.IN_ENCODER)
 @dataclass(frozen=True)
 class Loudest(UnitDropper):
-    """Somebody else's: keep the units whose hidden states are the largest, at the input of block `at`."""
+    """Third-party method: keep the units with the largest hidden states at the input of block `at`."""
 
     sees: ClassVar[str] = "hidden"
     chooses_count: ClassVar[bool] = False
@@ -96,15 +96,15 @@ SETTINGS = [
 ]
 
 
-PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # whose towers merge units of one sequence
-TILES = ("idefics3", "smolvlm", "internvl", "gemma3")  # and these of square tiles
-ROWS = ("llava", *TILES)  # each of whose images or tiles is a row of the tower
+PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # towers that merge units of one sequence
+TILES = ("idefics3", "smolvlm", "internvl", "gemma3")  # towers that merge squares of tiles
+ROWS = ("llava", *TILES)  # each image or tile is a row of the tower
 DYMU = {"method": "dymu", "keep": 0.5, "exact": True}
 
 
 @pytest.fixture(scope="module")
 def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """By hand, so that units merge in each block, and images need more and fewer merges than `keep` says."""
+    """Thresholds for merges in each block: images need more and fewer merges than `keep`."""
 
     def get(name: str) -> Path:
         model = reference(name).model
@@ -133,7 +133,7 @@ def checkpoint(engine: Engine) -> Checkpoint:
 
 
 def in_force(override: dict[str, Any]) -> dict[str, Any] | None:
-    """The setting that an override amounts to, as `tokenprune.patch` takes it."""
+    """Return the setting of an override, as `tokenprune.patch` takes it."""
     if override.get("off"):
         return None
     return override if "method" in override else VSCAN | override
@@ -144,7 +144,7 @@ def check(reference: Any, output: Any, prompt: str, images: list, override: dict
     same(output, tokens, logprobs)
 
 
-def test_alone_and_again_from_the_cache(
+def test_single_requests_and_cache_hits(
     engine: Engine, reference: Any, checkpoint: Checkpoint, encoded: list[int]
 ) -> None:
     theirs, images = reference(checkpoint.name), checkpoint.images(1)
@@ -165,12 +165,14 @@ def test_mixed_settings_in_one_call_of_the_tower(
         for override, output in zip(settings, outputs, strict=True):
             check(theirs, output, prompt, images, override)
     assert max(encoded) > 1
-    assert engine.model.tokenprune_tower._seen == {}
+    assert engine.model.tokenprune_tower._scores == {}
 
 
 def ahead(name: str) -> list[dict[str, Any]]:
-    """Settings of all methods that are served and act on images of a family ahead of the language model, by asking
-    them; of a family with tiles those that need a thumbnail ahead of them."""
+    """Return settings of all served methods that act before the language model on a family's images.
+
+    For families with tiles, methods that need a thumbnail come first.
+    """
     row, tiled = SUPPORTED[name], name in ("llava_next", "llava_onevision")
     found = []
     for method_name in available_methods():
@@ -180,7 +182,7 @@ def ahead(name: str) -> list[dict[str, Any]]:
         less = method()
         if find_missing_observable(less, row) or (tiled and not find_missing_observable(less, SUPPORTED["qwen2_vl"])):
             continue
-        # Both first: without weights of its own, cdpruner's first pick is a tie between all tokens.
+        # Both methods first: with random weights all tokens tie for cdpruner's first pick.
         for options in ({}, {**less.query_free, **less.fallback_options}, less.query_free, less.fallback_options):
             try:
                 check_method(method(**options))
@@ -191,7 +193,7 @@ def ahead(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_method_that_is_served(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_each_served_method_matches_transformers(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.name not in ("llava", "qwen2_vl", "llava_next", "llava_onevision"):
         pytest.skip("two towers, one with a class token, show it, and what needs tiles")
     prompt, images, settings = checkpoint.prompt(1), checkpoint.images(1), ahead(checkpoint.name)
@@ -205,7 +207,7 @@ def test_every_method_that_is_served(engine: Engine, reference: Any, checkpoint:
 
 
 def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """Of different sizes, so that each has tiles, windows and sequences of its own."""
+    """The images differ in size, so they have different tiles, windows and sequences."""
     theirs = reference(checkpoint.name)
     cases = [(2, {}), (3, {"method": "seer", "keep": 0.3}), (3, {"keep": 0.6, "local": 1.0})]
     requests = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), o) for n, o in cases]
@@ -224,8 +226,10 @@ def test_a_video_beside_a_image(engine: Engine, reference: Any, checkpoint: Chec
         check(reference(checkpoint.name), output, prompt, images, override, videos)
 
 
-def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Checkpoint, thresholds: Any) -> None:
-    """Of images of several sizes in one call, of each frame of a video, and beside images that stay whole."""
+def test_units_merge_in_the_tower_as_in_transformers(
+    engine: Engine, reference: Any, checkpoint: Checkpoint, thresholds: Any
+) -> None:
+    """Images of several sizes in one call, frames of a video, and unpruned images in the same call."""
     if checkpoint.name not in PACKED + TILES:
         pytest.skip("its tower has no units; for tiles that are cropped see test_tile_merging.py")
     tome, dymu = {"method": "tome", "keep": 0.5}, DYMU | {"thresholds": str(thresholds(checkpoint.name))}
@@ -238,7 +242,7 @@ def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Ch
     engine.forget()
     last: list[int] = []  # patches in the tower's last MLP
     config = engine.model.config
-    ahead = get_tower(config).class_tokens  # of each tile
+    ahead = get_tower(config).class_tokens  # per tile
 
     def count(module: Any, args: tuple, output: Tensor) -> None:
         last.append(args[0][:, ahead:].shape[:-1].numel())
@@ -255,8 +259,8 @@ def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Ch
     assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
 
 
-def test_saint_drops_what_the_hugging_face_side_drops(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """Between attention and MLP, of several images, of tiles that are cropped, of a video, and beside others."""
+def test_saint_matches_transformers(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """Several images, cropped tiles, a video, and other settings in the same call."""
     drop = {"method": "saint", "keep": 0.6}
     cases = [(2, drop), (3, drop | {"layer": 1, "keep": 0.7}), (1, {"off": True})]
     asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one, []) for n, one in cases]
@@ -273,8 +277,8 @@ def test_saint_drops_what_the_hugging_face_side_drops(engine: Engine, reference:
         engine.generate([engine.request(*asked[0][:2], drop | {"threshold": 0.7})])
 
 
-def test_units_leave_at_a_block_of_the_tower(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """By a third party's score of the hidden states there: as many of each image, of a video, and beside others."""
+def test_units_are_dropped_at_a_block_of_the_tower(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """Units are selected by a third party's score of hidden states, in images and a video, next to other settings."""
     if checkpoint.name not in PACKED:
         pytest.skip("its tower takes whole grids alone")
     two, first = ({"method": "loudest", "keep": 0.4, "at": at} for at in (2, 0))
@@ -282,7 +286,7 @@ def test_units_leave_at_a_block_of_the_tower(engine: Engine, reference: Any, che
     asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one, []) for n, one in cases]
     asked.append((checkpoint.prompt(1, video=True), checkpoint.images(1), two, [checkpoint.clip()]))
     engine.forget()
-    rows: list[list[int]] = [[], []]  # patches in the MLPs of the first block, and of the last
+    rows: list[list[int]] = [[], []]  # patches in the MLPs of the first and the last block
     handles = [
         find_tower_blocks(engine.model)[at].mlp.register_forward_hook(
             lambda m, args, out, at=at: rows[at].append(len(args[0]))
@@ -300,10 +304,8 @@ def test_units_leave_at_a_block_of_the_tower(engine: Engine, reference: Any, che
 
 
 @pytest.mark.parametrize("score", ["diverse", "change", "norm", "detail", "random"])
-def test_towerdrop_leaves_what_the_hugging_face_side_leaves(
-    score: str, engine: Engine, reference: Any, checkpoint: Checkpoint
-) -> None:
-    """At the first block that it can and at a later one, of several images and of a video, and beside others."""
+def test_towerdrop_matches_transformers(score: str, engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+    """At the first possible block and at a later block, for several images, a video, and next to other settings."""
     if checkpoint.name not in PACKED:
         pytest.skip("its tower takes whole grids alone")
     late = {"method": "towerdrop", "keep": 0.4, "score": score}
@@ -317,10 +319,10 @@ def test_towerdrop_leaves_what_the_hugging_face_side_leaves(
 
 
 @pytest.mark.parametrize("score", ["diverse", "change", "norm", "random"])
-def test_towerdrop_leaves_as_much_of_each_tile(
+def test_towerdrop_keeps_equal_numbers_per_tile(
     score: str, engine: Engine, reference: Any, checkpoint: Checkpoint
 ) -> None:
-    """The worker leaves what the Hugging Face side does, of images in tiles and not, and beside others."""
+    """Images with and without tiles, next to other settings."""
     if checkpoint.name not in ROWS:
         pytest.skip("its images are no rows of its tower with a budget each")
     drop = {"method": "towerdrop", "keep": 0.4, "score": score, "layer": 1}
@@ -340,14 +342,14 @@ def test_towerdrop_leaves_as_much_of_each_tile(
     assert sum(last) == get_family(config.model_type).get_unit_side(config) ** 2 * tokens.count(config.image_token_id)
     prompt, images, read = *asked[-1][:2], find_last_read_block(config, towers.depth_of(config.vision_config)) + 1
     for more, says in (
-        ({"layer": read}, f"has {read} blocks, and no block {read}"),
-        ({"score": "detail"}, r"grids stay whole\. Use a method that acts after the tower"),
+        ({"layer": read}, f"block {read} is out of range: the vision tower has {read} blocks"),
+        ({"score": "detail"}, r"which needs complete grids .*Use a method that acts after the tower"),
     ):
         with pytest.raises(OptionError, match=says):
             engine.generate([engine.request(prompt, images, drop | more)])
 
 
-def test_what_cannot_merge_leaves_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
+def test_unreachable_merges_do_not_stop_the_server(engine: Engine, checkpoint: Checkpoint) -> None:
     if checkpoint.name not in PACKED:
         pytest.skip("no tower of units")
     tome, prompt, images = {"method": "tome", "keep": 0.5}, checkpoint.prompt(1), checkpoint.images(1)
@@ -363,14 +365,14 @@ def test_what_cannot_merge_leaves_the_server_alone(engine: Engine, checkpoint: C
     engine.generate([engine.request(prompt, images, tome)])
 
 
-def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
+def test_invalid_requests_do_not_stop_the_server(engine: Engine, checkpoint: Checkpoint) -> None:
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"local_layer": 17}, "there is no block 17"),
+        ({"local_layer": 17}, "block 17 does not exist"),
         ({"stage2": True}, "stage2=false"),
-        ({"method": "seer", "early": 1.5}, "no share of the vision tower's depth"),
+        ({"method": "seer", "early": 1.5}, "is not a share of the tower's depth"),
     ]
-    if checkpoint.name == "llava":  # whose last block nobody reads, so vLLM does not load it
+    if checkpoint.name == "llava":  # the model does not read the last block, so vLLM does not load it
         wrong.append(({"local_layer": 2}, "vLLM does not run block 2"))
     if checkpoint.name in ("llava_next", "llava_onevision"):
         wrong.append(({"keep": 4}, "4 tokens of this image of .* are newlines; vscan needs one more"))
@@ -382,26 +384,26 @@ def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpo
 
 def test_unknown_towers_stop_the_server(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(TOWERS, "pixtral")
-    with pytest.raises(UnsupportedSetupError, match=r"of 'llava' with the tower 'pixtral' become.*divprune"):
+    with pytest.raises(UnsupportedSetupError, match=r"of 'llava' with the tower 'pixtral' cannot be traced.*divprune"):
         config(folder("pixtral"), VSCAN)
     assert config(folder("pixtral"), {"method": "divprune"}).multimodal_config.tokenprune["method"] == "divprune"
 
 
-def test_units_that_cannot_leave_stop_the_server(folder: Any) -> None:
+def test_unsupported_unit_dropping_stops_the_server(folder: Any) -> None:
     drop = {"method": "towerdrop", "keep": 0.4, "layer": 1}
     for name, more, says in (
-        ("llava_next", {}, "tiles share a budget and are cropped after it.*after the tower.*one of llava, "),
-        ("mistral3", {}, "grids stay whole"),
-        ("llava", {"score": "detail"}, "grids stay whole"),
+        ("llava_next", {}, "which crops tiles after the tower.*after the tower"),
+        ("mistral3", {}, "which needs complete grids"),
+        ("llava", {"score": "detail"}, "which needs complete grids"),
     ):
         with pytest.raises(UnsupportedSetupError, match=says):
             config(folder(name), drop | more)
-    with pytest.raises(ValueError, match="has 2 blocks, and no block 2"):  # nobody reads the third
+    with pytest.raises(ValueError, match="has 2 blocks, and no block 2"):  # the model does not read the third block
         config(folder("llava"), drop | {"layer": 2})
 
 
-def test_items_that_cannot_be_traced(folder: Any) -> None:
-    """Videos of InternVL, which the Hugging Face side refuses likewise, and what was encoded elsewhere."""
+def test_untraceable_items_raise(folder: Any) -> None:
+    """Videos of InternVL, which transformers also refuses, and inputs that were encoded elsewhere."""
     from vllm.multimodal.parse import ImageEmbeddingItems
 
     info = SimpleNamespace(get_hf_config=lambda: config(folder("internvl")).hf_config)
@@ -416,20 +418,20 @@ def test_items_that_cannot_be_traced(folder: Any) -> None:
     tower_items.check_items(Seer(), {}, {"image": ["image"], "video": []}, info)
 
 
-def test_a_server_that_takes_no_images(start: Callable[..., Engine]) -> None:
-    """vLLM leaves the tower out then."""
+def test_server_without_images(start: Callable[..., Engine]) -> None:
+    """vLLM then does not load the tower."""
     engine = start("llava", VSCAN, limit_mm_per_prompt={"image": 0})
     (output,) = engine.generate([{"prompt": "what is it? "}])
     assert len(output.outputs[0].token_ids) == 6
 
 
-def test_a_tower_spread_over_devices_stops_the_server(folder: Any) -> None:
+def test_tower_in_data_parallel_mode_stops_the_server(folder: Any) -> None:
     with pytest.raises(UnsupportedSetupError, match="spreads over devices"):
         config(folder("qwen2_vl"), VSCAN, mm_encoder_tp_mode="data")
 
 
-def test_interpolated_features_are_refused(folder: Any) -> None:
-    """LLaVA-OneVision scales the features of images with many tiles down: none of them is a patch any more."""
+def test_interpolated_features_raise(folder: Any) -> None:
+    """LLaVA-OneVision shrinks the features of images with many tiles, so features no longer correspond to patches."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     wide = {"image_grid_pinpoints": [[56, 56], [560, 560]]}

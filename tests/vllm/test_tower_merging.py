@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that merge inside the vision tower: the words of the patched Hugging Face model, and fewer tokens inside. For
-towers of Qwen see test_tower.py, whose engines they share; for tiles that are cropped, test_tile_merging.py."""
+"""Methods that merge inside the vision tower: answers match the patched transformers model; blocks get fewer tokens.
+
+Towers of Qwen are in test_tower.py, which shares their engines. Tiles that are cropped are in test_tile_merging.py.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ TOME = {"method": "tome", "keep": 0.5}
 
 @pytest.fixture(scope="module")
 def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Calibrated on noise for keep 0.4 and 0.6; by hand for 0.5, so that images need more and fewer merges."""
+    """Calibrated on noise for keep 0.4 and 0.6, and set by hand for 0.5, so images need more and fewer merges."""
 
     def get(name: str) -> Path:
         path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
@@ -58,7 +60,7 @@ def checkpoint(engine: Engine) -> Checkpoint:
 
 
 def in_force(engine: Engine, override: dict[str, Any]) -> dict[str, Any] | None:
-    """The setting that an override amounts to, as `tokenprune.patch` takes it."""
+    """Return the setting of an override, as `tokenprune.patch` takes it."""
     if override.get("off"):
         return None
     return override if "method" in override else engine.setting | override
@@ -66,7 +68,7 @@ def in_force(engine: Engine, override: dict[str, Any]) -> dict[str, Any] | None:
 
 @contextmanager
 def tokens_in_mlps(engine: Engine) -> Iterator[list[tuple[int, int]]]:
-    """(images, tokens of each) that each MLP of the tower gets, in order of the calls."""
+    """Record (images, tokens of each) that each MLP of the tower gets, in order of the calls."""
     seen: list[tuple[int, int]] = []
     layers = engine.model.vision_tower.vision_model.encoder.layers
     handles = [
@@ -96,7 +98,7 @@ OVERRIDES = [
 ]
 
 
-def test_alone_and_again_from_the_cache(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
+def test_single_requests_and_cache_hits(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
     engine.forget()
     images, text = checkpoint.images(1), "what is it, and where, and why is it there at all? "
     with tokens_in_mlps(engine) as seen:
@@ -105,7 +107,10 @@ def test_alone_and_again_from_the_cache(engine: Engine, reference: Any, checkpoi
             check(engine, reference, output, prompt, images, {})
     patches = (CHECKPOINTS[checkpoint.name].config()["vision_config"]["image_size"] // 14) ** 2
     assert len(seen) == len(engine.model.vision_tower.vision_model.encoder.layers)  # the tower ran once
-    assert seen[-1] == (1, round(0.4 * patches) + (checkpoint.name == "llava"))  # and its last MLP on what was left
+    assert seen[-1] == (
+        1,
+        round(0.4 * patches) + (checkpoint.name == "llava"),
+    )  # and its last MLP on the remaining tokens
 
 
 def test_mixed_settings(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
@@ -120,7 +125,7 @@ def test_mixed_settings(engine: Engine, reference: Any, checkpoint: Checkpoint) 
 
 
 def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """Beside an image of one colour, whose tokens merge earlier: rows of one call are padded."""
+    """One image has a single colour and merges earlier, so the rows of a call are padded."""
     cases = [(2, {}), (3, TOME), (3, {"keep": 0.5}), (2, {"keep": 0.6, "proportional": False})]
     requests = []
     for n, override in cases:
@@ -135,7 +140,7 @@ def test_several_images(engine: Engine, reference: Any, checkpoint: Checkpoint) 
     assert len(set(lengths)) > 1
 
 
-def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpoint) -> None:
+def test_invalid_requests_do_not_stop_the_server(engine: Engine, checkpoint: Checkpoint) -> None:
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)
     wrong = [
         ({"exact": False}, OptionError, "Pass exact=True"),
@@ -153,7 +158,7 @@ def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpo
     engine.generate([engine.request(prompt, images)])
 
 
-def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp_path: Path) -> None:
+def test_unsupported_settings_stop_the_server(folder: Any, reference: Any, thresholds: Any, tmp_path: Path) -> None:
     dymu = {"method": "dymu", "keep": 0.4}
     path = thresholds("llava")
     found = Thresholds.load(path)
@@ -168,7 +173,7 @@ def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp
     ):
         with pytest.raises(error, match=says):
             config(folder("llava"), setting)
-    with pytest.raises(ValueError, match=r"in float32 .*in bfloat16.*dtype that it is served in"):
+    with pytest.raises(ValueError, match=r"in float32 .*in bfloat16.*serving dtype"):
         config(folder("llava"), dymu | {"exact": True, "thresholds": str(path)}, dtype="bfloat16")
     for name in ("llava_next_video", "mistral3", "pixtral", "glm4v"):
         with pytest.raises(UnsupportedSetupError, match=r"is not known before.*after the tower"):
@@ -177,8 +182,8 @@ def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp
         config(folder("qwen2_vl"), dymu | {"exact": True, "thresholds": str(path)})
 
 
-def test_the_same_path_with_other_thresholds_is_another_key(thresholds: Any) -> None:
-    """Caches may outlive a server; the file may not be the same for the next one."""
+def test_changed_thresholds_file_changes_the_cache_key(thresholds: Any) -> None:
+    """Caches may outlive a server, and the file may change for the next server."""
     path = thresholds("llava")
     setting = ServedSetting.from_json({"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(path)})
     before = setting.cache_key()
@@ -186,8 +191,8 @@ def test_the_same_path_with_other_thresholds_is_another_key(thresholds: Any) -> 
     assert json.loads(json.dumps(before)) == before
     found = Thresholds.load(path)
     Thresholds(found.values | {0.4: torch.ones(3)}, found.fingerprint, 4).save(path)
-    assert ServedSetting.from_json(setting.to_json()).cache_key() == before  # of this server, for as long as it runs
-    settings._parsed.cache_clear()  # as another process
+    assert ServedSetting.from_json(setting.to_json()).cache_key() == before  # constant while the server runs
+    settings._parsed.cache_clear()  # as in another process
     assert ServedSetting.from_json(setting.to_json()).cache_key() == before
     settings._file.cache_clear()
     settings._parsed.cache_clear()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice is run on made-up tokens while a server loads, where kernels are compiled. Here they are not, so that what
-would be compiled is counted."""
+"""Methods run on random tokens while a server loads, so that Triton compiles its kernels.
+
+On a CPU no kernel is compiled, so the tests count the kernels that would be.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,18 @@ PROFILES = {
 
 
 def kind(count: int) -> tuple[int, bool]:
-    """What Triton compiles a kernel anew for."""
+    """Return the value that determines whether Triton compiles a kernel again."""
     return (count - 1).bit_length(), count % 16 == 0
 
 
 @pytest.mark.parametrize("largest", [64, 65, 255, 256, 257, 513, 530, 576, 729, 1024, 2880])
-def test_each_kind_of_length_up_to_the_largest_is_run(largest: int) -> None:
+def test_each_kind_of_length_is_run(largest: int) -> None:
     runs = list(warm_up.list_lengths(largest))
     assert {kind(count) for count in range(33, largest + 1)} == {kind(count) for count in runs if count > 32}
     assert max(runs) == largest and len(runs) <= 2 * largest.bit_length()
 
 
-def test_lengths_of_small_and_of_no_images() -> None:
+def test_lengths_of_small_and_no_images() -> None:
     assert list(warm_up.list_lengths(0)) == [] and max(warm_up.list_lengths(5)) == 5
     assert (
         warm_up.find_square_grid(576) == (1, 24, 24)
@@ -48,7 +50,7 @@ def test_lengths_of_small_and_of_no_images() -> None:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServedSetting, int]]:
-    """Settings and numbers of tokens that were run, as if kernels were compiled here."""
+    """Record settings and numbers of tokens that were run, as if kernels were compiled here."""
     found: list[tuple[ServedSetting, int]] = []
     run = warm_up._run
 
@@ -61,31 +63,27 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServedSetting, int]]:
     return found
 
 
-def test_a_server_runs_its_setting_and_each_profile_up_to_its_largest_image(
+def test_server_runs_its_setting_and_profiles(
     start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
 ) -> None:
     engine = start("llava", DIVPRUNE | {"profiles": PROFILES})
     ran = [(setting.label(), count) for setting, count in runs]
-    largest = 36  # of this model's images, each a square
+    largest = 36  # squares, as this model's images
     labels = [("divprune", "0.25"), ("divprune", "0.5"), ("visionzip", "0.25")]
     assert ran == [(label, count) for label in labels for count in warm_up.list_lengths(largest)]
     checkpoint = engine.checkpoint
     engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1))])
-    assert len(runs) == len(ran)  # before it was ready, and then no more
+    assert len(runs) == len(ran)  # only before the server was ready
 
 
-def test_images_of_any_shape_and_videos_that_are_longer(
-    start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
-) -> None:
+def test_any_image_shape_and_longer_videos(start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]) -> None:
     engine = start("qwen2_5_vl", {"method": "vscan", "stage2": False, "keep": 0.5})
     assert len(runs) == len(set(runs)) > 2
     budget = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.mm_budget.mm_max_toks_per_item
     assert max(count for _, count in runs) == budget["video"] > budget["image"]
 
 
-def test_a_reload_runs_only_settings_that_are_new(
-    start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
-) -> None:
+def test_reload_runs_only_new_settings(start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]) -> None:
     engine, default = start("llava", DIVPRUNE), ServedSetting.from_json(DIVPRUNE).to_json()
     at_start = len(runs)
 
@@ -100,7 +98,7 @@ def test_a_reload_runs_only_settings_that_are_new(
 
 
 @IN_LLM
-def test_a_choice_within_the_language_model(
+def test_selection_inside_the_language_model(
     start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
 ) -> None:
     start("llava", {"method": "fastv", "keep": 0.5, "layer": 1, "experimental_in_llm": True},
@@ -108,7 +106,7 @@ def test_a_choice_within_the_language_model(
     assert [count for _, count in runs] == list(warm_up.list_lengths(36))
 
 
-def test_where_nothing_is_compiled_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_compiled_kernels_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     worker: Any = type("Worker", (), {"compile_or_warm_up_model": lambda self: "done"})
     warm_up.wrap_warm_up(worker)
     wrapped = worker.compile_or_warm_up_model
@@ -124,7 +122,7 @@ def test_where_nothing_is_compiled_nothing_is_run(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def made() -> tuple[Any, Any]:
-    """A model and its configuration, as far as they are read."""
+    """Return a model and its configuration, with the attributes that are read."""
     offer = SimpleNamespace(profiles={"default": DIVPRUNE})
     multimodal = SimpleNamespace(tokenprune=DIVPRUNE, tokenprune_server=offer)
     config = SimpleNamespace(
@@ -133,7 +131,7 @@ def made() -> tuple[Any, Any]:
     return SimpleNamespace(tokenprune_width=32, tokenprune_norm=None), config
 
 
-def test_a_choice_that_fails_is_an_error_at_load(
+def test_failing_selection_raises_at_load(
     made: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def select(self: Any, tokens: Any) -> Any:
@@ -146,9 +144,7 @@ def test_a_choice_that_fails_is_an_error_at_load(
     assert "divprune failed on a random item of 48 tokens" in caplog.text
 
 
-def test_a_size_that_a_method_refuses_is_left_out(
-    made: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_sizes_are_skipped(made: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     select = DivPrune.select
 
     def even(self: Any, tokens: Any) -> Any:
@@ -156,12 +152,12 @@ def test_a_size_that_a_method_refuses_is_left_out(
             raise OptionError("odd")
         return select(self, tokens)
 
-    setting = ServedSetting.from_json(DIVPRUNE)  # tried before
+    setting = ServedSetting.from_json(DIVPRUNE)  # run before
     monkeypatch.setattr(DivPrune, "select", even)
     assert warm_up.warm_up(*made, torch.device("cpu"), {"image": 64}, [setting]) == [("divprune", 64)]
 
 
-def test_a_video_that_does_not_fit_into_memory_does_not_stop_the_server(
+def test_video_out_of_memory_does_not_stop_the_server(
     made: tuple[Any, Any], runs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def select(self: Any, tokens: Any) -> Any:
@@ -179,9 +175,7 @@ def test_a_video_that_does_not_fit_into_memory_does_not_stop_the_server(
 
 
 @pytest.mark.only_v2("where kernels are interpreted")
-def test_a_request_asks_for_no_program_that_was_not_run_before(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_use_only_warmed_up_kernels(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
     programs: list[tuple[str, str]] = []

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost that the plugin adds to a request in a worker, held without a clock: launches on the device, waits for it,
-and calls of the library's functions."""
+"""Cost of the plugin per request in a worker, measured without a clock: launches, waits, and calls of the library."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("worker_costs.py")
 
 
-def test_a_request_takes_no_more_than_the_table_says() -> None:
-    """In a process of its own, where no engine of vLLM meets the pretended device."""
+def test_costs_do_not_exceed_the_table() -> None:
+    """Runs in a separate process, in which no engine of vLLM sees the simulated device."""
     done = subprocess.run([sys.executable, SCRIPT, "--most", "10"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_no_stage_waits() -> None:
+def test_no_stage_synchronizes() -> None:
     table = json.loads(SCRIPT.with_suffix(".json").read_text())
     waits = {name: number for row in table.values() for name, number in row.items() if name.endswith("waits")}
     assert waits.keys() == {"prompt waits", "choice waits", "placing V1 waits", "placing V2 waits"}

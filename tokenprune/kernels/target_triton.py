@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries of kernels about the GPU that they are compiled for, or about the interpreter in its place."""
+"""Properties of the GPU (or interpreter) that kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ def is_interpreted() -> bool:
 
 
 def cast_for_dot(x: Tensor) -> Tensor:
-    """`x`, in a dtype that `tl.dot` can take: the interpreter (Triton 3.9) multiplies the bits of bfloat16 instead."""
+    """Return `x` in a dtype that `tl.dot` supports. The interpreter (Triton 3.9) multiplies the bits of bfloat16."""
     return x.float() if is_interpreted() and x.dtype == torch.bfloat16 else x
 
 
 def get_shared_memory() -> int:
-    """Bytes of shared memory that a block may have."""
+    """Return the bytes of shared memory per block."""
     if is_interpreted():
         return 2**17
     return _shared_memory(triton.runtime.driver.active.get_current_device())
 
 
-@functools.cache  # the driver takes a millisecond to say it
+@functools.cache  # the driver call takes a millisecond
 def _shared_memory(device: int) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 def get_dot_precision(x: Tensor) -> str:
-    """Return the precision of `tl.dot` on float32: exact where there are instructions for it (AMD), else three products
-    of TF32, which leaves an error of about 2^-22. Products of halves are exact in either."""
+    """Return the precision of `tl.dot` for float32.
+
+    AMD GPUs have exact instructions. Others use three TF32 products, with an error of about 2^-22. Products of half
+    precision are exact in both.
+    """
     if (
         x.dtype != torch.float32
         or is_interpreted()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers on their way to a device or from it, without the host waiting for it.
+"""Non-blocking transfers between host and device, and small caches.
 
-Between a host and an accelerator everything is cheap but waiting: a plain copy, or the question for one number, lets
-the device run dry. docs/results/speed.md lists the few times that the library does wait; tests count them.
+A blocking copy, or reading one value, stalls the device. docs/results/speed.md lists the few synchronizations of this
+library, and tests count them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ T = TypeVar("T")
 
 
 def to_device(values: Sequence | torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return numbers of the host as a tensor on `device`. They must not be changed afterwards.
+    """Copy host values to `device` without blocking. Do not modify them afterwards.
 
-    dtype: of fractions in a list, which a process's default dtype would round.
+    Args:
+        values: A sequence or a tensor.
+        device: The target device.
+        dtype: dtype for a sequence. Pass it for floats, which would otherwise get the process's default dtype.
+
+    Example:
+        >>> to_device([3, 1], torch.device("cpu"))
+        tensor([3, 1])
     """
     values = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     return values.to(device, non_blocking=True)
@@ -28,6 +35,11 @@ class FIFOCache:
     """Cache of the last `MAX_ENTRIES` computed values, shared by prompts of the same shape. Entries are read-only.
 
     A copy starts empty, so `copy.deepcopy(model)` does not share entries.
+
+    Example:
+        >>> cache = FIFOCache()
+        >>> cache.get("shape", lambda: 3), cache.get("shape", lambda: 4)
+        (3, 3)
     """
 
     MAX_ENTRIES = 16
@@ -36,52 +48,56 @@ class FIFOCache:
         self._entries: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` returned for `key`; it is called where that is not known."""
-        found: T | None = self._entries.get(key)
-        if found is None:
-            with torch.inference_mode(False):  # a tensor made in inference could not serve training later
-                found = make()
-            # One assignment: threads share it.
-            self._entries = dict([*self._entries.items(), (key, found)][-self.MAX_ENTRIES :])
-        return found
+        """Return the cached value of `key`, or compute it with `make`."""
+        value: T | None = self._entries.get(key)
+        if value is None:
+            with torch.inference_mode(False):  # inference tensors cannot be used in training later
+                value = make()
+            # A single assignment is safe between threads.
+            self._entries = dict([*self._entries.items(), (key, value)][-self.MAX_ENTRIES :])
+        return value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
 
 class AsyncValues:
-    """A small tensor on its way to the host, which does not wait for it."""
+    """A small tensor that is copied to the host without blocking.
+
+    Args:
+        values: 1-D tensor on any device.
+    """
 
     def __init__(self, values: torch.Tensor) -> None:
         self.count, self._values, self._event = len(values), values, None
-        if values.device.type != "cpu" and (event := _event(values.device)) is not None:
+        if values.device.type != "cpu" and (event := _create_event(values.device)) is not None:
             self._values = values.to("cpu", non_blocking=True)
             event.record(torch.accelerator.current_stream(values.device))
             self._event = event
 
     def is_ready(self) -> bool:
-        """Return True once the values have arrived, so that reading them waits for nothing."""
+        """Return True once the copy has completed, so that `read` does not block."""
         return self._values.device.type == "cpu" and (self._event is None or self._event.query())
 
     def read(self) -> list[float]:
-        """Return the values; waits for them where they have not arrived."""
+        """Return the values. Blocks until the copy has completed."""
         if not self.is_ready() and self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
 
     def select(self, index: int) -> AsyncValues:
-        """Return one of the values, as late as all of them."""
-        one = AsyncValues.__new__(AsyncValues)
-        one.__dict__ |= self.__dict__ | {"count": 1, "_values": self._values[index : index + 1]}
-        return one
+        """Return the value at `index`, which is ready when all values are."""
+        selected = AsyncValues.__new__(AsyncValues)
+        selected.__dict__ |= self.__dict__ | {"count": 1, "_values": self._values[index : index + 1]}
+        return selected
 
     def __getstate__(self) -> dict[str, Any]:
-        # An event cannot be copied.
+        # Events cannot be copied.
         return self.__dict__ | {"_values": torch.tensor(self.read(), dtype=torch.float32, device="cpu"), "_event": None}
 
 
 class JoinedValues(AsyncValues):
-    """Values that came by several ways, one after the other."""
+    """Concatenation of several `AsyncValues`."""
 
     def __init__(self, parts: Sequence[AsyncValues]) -> None:
         self.count, self.parts = sum(part.count for part in parts), list(parts)
@@ -96,8 +112,8 @@ class JoinedValues(AsyncValues):
         return self.__dict__
 
 
-def _event(device: torch.device) -> torch.Event | None:
-    """Return an event of the device, or None if it has none: then the values stay on the device until they are read."""
+def _create_event(device: torch.device) -> torch.Event | None:
+    """Return an event of the device, or None if it has none. Values then stay on the device until they are read."""
     try:
         return torch.Event(device=device)
     except (RuntimeError, NotImplementedError):

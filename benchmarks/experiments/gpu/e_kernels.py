@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokenprune.kernels.dispatch import Operation, has_triton, list_operations
-from tokenprune_bench.profiling.timing import quantiles
+from tokenprune_bench.profiling.timing import compute_quantiles
 
 COMPILING = 20.0  # seconds that a case may take for it
 SECONDS = 0.2  # for each thing that is timed
@@ -52,7 +52,7 @@ class Meter:
             begin = self.marks.now()
             run()
             taken.append(self.marks.ms(begin, self.marks.now()))
-        return quantiles(taken)
+        return compute_quantiles(taken)
 
     def memory(self, run: Callable[[], Any]) -> int | None:
         """Return the peak bytes that a run takes on a GPU beside its input."""

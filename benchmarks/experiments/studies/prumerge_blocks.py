@@ -30,10 +30,10 @@ from torch import Tensor
 import tokenprune
 from tokenprune.methods.pre_llm.prumerge import PruMerge
 from tokenprune.methods.tiles import compute_patch_attention
-from tokenprune.selection.observable import TowerScores
+from tokenprune.selection.observable_bases import TowerScores
 from tokenprune.selection.observable_registry import register_observable
 from tokenprune.selection.segments import ObservedAttention
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.suite import Bench, BenchPlan
 
 ROW = ("model", "block", "heads", "keep")
@@ -81,7 +81,7 @@ def main() -> None:
     known = [{name: one.get(name) for name in ROW} for one in map(json.loads, lines)]
     with args.json.open("a") as file:
         for model in args.models.split(","):
-            subject = load(model, device="cpu")
+            subject = load_model(model, device="cpu")
             bench = Bench(subject, BenchPlan(images=args.images, repeats=0))
             if not any(one["model"] == model for one in known):
                 file.write(json.dumps(bench.header()) + "\n")

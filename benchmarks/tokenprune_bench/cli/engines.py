@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenprune.errors import OptionError
 from tokenprune_bench.cli.common import load_model
-from tokenprune_bench.group import own_device
+from tokenprune_bench.group import select_device
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -59,7 +59,7 @@ class Engines:
     def open(self, stack: ExitStack, images: int) -> Model | BenchBackend:
         """Return what answers; `stack` ends it. images: the most that a question has."""
         if self.backend == "hf":
-            return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
+            return load_model(self.model, select_device(self.device), self.threads, self.dtype, self.suffix)
         from tokenprune.models.model_config import SHIPPED, get_max_answer_tokens, get_shipped_checkpoint
         from tokenprune_bench.profiling.model import SHORT
         from tokenprune_bench.vllm_backend import VllmBackend

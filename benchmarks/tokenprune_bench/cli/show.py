@@ -56,7 +56,7 @@ def show(
     settings = read_specs(methods)
     if not settings:
         raise OptionError("--methods names none: see `tokenprune methods`")
-    keeps = read_keeps(keep or (animation.KEEPS if gif == animation.KEEP else "0.25"), one=gif is None)
+    keeps = read_keeps(keep or (animation.KEEPS if gif == animation.KEEP else "0.25"), single=gif is None)
     wanted = [one.with_keep(share) for share in keeps for one in settings]
     for one in wanted:
         one.validate().steps()
@@ -78,7 +78,7 @@ def show(
         except (OSError, ValueError) as error:
             raise TokenPruneError(f"cannot write {out}: {error}") from error
     console = get_console()
-    for line in (left_out, *shown.notes, subject.limits(files)):
+    for line in (left_out, *shown.notes, subject.describe_limits(files)):
         if line:
             say(line)
     console.print(f"{question}  unpatched: {shown.before!r}", markup=False)

@@ -34,23 +34,23 @@ def asked(name: str, family: str, backend: Backend = Backend.HF, cache: checks.C
     [
         ("divprune", "llava", "yes"),
         ("dyrate", "qwen3_5", "dyrate acts while decoding, and 'qwen3_5' has layers with a state"),
-        ("dycoke", "llava", "prompts of 'llava' hold none"),
+        ("dycoke", "llava", "which 'llava' does not support"),
         ("dycoke", "kimi_k25", "the tokens of a frame are not known for 'kimi_k25'"),
         ("pixelprune", "llava", "cannot drop patches in the tower of 'llava', where"),
         ("pixelprune", "glm4v", "yes"),
         ("tome", "vipllava", "cannot act in the tower of 'vipllava', where the visual token"),
-        ("downsample", "gemma3", "as many tokens of a small image as of a large one"),
-        ("vscan", "aria", "how the patches of 'aria' become visual tokens is not known"),
+        ("downsample", "gemma3", "small and large images get the same number of tokens"),
+        ("vscan", "aria", "the patches of 'aria' cannot be traced to visual tokens"),
         ("feather", "llama4", "needs cosines and sines of rotary positions, which 'llama4' does not have"),
         ("ivc_prune", "llama4", "needs cosines and sines of rotary positions"),
         ("pact", "llama4", "Use a method that does not, such as divprune"),
         ("fastv", "llama4", "yes"),
-        ("divprune", "mllama", "is not supported: its images enter through cross-attention"),
-        ("divprune", "kimi_vl", "Only vLLM has model type 'kimi_vl'"),
+        ("divprune", "mllama", "is not supported: images enter through cross-attention"),
+        ("divprune", "kimi_vl", "transformers does not have model type 'kimi_vl'"),
         ("divprune", "never_seen", "yes"),
     ],
 )
-def test_in_transformers(method: str, family: str, says: str) -> None:
+def test_unsupported_in_transformers(method: str, family: str, says: str) -> None:
     assert says in asked(method, family)
 
 
@@ -60,36 +60,36 @@ def test_in_transformers(method: str, family: str, says: str) -> None:
         ("divprune", "LlavaForConditionalGeneration", Backend.VLLM, "yes"),
         ("divprune", "llava", Backend.VLLM, "yes"),
         ("divprune", "fuyu", Backend.VLLM, "does not serve fuyu"),
-        ("divprune", "Ovis2_5", Backend.VLLM, "does not serve Ovis2_5, because what opens and closes its tiles"),
+        ("divprune", "Ovis2_5", Backend.VLLM, "does not serve Ovis2_5, because the encoder outputs tile separators"),
         ("fastv", "llava", Backend.VLLM, "allows it, with limits"),
         ("dart", "llava", Backend.VLLM_IN_LLM, "yes"),
-        ("dart", "gemma3", Backend.VLLM_IN_LLM, "does not serve Gemma3ForConditionalGeneration, it serves llava"),
-        ("dycoke", "llava", Backend.VLLM, "or its prompts hold no videos"),
-        ("pixelprune", "llava", Backend.VLLM, "grids stay whole"),
+        ("dart", "gemma3", Backend.VLLM_IN_LLM, "does not support Gemma3ForConditionalGeneration, only llava"),
+        ("dycoke", "llava", Backend.VLLM, "the tokens of a frame are not known for LlavaForConditionalGeneration"),
+        ("pixelprune", "llava", Backend.VLLM, "which needs complete grids"),
         ("tome", "llava", Backend.VLLM, "yes"),
         ("towerdrop", "llava", Backend.VLLM, "yes"),
         ("towerdrop", "internvl_chat", Backend.VLLM, "yes"),
         ("towerdrop", "glm4v", Backend.VLLM, "yes"),
-        ("towerdrop", "llava_next", Backend.VLLM, "tiles share a budget and are cropped after it"),
-        ("towerdrop", "mistral3", Backend.VLLM, "grids stay whole"),
+        ("towerdrop", "llava_next", Backend.VLLM, "which crops tiles after the tower"),
+        ("towerdrop", "mistral3", Backend.VLLM, "which needs complete grids"),
         ("tome", "qwen2_vl", Backend.VLLM, "yes"),
         ("tome", "mistral3", Backend.VLLM, "merges inside the vision tower"),
         ("visionzip", "gemma3n", Backend.VLLM, "reads the vision tower"),
     ],
 )
-def test_in_vllm(method: str, family: str, backend: Backend, says: str) -> None:
+def test_unsupported_in_vllm(method: str, family: str, backend: Backend, says: str) -> None:
     assert says in asked(method, family, backend)
 
 
 @pytest.mark.parametrize("family", ["aria", "gemma3n", "gemma4", "llama4", "lfm2_vl"])
-def test_towers_that_vllm_cannot_be_asked_about(family: str) -> None:
+def test_towers_unknown_to_vllm(family: str) -> None:
     """Methods that read them or merge in them are refused by an error that names another."""
     for method in ("visionzip", "fastervlm", "tome"):
         assert "Use a method that acts after the tower, such as divprune" in asked(method, family, Backend.VLLM)
     assert asked("divprune", family, Backend.VLLM) == "yes"
 
 
-def test_with_a_static_cache() -> None:
+def test_static_cache_support() -> None:
     static = checks.STATIC
     assert asked("divprune", "llava", cache=static) == "yes"
     assert "dyrate drops tokens while decoding, and a static cache keeps" in asked("dyrate", "llava", cache=static)
@@ -99,7 +99,7 @@ def test_with_a_static_cache() -> None:
 
 
 @pytest.mark.parametrize("method", ["feather", "ivc_prune", "pact"])
-def test_complex_rotary_positions_are_refused_by_patch(method: str, build) -> None:
+def test_complex_rotary_positions_raise(method: str, build) -> None:
     """Llama 4's decoder layers get one complex tensor, so the first call could only fail."""
     model = build(BUILT["llama4"])
     with pytest.raises(UnsupportedSetupError, match="rotary positions"):
@@ -108,7 +108,7 @@ def test_complex_rotary_positions_are_refused_by_patch(method: str, build) -> No
 
 
 @pytest.mark.parametrize("family", ["cohere_compass", "muse_glimmer"])
-def test_layers_without_rotary_positions_are_refused_by_patch(family: str, build) -> None:
+def test_layers_without_rotary_positions_raise(family: str, build) -> None:
     """Some layers of these decoders get no rotary positions; a cut after another layer works."""
     model, inputs = build(BUILT[family]), BUILT[family].make_inputs()
     adapter = adapter_for(model)
@@ -125,7 +125,7 @@ def test_layers_without_rotary_positions_are_refused_by_patch(family: str, build
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_a_model_is_what_its_row_says(name: str, build) -> None:
+def test_models_match_their_rows(name: str, build) -> None:
     """So that an answer by name is that of the loaded model."""
     family = BUILT[name]
     adapter = adapter_for(build(family))
@@ -152,7 +152,7 @@ class NoDecoding(TooEarly):
     site: ClassVar[Site] = Site.DECODE
 
 
-def test_what_a_method_or_a_config_alone_decides(build) -> None:
+def test_support_by_method_or_config(build) -> None:
     """The table says it without a model, and patch() says the same."""
     assert "too_early: a PRE_LLM method cannot need ['last_row_attention']" in str(
         checks.find_unsupported_reason(TooEarly())
@@ -170,7 +170,7 @@ def test_what_a_method_or_a_config_alone_decides(build) -> None:
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "fuyu", "lfm2_vl", "glm46v"])
-def test_patch_refuses_what_the_table_refuses(name: str, build) -> None:
+def test_patch_and_table_agree(name: str, build) -> None:
     model = build(BUILT[name])
     for method in MODEL_METHODS:
         reason = checks.find_unsupported_reason(tokenprune.method(method), BUILT[name].kind)
@@ -184,7 +184,7 @@ def test_patch_refuses_what_the_table_refuses(name: str, build) -> None:
 
 
 @pytest.mark.parametrize("method", ["fastv", "dycoke", "pixelprune", "tome", "divprune+fastv:layer=3"])
-def test_the_command_answers_for_every_family_at_80_columns(method: str) -> None:
+def test_command_fits_80_columns_for_each_family(method: str) -> None:
     output = CliRunner().invoke(app, ["families", "--method", method], env={"COLUMNS": "80"}).output
     assert max(map(len, output.splitlines())) == 80 and "…" not in output
     tables = re.split(r"^(?=transformers|vLLM)", output, flags=re.M)[1:]
@@ -199,7 +199,7 @@ def test_the_command_answers_for_every_family_at_80_columns(method: str) -> None
         answers: list[tuple[str, str]] = []
         for line in table.splitlines():
             cells = [cell.strip() for cell in line.strip("│").split("│")]
-            if len(cells) == 2 and cells[0].startswith(("yes", "no: ", "no, as")):
+            if len(cells) == 2 and cells[0].startswith(("yes", "no: ", "no, like")):
                 answers.append((cells[0], cells[1]))
             elif len(cells) == 2 and answers:
                 answers[-1] = f"{answers[-1][0]} {cells[0]}", f"{answers[-1][1]} {cells[1]}".strip()
@@ -208,7 +208,7 @@ def test_the_command_answers_for_every_family_at_80_columns(method: str) -> None
         for name in names:
             reasons = [checks.find_unsupported_reason(one, name, backend) for one in Setting.from_text(method).methods]
             assert (said[name] == "yes") == (not any(reasons)), name
-        assert all(said[name].startswith("no, as no method may") for name in refused)
+        assert all(said[name].startswith("no, like all methods") for name in refused)
 
 
 class Unmerging(tokenprune.method_info("tome").cls):  # type: ignore[misc]
@@ -223,12 +223,12 @@ class Ranking(TooEarly):
 @pytest.mark.parametrize(
     ("methods", "says"),
     [
-        ([Unmerging(), tokenprune.method("fastv")], 'tome with vtu="expanded" cannot be composed with fastv'),
-        ([tokenprune.method("dyrate"), tokenprune.method("dyrate", layer=3)], "dyrate: only one of the composed"),
-        ([tokenprune.method("pevlm"), Ranking()], "too_early ranks tokens.* but with pevlm the tokens"),
+        ([Unmerging(), tokenprune.method("fastv")], 'tome with vtu="expanded" cannot be combined with fastv'),
+        ([tokenprune.method("dyrate"), tokenprune.method("dyrate", layer=3)], "dyrate: only one of the combined"),
+        ([tokenprune.method("pevlm"), Ranking()], "too_early ranks tokens.* but with pevlm tokens"),
     ],
 )
-def test_methods_in_company(methods: list[tokenprune.Method], says: str) -> None:
+def test_unsupported_combinations(methods: list[tokenprune.Method], says: str) -> None:
     with pytest.raises(OptionError, match=says):
         checks.check_together(methods)
     checks.check_together([tokenprune.method("tome"), *methods[1:]])  # each without the other

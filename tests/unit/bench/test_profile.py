@@ -20,9 +20,9 @@ from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.selection.method import Site
 from tokenprune.settings import Setting
 from tokenprune.settings.cost import CostModel, Load, compute_decode_limit, compute_site_limits
-from tokenprune_bench.profiling.model import Model, load
-from tokenprune_bench.profiling.profile import Profile, Side, profile_call
-from tokenprune_bench.profiling.profile_tables import TO_FIRST_TOKEN, limit_table, stage_table
+from tokenprune_bench.profiling.model import Model, load_model
+from tokenprune_bench.profiling.profile import Profile, SideProfile, profile_call
+from tokenprune_bench.profiling.profile_tables import TO_FIRST_TOKEN, build_limit_table, build_stage_table
 from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
 from tokenprune_bench.report.flame import flames, profile_page
 from tokenprune_demo.heldout import load_heldout
@@ -41,7 +41,7 @@ STACK = {"method": ["downsample", "divprune", "fastv"], "keep": [0.5, 0.5, 0.5]}
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load("demo_vlm")
+    return load_model("demo_vlm")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_profile_tells_every_stage_of_both_sides(made: Profile, subject: Model
     example = load_heldout(limit=1)[0]
     length = subject.inputs([example.image], [example.question])["input_ids"].numel()
     assert made.load == Load((256,), 256, length - 256)
-    assert made.predicted() > 2 and json.loads(json.dumps(made.as_dict()))["speedup"] == made.ratio()
+    assert made.predict_speedup() > 2 and json.loads(json.dumps(made.as_dict()))["speedup"] == made.ratio()
 
 
 def test_a_profile_leaves_the_model_as_it_was(made: Profile, subject: Model) -> None:
@@ -99,21 +99,21 @@ def _made_up(after: bool = True) -> Profile:
     environment = dict(model="<m>", device="cpu", dtype="float32", tokenprune="1", transformers="2", torch="3")
     return Profile(
         Setting.from_text("divprune", 0.25) if after else None,
-        Side(runs, "a", (1024, 1024, 1024.0), 4096),
-        Side(less, "b", (1024, 256, 256.0), 1024) if after else None,
+        SideProfile(runs, "a", (1024, 1024, 1024.0), 4096),
+        SideProfile(less, "b", (1024, 256, 256.0), 1024) if after else None,
         CostModel.from_config(config), Load.from_config(config, tokens=1024), environment, 0.5,
     )  # fmt: skip
 
 
 def test_the_table_says_what_limits() -> None:
-    table = stage_table(_made_up())
+    table = build_stage_table(_made_up())
     cells = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
     assert cells["vision tower and projector"] == ["60.0 ms", "60%", "30.0 ms", "x2.00"]
     assert cells["to the first token"] == ["100.0 ms", "", "50.0 ms", "x2.00"]
     assert cells["KV cache"][-1] == "x4.00" and cells["visual tokens, first to last layer"][2] == "1024 → 256 (25 %)"
-    assert any("What limits it now: vision tower and projector, 60%" in note for note in table.notes)
+    assert any("Largest stage now: vision tower and projector, 60%" in note for note in table.notes)
     assert any("tower (28%)" in note and "x2.06 faster" in note for note in table.notes)
-    alone = stage_table(_made_up(after=False))
+    alone = build_stage_table(_made_up(after=False))
     assert alone.columns == ("stage", "unpatched", "share") and all(len(row) == 3 for row in alone.rows)
 
 
@@ -153,10 +153,10 @@ def test_bars_and_table_show_the_same_numbers_in_the_same_order() -> None:
         *stages, total, _ = (float(time.split()[0]) for _, time in wanted)
         assert sum(stages) == pytest.approx(total, abs=0.3)
     medians = [made.before.median(stage) for stage in FIRST_TOKEN]
-    assert sum(medians) < sum(made.before.middle[stage] for stage in FIRST_TOKEN) - 10
-    assert made.before.middle["tower"] == 90
+    assert sum(medians) < sum(made.before.median_run[stage] for stage in FIRST_TOKEN) - 10
+    assert made.before.median_run["tower"] == 90
     made.before.runs.append(dict.fromkeys(STAGES, 0.1))  # of four the faster of the two in the middle
-    assert sum(made.before.middle[stage] for stage in FIRST_TOKEN) == pytest.approx(91.04)
+    assert sum(made.before.median_run[stage] for stage in FIRST_TOKEN) == pytest.approx(91.04)
 
 
 def test_limits_are_those_of_the_closed_forms() -> None:
@@ -236,7 +236,7 @@ def test_the_page_has_the_table_that_the_script_makes() -> None:
 def test_a_tower_that_is_not_known_leaves_the_decoder() -> None:
     prompt = Load((), 100, 10)
     decoder = CostModel.from_config(limits.SHAPES[0].made()).decoder
-    table = limit_table(CostModel(decoder), prompt, 0.25)
+    table = build_limit_table(CostModel(decoder), prompt, 0.25)
     assert [row[0].text for row in table.rows] == ["PRE_LLM", "IN_LLM", "DECODE"] and "not known" in table.notes[0]
     assert CostModel(decoder).predict(prompt, *Setting.from_json({"method": "tome", "keep": 0.5}).steps()).tower == 0
 
@@ -254,7 +254,7 @@ def test_the_command(tmp_path: Path) -> None:
     html, raw = tmp_path / "p.html", tmp_path / "p.json"
     small = ("--image", str(image), "--repeats", "1", "--max-new-tokens", "2", "--threads", "1")
     told = run(*small, "--method", "divprune", "--html", str(html), "--json", str(raw))
-    assert "to the first token" in told and "What each site can save at most" in told
+    assert "to the first token" in told and "Maximum saving per site" in told
     assert json.loads(raw.read_text())["setting"] == {"method": "divprune", "keep": 0.25}
     assert html.read_text().count('<figure class="flame">') == 2
     for arguments, said in {
@@ -263,7 +263,7 @@ def test_the_command(tmp_path: Path) -> None:
         ("--method", "nothing"): "nothing",
         ("--method", "pool+dart", "--keep", "0.1+0.2+0.3"): "3 numbers for 2 methods",
         ("--keep", "1.5"): "a share lies in",
-        ("--html", str(tmp_path / "no" / "p.html")): "there is no folder",
+        ("--html", str(tmp_path / "no" / "p.html")): "does not exist",
         ("--config-only", "--model", str(tmp_path)): "cannot read the config",
         ("--image", str(tmp_path / "none.png")): "none.png",
     }.items():

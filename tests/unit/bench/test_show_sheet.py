@@ -16,7 +16,7 @@ from processors import photo
 from tests.unit.api.test_cli import call, refused
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.show import animation, draw, layout, side_by_side
 from tokenprune_bench.show.layout import Panel
 
@@ -28,7 +28,7 @@ COUNTS = (1, 3, 6)
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load("demo_vlm", device="cpu")
+    return load_model("demo_vlm", device="cpu")
 
 
 def panels(number: int, ratio: float, frames: int = 1) -> list[Panel]:
@@ -179,8 +179,8 @@ def test_a_gif_over_the_frames_of_a_video(tmp_path: Path) -> None:
         (("--gif", "size"), "write keep (an image for each keep) or frames"),
         (("--gif", "frames"), "needs a video or several images"),
         (("--gif", "keep", "--keep", "0.5"), "such as --keep 1.0,0.75"),
-        (("--gif", "keep", "--keep", "1.5,0.5"), "keep=1.5 is no share"),
-        (("--keep", "1.5"), "keep=1.5 is no share"),
+        (("--gif", "keep", "--keep", "1.5,0.5"), "keep=1.5 is not a valid share"),
+        (("--keep", "1.5"), "keep=1.5 is not a valid share"),
         (("--keep", "0.5,0.2"), "is not one number"),
         (("--gif", "keep", "--out", "a.png"), "a name that ends in .gif"),
     ],

@@ -20,12 +20,12 @@ from each import each
 from tests.unit.docs.test_docs import generator
 from tokenprune import Site
 from tokenprune.integrations.shared import checks
-from tokenprune_bench.recommend.advice import advice
+from tokenprune_bench.recommend.advice import load_advice
 from zoo import FAMILIES
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
-ADVICE = advice()
+ADVICE = load_advice()
 
 
 CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

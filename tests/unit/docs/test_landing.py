@@ -22,9 +22,9 @@ def test_the_gallery_is_of_the_questions_that_were_fixed_before() -> None:
 
 
 def test_an_image_of_the_gallery_is_what_the_model_makes_of_it() -> None:
-    from tokenprune_bench.profiling.model import load
+    from tokenprune_bench.profiling.model import load_model
 
-    subject = load("demo_qwen")
+    subject = load_model("demo_qwen")
     assert subject.weights == RECORDED["weights"], "run python dev/gallery.py"
     told, _ = gallery.shown(subject, *gallery.cells()[0])
     recorded = dict(RECORDED["shown"][0])

@@ -79,7 +79,7 @@ def test_nothing_is_fetched_from_elsewhere() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     text = "\n".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
     documented = re.findall(r"^::: (tokenprune\S+)$", text, re.MULTILINE)
-    homes = {name: tokenprune._HOME_OF[name] for name in tokenprune.__all__ if name != "__version__"}
+    homes = {name: tokenprune._MODULE_OF[name] for name in tokenprune.__all__ if name != "__version__"}
     modules = {getattr(tokenprune, name).__name__: getattr(tokenprune, name) for name in MODULES}
     # What a public module or another distribution has stands there under its own name.
     public = {

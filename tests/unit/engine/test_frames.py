@@ -203,7 +203,7 @@ def test_other_scopes(per: str, build: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("llava", "prompts of 'llava' hold none"), (UNEQUAL, f"not known for '{UNEQUAL}'")]
+    ("name", "why"), [("llava", "which 'llava' does not support"), (UNEQUAL, f"not known for '{UNEQUAL}'")]
 )
 def test_families_that_tell_no_frames(name: str, why: str, build: Callable[..., Any]) -> None:
     """Refused when the model is patched; a method that does not ask is told nothing."""

@@ -96,7 +96,7 @@ def as_with_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(farthest_blocks, "ROWS", 64)
     monkeypatch.setattr(farthest_blocks, "COLUMNS", 16)
     for module in (pairs, coverage):
-        monkeypatch.setattr(module, "_AT_ONCE", VISUAL**2 // 8)
+        monkeypatch.setattr(module, "_MAX_ELEMENTS", VISUAL**2 // 8)
 
 
 @pytest.mark.parametrize("name", methods())

@@ -249,7 +249,7 @@ def test_guard(family_name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_guard_on_a_device_without_events(arrived: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the verdict stays on the device until it is asked for."""
     if not arrived:
-        monkeypatch.setattr(transfer, "_event", lambda device: None)
+        monkeypatch.setattr(transfer, "_create_event", lambda device: None)
     with counting() as sending:
         late = transfer.AsyncValues(Far(torch.tensor([0.5])))
         assert late.is_ready() is arrived

@@ -205,7 +205,7 @@ def test_bfloat16() -> None:
 def test_nothing_may_prune_behind_it(build, other: str) -> None:
     model = build(FAMILIES["llava"])
     was = snapshot(model)
-    with pytest.raises(OptionError, match=f'tome with vtu="expanded" cannot be composed with {other}.*vtu="off"'):
+    with pytest.raises(OptionError, match=f'tome with vtu="expanded" cannot be combined with {other}.*vtu="off"'):
         tokenprune.patch(model, [Merging(), other], keep=0.5)
     assert snapshot(model) == was and not tokenprune.is_patched(model)
 

@@ -68,7 +68,7 @@ def test_a_row_is_all_that_a_family_needs(model) -> None:
     with tokenprune.patched(model, "fastervlm", keep=0.5):
         model(**inputs)
         assert tokenprune.stats(model).visual_tokens_out < tokenprune.stats(model).visual_tokens_in
-    assert "makes as many tokens" in str(checks.find_unsupported_reason(tokenprune.method("downsample"), NEW))
+    assert "get the same number of tokens" in str(checks.find_unsupported_reason(tokenprune.method("downsample"), NEW))
     assert get_config_family(SimpleNamespace(model_type=NEW)).patches == "tiles"  # the plugin reads the same row
     # What the model itself decides: its config has no id for videos.
     assert adapter_for(model).family == Family(NEW, patches="tiles", square="always", resizing=None)

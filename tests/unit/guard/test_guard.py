@@ -24,14 +24,14 @@ from tokenprune.integrations.hf.guard.part import GuardPart
 from tokenprune.integrations.hf.guard.settings import KINDS, TEXT_LIMIT
 from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.kernels.transfer import AsyncValues
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES
 
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load()
+    return load_model()
 
 
 @pytest.fixture(autouse=True)
@@ -376,7 +376,7 @@ def test_copies(subject: Model) -> None:
     inputs = asked(subject)
     with tokenprune.patched(subject.model, "random", keep=0.2, guard="auto", processor=subject.processor):
         want = subject.generate(inputs)
-        fresh = tokenprune.patch(load().model, "random", keep=0.2, guard="auto", processor=subject.processor)
+        fresh = tokenprune.patch(load_model().model, "random", keep=0.2, guard="auto", processor=subject.processor)
         for other in (copy.deepcopy(subject.model), pickle.loads(pickle.dumps(fresh))):
             with torch.no_grad():
                 other(**inputs)

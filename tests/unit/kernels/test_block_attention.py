@@ -82,7 +82,7 @@ PROMPTS: dict[str, tuple[list[Visual], int]] = {
 
 @each("prompt", PROMPTS)
 @each(("sink", "block"), [(4, 4), (2, 3), (4, 5), (1, 1), (3, 8), (6, 16)])
-def test_blocks_follow_the_rule(prompt: str, sink: int, block: int) -> None:
+def test_block_starts_of_pevlm(prompt: str, sink: int, block: int) -> None:
     visuals, end = PROMPTS[prompt]
     method = tokenprune.method("pevlm", sink_frames=sink, block_frames=block, min_frames=1)
     starts = method.block_starts(visuals, end)
@@ -131,7 +131,7 @@ def test_frames_of_tokens(count: int, frames: int) -> None:
         assert (first, last) == (mine[0], mine[-1] + 1)
 
 
-def test_tokens_that_are_no_frames() -> None:
+def test_positions_that_are_not_whole_frames() -> None:
     assert Visual.from_positions("video", range(10), 4) is None  # a rest as long as a frame
     assert Visual.from_positions("video", range(3), 4) is None
     assert Visual.from_positions("video", range(3), 0) is None
@@ -172,7 +172,7 @@ def qkv(length: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> tupl
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=str)
-def test_both_ways_equal_a_loop(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_and_blocks_equal_the_loop(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = ids_from(parts)
     assert Parts.from_ids(ids) == parts
     query, key, value = qkv(len(ids), batch=2)

@@ -39,7 +39,7 @@ def rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.fixture(params=[2**24, 1])
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows at once, and one at a time."""
-    monkeypatch.setattr(kernels, "_AT_ONCE", request.param)
+    monkeypatch.setattr(kernels, "_MAX_ELEMENTS", request.param)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -54,13 +54,13 @@ def test_clusters_around_peaks() -> None:
     assert not none[0].any() and (none[1] == -1).all()
 
 
-def test_of_equally_near_centres_the_first() -> None:
+def test_equally_near_centres_go_to_the_first() -> None:
     x = torch.tensor([[[0.0], [2.0], [1.0], [math.nan]]])
     centres, mask = torch.tensor([[True, True, False, False]]), torch.ones(1, 4, dtype=torch.bool)
     assert assign_to_centres(x, mask, centres, 2).tolist() == [[0, 1, 0, 0]]
 
 
-def test_distances_lose_nothing_of_what_cancels() -> None:
+def test_distances_survive_cancellation() -> None:
     """Vectors far from the origin and near each other; of copies exactly 0, and equal to any other."""
     g = torch.Generator().manual_seed(3)
     x = 3 + torch.randn(2, 40, 301, generator=g) * torch.logspace(-4, 1, 40)[:, None]
@@ -72,7 +72,7 @@ def test_distances_lose_nothing_of_what_cancels() -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_far_from_each_other_by_weight() -> None:
+def test_select_farthest_weighted() -> None:
     x, mask, weight, number = rows(1)
     got = select_farthest_weighted(x, mask, weight, number, 4)
     for row, count in enumerate(COUNTS):
@@ -83,7 +83,7 @@ def test_far_from_each_other_by_weight() -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_covering() -> None:
+def test_facility_location() -> None:
     x, mask, weight, number = rows(2)
     got = facility_location(x, mask, weight, number, 4)
     for row, count in enumerate(COUNTS):

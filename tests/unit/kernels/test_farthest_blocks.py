@@ -86,7 +86,7 @@ def test_tokens_that_are_not_finite(bad: float, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("width", [20, 257, 1024])
-def test_a_distance_is_the_same_number_everywhere(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distance_is_independent_of_position(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is not in products of any shapes: so copies would win or lose by their place."""
     monkeypatch.undo()  # the real shape
     unit = normalize(torch.randn(700, width, generator=torch.Generator().manual_seed(width)), dim=-1)
@@ -98,7 +98,7 @@ def test_a_distance_is_the_same_number_everywhere(width: int, monkeypatch: pytes
         assert torch.equal(cosine_distances(unit[a], unit[b]), whole[a][:, b])
 
 
-def test_the_token_that_is_most_alone() -> None:
+def test_find_most_isolated() -> None:
     for kind in KINDS:
         unit = normalize(tokens(kind, 7), dim=-1)
         near = cosine_distances(unit, unit).clone().fill_diagonal_(torch.inf).amin(1).tolist()

@@ -71,7 +71,7 @@ def test_most_covering(weighed: bool) -> None:
 
 
 @pytest.mark.parametrize("weighed", [False, True])
-def test_coverage_is_kept_up_to_date(weighed: bool) -> None:
+def test_updated_gains_equal_recomputed_gains(weighed: bool) -> None:
     """What each candidate adds, after each pick, is what a new sum gives; where nothing is left, exactly 0. So on a
     device, which is not asked; and with rows of two kinds."""
     x, mask, _ = rows()
@@ -99,7 +99,7 @@ def test_coverage_is_kept_up_to_date(weighed: bool) -> None:
         assert not coverage.gain.any() and not seen.ours
 
 
-def test_copies_add_the_same_and_the_first_is_taken() -> None:
+def test_copies_tie_and_the_first_is_selected() -> None:
     """Wherever they stand among the candidates, though sums of several rounds may not round alike."""
     g = torch.Generator().manual_seed(7)
     table = torch.rand(1, 301, 12, generator=g).pow(20)[..., torch.arange(301) % 12]
@@ -136,8 +136,8 @@ def test_the_same_picks_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None
     want = found()
     monkeypatch.setattr(Products, "fits_in_memory", False)
     for at_once in (2**22, 30):
-        monkeypatch.setattr(pairs, "_AT_ONCE", at_once)
-        monkeypatch.setattr(coverage_module, "_AT_ONCE", at_once)
+        monkeypatch.setattr(pairs, "_MAX_ELEMENTS", at_once)
+        monkeypatch.setattr(coverage_module, "_MAX_ELEMENTS", at_once)
         assert all(torch.equal(*both) for both in zip(found(), want, strict=True))
 
 
@@ -184,7 +184,7 @@ def test_the_greedy_determinant_of_the_kernel(kernel_device: torch.device, s: in
     assert greedy_dpp.triton(x[:, :0], x[:, :0], mask[:, :0], number, 0).shape == (s, 0)
 
 
-def test_a_greedy_determinant_asks_nothing_of_a_device() -> None:
+def test_greedy_dpp_does_not_synchronize() -> None:
     x, mask, number = *rows(width=20)[:2], torch.tensor([5, 3, 1])
     with counting() as seen:
         got = greedy_dpp(Far(x), Far(x), Far(mask), Far(number), 6)
@@ -193,7 +193,7 @@ def test_a_greedy_determinant_asks_nothing_of_a_device() -> None:
 
 
 @pytest.mark.parametrize(("s", "n", "r"), [(1, 1, 1), (2, 13, 37), (3, 9, 16), (1, 0, 4)])
-def test_the_kernel_gives_what_the_reference_does(kernel_device: torch.device, s: int, n: int, r: int) -> None:
+def test_coverage_gain_kernel_equals_reference(kernel_device: torch.device, s: int, n: int, r: int) -> None:
     g = torch.Generator().manual_seed(s)
     table, covered = torch.randn(s, r, 2 * n, generator=g)[..., ::2], torch.rand(s, r, generator=g)
     covered[:, 0] = math.inf
@@ -203,7 +203,7 @@ def test_the_kernel_gives_what_the_reference_does(kernel_device: torch.device, s
     assert "float32" in coverage_gain.get_unsupported_reason(table.half().to(kernel_device), covered.to(kernel_device))
 
 
-def test_a_row_that_is_left_out_counts_nothing() -> None:
+def test_excluded_row_adds_no_gain() -> None:
     table = torch.tensor([[[1.0, 0.2], [-0.5, 3.0]]])
     assert coverage_gain(table, torch.tensor([[0.0, 0.0]])).tolist() == [[1.0, pytest.approx(3.2)]]
     assert coverage_gain(table, torch.tensor([[-1.0, math.inf]])).tolist() == [[2.0, pytest.approx(1.2)]]
@@ -226,7 +226,7 @@ def test_greedy_determinant(ridge: float) -> None:
         assert sorted(picks) == got[row]
 
 
-def test_a_known_diagonal_leaves_ties_to_the_index(kernel_device: torch.device) -> None:
+def test_known_diagonal_breaks_ties_by_index(kernel_device: torch.device) -> None:
     """Where lengths are equal but for rounding, which is as the processor and the batch have it."""
     x = torch.eye(5)[None] * torch.tensor([1.0, 1 + 1e-6, 1.0, 1 + 3e-6, 1.0])[:, None]
     mask, number = torch.ones(1, 5, dtype=torch.bool), torch.tensor([2])
@@ -254,7 +254,7 @@ def test_more_than_the_kernel_has_dimensions() -> None:
     assert taken(greedy_dpp(double, double, mask[:, :8], torch.tensor([4]), 4)) == [[0, 2, 4, 6]]
 
 
-def test_a_greedy_determinant_beside_a_ridge_loses_nothing() -> None:
+def test_greedy_dpp_with_ridge_keeps_precision() -> None:
     """Entries of 1e-6 beside a ridge of 1, which float32 would round away."""
     x = torch.randn(1, 30, 40, generator=torch.Generator().manual_seed(3))
     mask = torch.ones(1, 30, dtype=torch.bool)
@@ -262,7 +262,7 @@ def test_a_greedy_determinant_beside_a_ridge_loses_nothing() -> None:
     assert got == sorted(x[0].square().sum(1).topk(9).indices.tolist())
 
 
-def test_the_best_of_all_sets_is_not_far() -> None:
+def test_greedy_determinant_is_close_to_the_best_subset() -> None:
     """log det(I + L) is submodular: the greedy set reaches 1 - 1/e of the best."""
     x = torch.randn(1, 10, 4, generator=torch.Generator().manual_seed(4))
     kernel = x @ x.transpose(1, 2)
@@ -275,7 +275,7 @@ def test_the_best_of_all_sets_is_not_far() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 5, 256])
-def test_unsuppressed(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_maximum_suppression(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(5)
     near = torch.rand(3, 12, 12, generator=g) < 0.25  # whom a token removes is its own affair
     score = torch.randint(0, 6, (3, 12), generator=g).float()  # ties among them

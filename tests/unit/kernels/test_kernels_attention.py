@@ -112,7 +112,7 @@ def test_references_are_parts_of_the_map(kind: str, softcap: float | None) -> No
 def test_the_reference_of_column_means_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, mask, options = make((1, 2, 2, 9, 9, 4), kind="bool")
     whole = attention_column_means(query, key, None, mask, **options)
-    monkeypatch.setattr("tokenprune.kernels.attention._ELEMENTS", 40)
+    monkeypatch.setattr("tokenprune.kernels.attention._MAX_ELEMENTS", 40)
     close(attention_column_means(query, key, None, mask, **options), whole)
 
 
@@ -134,7 +134,7 @@ def test_rows_have_gradients_in_the_reference() -> None:
     assert query.grad[:, :, 2].any() and not query.grad[:, :, :2].any()
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_arguments_raise() -> None:
     query, key, mask, options = make((2, 2, 1, 3, 3, 4), kind="bool")
     index = torch.zeros(2, 1, dtype=torch.long)
     for op in (attention_rows, attention_rows.reference):
@@ -150,15 +150,15 @@ def test_what_is_refused() -> None:
             attention_column_means(*args, starts, **options)
 
 
-def test_what_the_kernels_do_not_take(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_kernel_inputs_raise(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENPRUNE_KERNELS", "triton")
     query, key, mask, options = make((2, 2, 1, 3, 3, 4), kind="bool")
     query, key, index, mask = on(kernel_device, (query, key, torch.zeros(2, 1, dtype=torch.long), mask))
     with pytest.raises(UnsupportedSetupError, match="float64"):
         attention_rows(query.double(), key.double(), index, **options)
-    with pytest.raises(UnsupportedSetupError, match="300 wide"):
+    with pytest.raises(UnsupportedSetupError, match="head dimension 300"):
         attention_column_means(query.new_zeros(1, 1, 2, 300), query.new_zeros(1, 1, 2, 300), **options)
-    with pytest.raises(UnsupportedSetupError, match="the mask is"):
+    with pytest.raises(UnsupportedSetupError, match="masks of dtype"):
         attention_rows(query, key, index, mask.double(), **options)
 
 
@@ -285,7 +285,7 @@ def test_padding_longer_than_a_block(kernel_device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("form", ["flat", "bool", "bias"])
-def test_what_stands_in_padding_does_not_count(form: str) -> None:
+def test_values_at_padding_are_ignored(form: str) -> None:
     query, key, _, options = make((2, 2, 1, 9, 9, 8))
     valid = torch.arange(9) >= torch.tensor([[4], [0]])
     seen = (valid[:, None] & torch.ones(9, 9, dtype=torch.bool).tril())[:, None]
@@ -316,7 +316,7 @@ def test_large_logits_do_not_overflow(kernel_device: torch.device) -> None:
     close(got, attention_column_means.reference(query, key, **options), atol=1e-4)
 
 
-def test_nothing_to_do(kernel_device: torch.device) -> None:
+def test_empty_inputs(kernel_device: torch.device) -> None:
     query, key, _, options = make((1, 2, 1, 3, 5, 4))
     given = [*on(kernel_device, (query, key, torch.zeros(1, 0, dtype=torch.long)))]
     assert attention_rows.triton(*given, **options).shape == (1, 2, 0, 5)

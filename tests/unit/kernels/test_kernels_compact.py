@@ -44,7 +44,7 @@ def test_join(kernel_device: torch.device, dtype: torch.dtype, n: int, m: int, r
     torch.testing.assert_close(join.triton(*arguments, block=16).cpu(), want)
 
 
-def test_join_copies_what_nothing_joins_and_has_gradients() -> None:
+def test_join_copies_tokens_without_sources_and_has_gradients() -> None:
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     keep, own = torch.tensor([3, 0]), torch.tensor([2.0, 0.3], dtype=torch.float64)
     source, target = torch.tensor([1, 2, 1]), torch.tensor([0, 0, 2])
@@ -56,7 +56,7 @@ def test_join_copies_what_nothing_joins_and_has_gradients() -> None:
         assert join(x, keep, own, source, target, weight).isnan().any(1).tolist() == [True, False]
 
 
-def test_join_copies_where_nothing_weighs_anything(kernel_device: torch.device) -> None:
+def test_join_copies_tokens_of_zero_weight(kernel_device: torch.device) -> None:
     x, zero = torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([0.0])
     arguments = [t.to(kernel_device) for t in (x, torch.tensor([1]), zero, torch.tensor([0]), torch.tensor([0]), zero)]
     for either in (join.reference, join.triton):

@@ -40,7 +40,7 @@ def test_cpu_tensors_take_the_reference(op: Operation) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "Triton", "cuda"])
-def test_an_unknown_choice_is_an_error(op: Operation, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_unknown_backend_raises(op: Operation, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("TOKENPRUNE_KERNELS", value)
     with pytest.raises(OptionError, match="auto, triton, reference"):
         op(torch.ones(2))
@@ -61,7 +61,7 @@ def test_triton_can_be_demanded(op: Operation, monkeypatch: pytest.MonkeyPatch) 
     assert op(torch.ones(2)).tolist() == [2, 2]
 
 
-def test_a_demand_that_cannot_be_met_is_an_error(op: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_kernel_that_cannot_run_raises(op: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENPRUNE_KERNELS", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
@@ -72,7 +72,7 @@ def test_a_demand_that_cannot_be_met_is_an_error(op: Operation, monkeypatch: pyt
         op(torch.ones(2))
 
 
-def test_a_kernel_takes_what_its_reference_takes(kernel_device: torch.device) -> None:
+def test_kernel_and_reference_have_the_same_parameters(kernel_device: torch.device) -> None:
     """Same parameters in the same order with the same defaults; a kernel may have block sizes behind them."""
     known = dispatch.list_operations()
     assert {"attention_rows", "attention_column_means"} <= known.keys()
@@ -84,7 +84,7 @@ def test_a_kernel_takes_what_its_reference_takes(kernel_device: torch.device) ->
         assert op.__doc__, name
 
 
-def test_limits_take_what_the_function_takes() -> None:
+def test_limits_accept_the_parameters_of_the_function() -> None:
     """Each parameter by place and by name, as callers hand it over: on a GPU limits are asked in every call."""
     for op in dispatch.list_operations().values():
         if op._limits is None:
@@ -156,7 +156,7 @@ def test_gpu_tensors_take_the_kernel(
 
 
 @pytest.mark.parametrize(("current", "entered"), [(0, [1]), (1, [])])
-def test_a_kernel_runs_on_the_device_of_its_tensors(
+def test_kernel_runs_on_the_device_of_its_tensors(
     monkeypatch: pytest.MonkeyPatch, current: int, entered: list[int]
 ) -> None:
     """Triton launches on the current device, whatever device its tensors are on."""

@@ -157,7 +157,7 @@ def test_cosines(kernel_device: torch.device, dtype: torch.dtype, a: int, b: int
     torch.testing.assert_close(got.cpu(), want, equal_nan=True, atol=1e-6, rtol=0)
 
 
-def test_a_join_that_looks_for_its_members_is_one_that_sorts_them(kernel_device: torch.device) -> None:
+def test_join_by_search_equals_join_by_sort(kernel_device: torch.device) -> None:
     """Bit by bit: the members of a token are added in the same order. More of them than are looked at together."""
     for n, m, r in ((13, 7, 40), (5, 2, 0), (40, 3, 37)):
         arguments = [one.to(kernel_device) for one in members(n, m, r, 9, torch.float32)]

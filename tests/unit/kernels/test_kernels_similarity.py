@@ -86,7 +86,7 @@ def test_best_match_is_the_first_of_the_most_similar(monkeypatch: pytest.MonkeyP
     allowed, group_a, group_b = real([9, 6], 9), torch.arange(13).expand(2, -1) % 3, torch.arange(9).expand(2, -1) % 2
     # One row at a time, a few, all; the largest sought among all, and in blocks, with a rest or without.
     for at_once, block in ((1, 64), (50, 64), (2**22, 64), (2**22, 1)):
-        monkeypatch.setattr("tokenprune.kernels.match._AT_ONCE", at_once)
+        monkeypatch.setattr("tokenprune.kernels.match._MAX_ELEMENTS", at_once)
         monkeypatch.setattr("tokenprune.kernels.match._BLOCK", block)
         for case in (dict(), dict(group_a=group_a, group_b=group_b)):
             best, place = best_match.reference(x, y, allowed, **case)
@@ -122,7 +122,7 @@ def test_best_match_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each("width", [64, 72, 1024])
 @each(("a", "b"), [(1, 7), (1, 50), (1, 577), (24, 50)])
-def test_equal_vectors_tie_wherever_they_stand(a: int, b: int, width: int) -> None:
+def test_equal_vectors_tie_at_any_index(a: int, b: int, width: int) -> None:
     """A matrix product gives equal columns, and equal rows, values that differ in the last digits."""
     x, y = normal(4, a, width), normal(4, 1, width, seed=1).expand(-1, b, -1).clone()
     x[1:] = x[:1]
@@ -188,7 +188,7 @@ def test_farthest_with_ties_and_bad_vectors(
 @pytest.mark.parametrize("bad", [None, *BAD])
 def test_farthest_with_a_table_and_without(bad: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, mask = normal(3, 40, 8), real([40, 23, 1], 40)
-    monkeypatch.setattr("tokenprune.kernels.match._AT_ONCE", 3 * 40 * 7)  # seven rows at a time
+    monkeypatch.setattr("tokenprune.kernels.match._MAX_ELEMENTS", 3 * 40 * 7)  # seven rows at a time
     if bad is not None:
         x[:, 7] = bad
     for budget in (torch.tensor([40, 5, 1]), torch.tensor([1, 22, 1])):
@@ -228,7 +228,7 @@ def test_take_in_turn(kernel_device: torch.device, dtype: torch.dtype, s: int, p
         assert torch.equal(got.cpu(), want)
 
 
-def test_of_equal_scores_in_several_tiles_the_first_are_taken(kernel_device: torch.device) -> None:
+def test_ties_over_several_tiles_go_to_the_first(kernel_device: torch.device) -> None:
     score, mask = torch.zeros(1, 2, 40), torch.arange(40)[None] % 5 != 0
     args = score, mask, torch.tensor([[20, 9]])
     want = mask & (mask.cumsum(1) <= 29)
@@ -243,7 +243,7 @@ def test_zeros_of_either_sign_tie(kernel_device: torch.device) -> None:
         assert got.tolist() == [[False, True, True, False, False]]
 
 
-def test_top_mask_takes_what_there_is() -> None:
+def test_top_mask_is_limited_by_the_mask() -> None:
     score, mask = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[True, False, True]])
     assert top_mask(score, mask, torch.tensor([3]), 3).tolist() == mask.tolist()
     assert top_mask(score, mask, torch.tensor([1]), 3).tolist() == [[False, False, True]]

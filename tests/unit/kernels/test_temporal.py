@@ -46,7 +46,7 @@ def naive_cosine(a: list[float], b: list[float]) -> float:
     return math.fsum(x * y for x, y in zip(a, b, strict=True)) / length if length > 0 else 0.0
 
 
-def test_tokens_are_brought_to_their_frames() -> None:
+def test_group_by_frame() -> None:
     videos, padded, mask, _ = made_up()
     rows = [[(f, p) for f in range(frames) for p in range(places)] for frames, places in VIDEOS]
     rows[2].append((-1, -1))  # a newline behind the last frame
@@ -97,7 +97,7 @@ def naive_segments(values: list[float], least: int, threshold: float) -> list[bo
 
 @each("least", [1, 2, 4, 9])
 @each("threshold", [-2.0, 0.3, 0.5, 2.0])
-def test_segments_by_threshold_and_number(least: int, threshold: float) -> None:
+def test_segment_ends_by_threshold_and_count(least: int, threshold: float) -> None:
     rows = [[0.9, 0.1, 0.5, 0.1, 0.4], [0.2], [], [0.5, 0.5, 0.5], [0.6, math.nan, -1.0]]
     padded = torch.full((len(rows), 6), -5.0)  # padding is less similar than anything
     for i, row in enumerate(rows):
@@ -125,7 +125,7 @@ def saving(still: list[list[bool]], lengths: list[int]) -> int:
 
 @each("most", [1024, 2, 1])
 @each("seed", range(6))
-def test_segments_by_stillness_save_most(seed: int, most: int) -> None:
+def test_static_segments_save_the_most_tokens(seed: int, most: int) -> None:
     """Of all partitions, by brute force; of equal ones the one whose last segments are shortest."""
     g = torch.Generator().manual_seed(seed)
     sizes = [(7, 3), (1, 5), (2, 2), (5, 5)]
@@ -146,7 +146,7 @@ def test_segments_by_stillness_save_most(seed: int, most: int) -> None:
         assert got[row].nonzero().flatten().tolist() == ends
 
 
-def test_a_still_video_is_one_segment() -> None:
+def test_static_video_is_one_segment() -> None:
     still, there = torch.ones(1, 9, 4), torch.ones(1, 9, 4, dtype=torch.bool)
     assert not find_static_segment_ends(still, there, torch.tensor([10]), 0.9).any()
     assert find_static_segment_ends(still.fill_(torch.nan), there, torch.tensor([10]), 0.9).all()
@@ -203,7 +203,7 @@ def naive_shares(weight: list[float], total: int, most: list[int], least: int) -
     return [f + n for f, n in zip(first, got, strict=True)]
 
 
-def test_shares_by_largest_remainder() -> None:
+def test_split_budget_by_largest_remainder() -> None:
     g = torch.Generator().manual_seed(0)
     for case in range(400):
         rows, frames = 3, 1 + case % 7
@@ -224,7 +224,7 @@ def test_shares_by_largest_remainder() -> None:
             assert torch.equal(alone[0], got[row])
 
 
-def test_shares_of_ties_and_of_nothing() -> None:
+def test_split_budget_with_ties_and_zero_weights() -> None:
     def one(weight: list[float], total: int, most: list[int], least: int = 0) -> list[int]:
         return split_budget(torch.tensor([weight]), torch.tensor([total]), torch.tensor([most]), least)[0].tolist()
 
@@ -258,7 +258,7 @@ def naive_shares_in_rounds(weight: list[float], total: int, most: list[int]) -> 
     return counts
 
 
-def test_shares_in_rounds_match_the_loop() -> None:
+def test_split_budget_in_rounds_matches_the_loop() -> None:
     g = torch.Generator().manual_seed(0)
     differ = 0
     for case in range(400):
@@ -279,7 +279,7 @@ def test_shares_in_rounds_match_the_loop() -> None:
     assert differ > 20, "the cases must reach limits where rounding first matters"
 
 
-def test_shares_in_rounds_round_before_the_limit() -> None:
+def test_split_budget_in_rounds_rounds_before_the_limit() -> None:
     """3.5, 2.1, 1.4 round to 4, 2, 1; the surplus of 1 goes to the larger of the weights 0.3 and 0.2."""
     weight, total, most = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([7]), torch.full((1, 3), 3)
     assert split_budget_in_rounds(weight, total, most).tolist() == [[3, 3, 1]]
@@ -344,7 +344,7 @@ def naive_settle(keep: list[bool], score: list[float], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_settle(seed: int) -> None:
+def test_adjust_count(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     counts = [12, 5, 9, 1]
     mask = torch.arange(12) < torch.tensor(counts)[:, None]

@@ -11,8 +11,8 @@ from tokenprune import VisualTokens
 from tokenprune.testing import visual_tokens
 
 
-def test_ties_go_to_the_first() -> None:
-    """Of words that weigh alike in all heads, the order is that of their sum."""
+def test_ties_select_first_token() -> None:
+    """Words with equal weights in all heads rank tokens by their summed attention."""
 
     def naive(tokens: VisualTokens, cut: int) -> list[list[int]]:
         score = tokens.attention_from(torch.ones(tokens.text.mask.shape)).mean(1).tolist()
@@ -29,7 +29,7 @@ def test_ties_go_to_the_first() -> None:
         assert rows(tokenprune.method("adaptinfer").select(alike).keep) == naive(alike, 0)
 
 
-def test_the_order_of_heads_changes_nothing() -> None:
+def test_head_order_does_not_matter() -> None:
     tokens = view([30, 9], [7, 3], ("text_attention", "last_row_attention"))
     turned = [2, 0, 1]
     given = {"mask": tokens.text.mask, "hidden": tokens.text.hidden, "attention": tokens.text.attention[:, turned]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""apet against a loop written from its description; numbers are those of the description's invariants."""
+"""apet against a naive loop."""
 
 from __future__ import annotations
 

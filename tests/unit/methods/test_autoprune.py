@@ -29,7 +29,7 @@ def naive_information(attention: list[list[float]]) -> float:
     return total
 
 
-def test_mutual_information() -> None:
+def test_mutual_information_matches_formula() -> None:
     g = torch.Generator().manual_seed(0)
     attention = torch.rand(2, 3, 5, 7, generator=g) / 7
     words = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
@@ -45,7 +45,7 @@ def test_mutual_information() -> None:
     assert float(compute_mutual_information(apart, torch.ones(1, 4, dtype=torch.bool))) == pytest.approx(2, abs=1e-3)
 
 
-def test_the_curve_falls_and_is_flat_without_a_slope() -> None:
+def test_retention_falls_unless_slope_is_zero() -> None:
     for slope in (0.05, 0.2, 0.4):
         curve = [compute_retention(layer, slope) for layer in range(32)]
         assert all(one > later for one, later in pairwise(curve)) and curve[0] < 0.75
@@ -55,7 +55,7 @@ def test_the_curve_falls_and_is_flat_without_a_slope() -> None:
 
 @each("cuts", [1, 6, None])
 @each("share", [0.1, 0.3, 0.6])
-def test_every_slope_spends_the_same(cuts: int | None, share: float) -> None:
+def test_all_slopes_meet_budget(cuts: int | None, share: float) -> None:
     method = tokenprune.method("autoprune", cuts=cuts)
     stages = method.stages(Budget(keep=share), 32)
     layers = [stage.cut_layer for stage, _ in stages]
@@ -71,8 +71,8 @@ def test_every_slope_spends_the_same(cuts: int | None, share: float) -> None:
     assert steep == sorted(steep)  # the steeper, the more at first
 
 
-def test_what_a_model_pays_is_spread_by_its_question(build: Any) -> None:
-    """Counts and choice, of a batch of which each row has its own."""
+def test_question_distributes_budget_over_layers(build: Any) -> None:
+    """Compare counts and selection per row of a batch."""
     spent: list[tuple[int, int]] = []
 
     def naive(seen: Arrived) -> list[int]:
@@ -94,7 +94,7 @@ def test_what_a_model_pays_is_spread_by_its_question(build: Any) -> None:
     assert len({slope for _, slope in spent}) > 1
 
 
-def test_two_images_have_counts_of_their_own() -> None:
+def test_images_have_separate_counts() -> None:
     method = tokenprune.method("autoprune", gamma=5.0)
     alike, apart = torch.full((1, 3, 5, 30), 1 / 30), torch.zeros(1, 3, 5, 30)
     apart[0, :, range(5), range(5)] = 1.0

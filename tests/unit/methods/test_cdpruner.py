@@ -74,7 +74,7 @@ def test_text_changes_the_choice_unless_theta_is_0() -> None:
     assert 7 not in picked(away, image_tokens([40], [6], text=text))[0]
     (plain,) = picked(tokenprune.method("cdpruner", theta=0), tokens)
     assert picked(tokenprune.method("cdpruner", theta=0), image_tokens([40], [6], text=text)) == [plain]
-    # No text, or one that says the same of all: all tokens count alike.
+    # Without text, or with uniform relevance, all tokens have equal weight.
     for none in (torch.zeros(1, 2, dtype=torch.bool), torch.zeros(1, 0, dtype=torch.bool)):
         silent = {"hidden": torch.randn(1, none.shape[1], 32), "mask": none}
         assert picked(method, image_tokens([40], [6], text=silent)) == [plain]

@@ -56,7 +56,7 @@ CELLS = {
     "options", [{}, {"alpha": 0.5, "threshold": 0.4}, {"pivots": 0.1, "threshold": 0.1}, {"pivots": 1.0},
                 {"threshold": -2.0, "pivots": 0.2}, {"alpha": 0.0, "radius": 2.0, "threshold": 0.5}],
 )  # fmt: skip
-def test_made_up_tokens(grid: Any, options: dict[str, Any]) -> None:
+def test_selection_matches_loop(grid: Any, options: dict[str, Any]) -> None:
     method = tokenprune.method("d2pruner", **options)
     for seed, levels in enumerate((None, 2)):
         for share in SHARES:
@@ -76,7 +76,7 @@ def saved(path: Path, table: Tensor, decoder: Any, layer: int = 2) -> str:
     return str(path)
 
 
-def test_attention_counts_against_the_prior(build: Any, tmp_path: Path) -> None:
+def test_importance_is_attention_over_prior(build: Any, tmp_path: Path) -> None:
     decoder = build(FAMILIES["llava"], "eager").get_submodule(FAMILIES["llava"].decoder)
     table = torch.rand(6, 6, generator=torch.Generator().manual_seed(0)) + 0.1
     path = saved(tmp_path / "prior.safetensors", table, decoder)
@@ -90,8 +90,8 @@ def test_attention_counts_against_the_prior(build: Any, tmp_path: Path) -> None:
     check_in_model("d2pruner", naive, build, keep=0.3, prior=path)
 
 
-def test_a_prior_that_says_nothing_changes_nothing(build: Any, tmp_path: Path) -> None:
-    """And one without pivots beside it ranks like fastv; places that it does not know break nothing."""
+def test_uniform_prior_changes_nothing(build: Any, tmp_path: Path) -> None:
+    """A uniform prior without diversity ranks like fastv, and zero cells of a prior do not fail."""
     decoder = build(FAMILIES["llava"]).get_submodule(FAMILIES["llava"].decoder)
     even = saved(tmp_path / "even.safetensors", torch.full((3, 5), 0.25), decoder)
     holes = saved(tmp_path / "holes.safetensors", torch.eye(3, 4), decoder)
@@ -105,7 +105,7 @@ def test_a_prior_that_says_nothing_changes_nothing(build: Any, tmp_path: Path) -
     assert "prior=None" in tokens._source.notes[0]
 
 
-def test_a_table_on_its_own_grid_is_itself() -> None:
+def test_resize_to_same_grid_is_identity() -> None:
     table = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
     assert torch.equal(resize_table(table, 24, (1, 4, 6)), table.flatten())
     assert torch.equal(resize_table(table, 48, (2, 4, 6)), table.flatten().repeat(2))
@@ -114,8 +114,9 @@ def test_a_table_on_its_own_grid_is_itself() -> None:
 
 
 @torch.no_grad()
-def test_fitting(build: Any, tmp_path: Path) -> None:
-    """The mean over images of the mean over heads of an eager map's last row, and nothing is changed by looking."""
+def test_fit_writes_prior(build: Any, tmp_path: Path) -> None:
+    """The prior is the mean over images and heads of the last row of eager attention, and fitting leaves the model
+    unchanged."""
     family = FAMILIES["llava"]
     model, path = build(family), tmp_path / "fitted.safetensors"
     samples = [family.make_inputs(), family.make_inputs(images=(2,), seed=1)]
@@ -136,7 +137,7 @@ def test_fitting(build: Any, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="another model"):
         tokenprune.patch(other, "d2pruner", layer=3, prior=path)
     assert not tokenprune.is_patched(other)
-    with pytest.raises(TokenPruneError, match="nothing to fit"):
+    with pytest.raises(TokenPruneError, match="Cannot fit"):
         fit_d2pruner(model, [family.make_inputs(images=(0, 0))])
     with pytest.raises(OptionError, match="out of range"):
         fit_d2pruner(model, samples, layer=4)
@@ -144,7 +145,7 @@ def test_fitting(build: Any, tmp_path: Path) -> None:
         fit_d2pruner(model, samples)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_invalid_files_are_rejected(tmp_path: Path) -> None:
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"nothing")
     for path in (broken, tmp_path / "missing.safetensors", tmp_path):
@@ -152,9 +153,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             tokenprune.method("d2pruner", prior=str(path))
 
 
-def test_the_commands(tmp_path: Path) -> None:
-    """On the shipped model: `show` then takes nothing but the name, and the file is one that the method reads."""
-    for name, kind in (("d2pruner", "places"), ("fitprune", "recipes")):
+def test_fit_and_show_commands(tmp_path: Path) -> None:
+    """On the shipped model, the fitted file works in `show` with the method's name only."""
+    for name, kind in (("d2pruner", "attention prior"), ("fitprune", "recipes")):
         out = tmp_path / f"{name}.safetensors"
         said = call("fit", name, "--limit", "2", "--out", str(out)).output
         assert kind in said and out.exists()

@@ -55,14 +55,14 @@ def naive(x: Tensor, threshold: float, tolerance: float, most: int) -> Tensor:
 
 @each("tolerance", [1.0, 3.0, 200.0])
 @each("threshold", [0.0, 0.5, 0.9, 0.95, 1.0])
-def test_units_that_stay_are_those_of_the_loop(threshold: float, tolerance: float) -> None:
+def test_kept_units_match_loop(threshold: float, tolerance: float) -> None:
     method = tokenprune.method("docprune", threshold=threshold, tolerance=tolerance)
     for x in (page(), page(frames=3), page(5, 7, seed=1), torch.full((1, 3, 3, 48), 0.5)):
         for most in (1, 4, 10**6):
             assert torch.equal(method.keep_units(x, most), naive(x, threshold, tolerance, most))
 
 
-def test_the_rules_of_its_description() -> None:
+def test_background_rules() -> None:
     blank, method = torch.full((1, 4, 4, 192), 0.7), tokenprune.method("docprune")
     assert int(method.keep_units(blank, 16).sum()) == 1
     assert tokenprune.method("docprune", threshold=1.0).keep_units(blank, 16).all()
@@ -75,7 +75,7 @@ def test_the_rules_of_its_description() -> None:
     assert tokenprune.method("docprune", tolerance=2.0).keep_units(page(), 10**6)[0, 3, 2]  # equality is foreign
 
 
-def test_conforms_is_served_and_takes_colours(build) -> None:
+def test_conforms_is_served_and_needs_processor(build) -> None:
     check_method("docprune")
     assert find_unserved_reason(tokenprune.method("docprune")) is None
     for options in ({"threshold": 1.5}, {"tolerance": 0.0}, {"tolerance": "1"}):
@@ -86,7 +86,7 @@ def test_conforms_is_served_and_takes_colours(build) -> None:
 
 
 class Colours:
-    """Stands for a processor."""
+    """Minimal processor."""
 
     image_mean, image_std = [0.5] * 3, [0.5] * 3
 
@@ -140,7 +140,7 @@ def asked(x: Tensor, found: Tensor, least: float | None, threshold: float, most:
 
 @each("least", [None, -0.1, 0.4, 9.0])
 @each("threshold", [0.9, 1.0])
-def test_relevant_units_that_stay_are_those_of_the_loop(least: float | None, threshold: float) -> None:
+def test_relevant_units_match_loop(least: float | None, threshold: float) -> None:
     g, numbers = torch.Generator().manual_seed(1), set()
     for x in (page(), page(frames=2), page(5, 7, seed=1), torch.full((1, 3, 3, 192), 0.5)):
         for size in ((4, 4), (32, 32), (3, 9)):
@@ -153,7 +153,7 @@ def test_relevant_units_that_stay_are_those_of_the_loop(least: float | None, thr
     assert len(numbers) > 3 or least == 9.0
 
 
-def test_a_map_is_made_of_a_retrievers_vectors() -> None:
+def test_relevance_map_from_retriever_vectors() -> None:
     g = torch.Generator().manual_seed(0)
     documents, questions = torch.randn(12, 5, generator=g), torch.randn(4, 5, generator=g)
     documents[3] = 0
@@ -168,8 +168,8 @@ def test_a_map_is_made_of_a_retrievers_vectors() -> None:
 
 
 @torch.no_grad()
-def test_each_image_has_its_map(build) -> None:
-    """Of a function, which is asked once for each, in their order; and pages alone are as pages together."""
+def test_function_returns_map_per_image(build) -> None:
+    """The function is called once per image, in order, and batches match single pages."""
     model, inputs = build(FAMILIES["qwen2_vl"]), FAMILIES["qwen2_vl"].make_inputs(images=(2, 1))
     grids, g = inputs["image_grid_thw"], torch.Generator().manual_seed(0)
     maps = [torch.randn(4, 4, generator=g) for _ in grids]
@@ -190,7 +190,7 @@ def test_each_image_has_its_map(build) -> None:
         assert torch.equal(kept(relevance=found)[number], got[number])
 
 
-def test_a_map_is_checked_and_not_served(build) -> None:
+def test_invalid_map_is_rejected_and_not_served(build) -> None:
     check_method(tokenprune.method("docprune", relevance=torch.rand(8, 8), least_relevance=0.4))
     assert tokenprune.method("docprune", relevance=torch.rand(8, 8)).query_aware
     why = find_unserved_reason(tokenprune.method("docprune", relevance=torch.rand(8, 8)))

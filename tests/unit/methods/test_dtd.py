@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dtd: what a threshold drops of a video, whatever the budget; numbers are those of the description's invariants."""
+"""dtd against the invariants of its description; the numbers refer to that list."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kept(video: Tensor, keep: int = ALL, **options: Any) -> Places:
 
 @each("against", ["before", "kept"])
 @each("threshold", [-1.0, -0.2, 0.0, 0.5, 0.9, 1.0])
-def test_against_a_loop(threshold: float, against: str) -> None:
+def test_matches_loop(threshold: float, against: str) -> None:
     g = torch.Generator().manual_seed(0)
     drifting = torch.randn(1, PLACES, 12, generator=g) + torch.randn(9, PLACES, 12, generator=g).cumsum(0) / 2
     for video in (moving(9)[0], drifting, moving(1)[0], moving(2)[0]):
@@ -39,15 +39,15 @@ def test_against_a_loop(threshold: float, against: str) -> None:
             assert kept(video, keep, threshold=threshold, against=against) == want, (count, keep)
 
 
-def test_a_still_video_is_its_first_frame() -> None:
+def test_static_video_keeps_first_frame() -> None:
     """1: and 2, at a threshold of 1 all stay."""
     still = moving(1)[0].repeat(5, 1, 1)
     assert kept(still, threshold=0.999) == [(0, p) for p in range(PLACES)]
     assert len(kept(still, threshold=1.0)) == 5 * PLACES == len(kept(moving(5)[0], threshold=1.0))
 
 
-def test_a_lower_threshold_drops_more() -> None:
-    """3: of what a higher one drops, all."""
+def test_lower_threshold_drops_more() -> None:
+    """3: a lower threshold drops a superset."""
     video = torch.randn(8, PLACES, 12, generator=torch.Generator().manual_seed(0))
     found = [set(kept(video, threshold=threshold)) for threshold in (-1.0, -0.3, 0.1, 0.5, 0.9, 1.0)]
     assert all(fewer <= more for fewer, more in pairwise(found))
@@ -55,7 +55,7 @@ def test_a_lower_threshold_drops_more() -> None:
 
 
 @pytest.mark.parametrize("against", ["before", "kept"])
-def test_later_frames_change_nothing(against: str) -> None:
+def test_later_frames_do_not_change_selection(against: str) -> None:
     """5: a stream is cut as it arrives."""
     video = moving(9)[0]
     whole = kept(video, against=against)
@@ -63,8 +63,8 @@ def test_later_frames_change_nothing(against: str) -> None:
         assert kept(video[:frames], against=against) == [one for one in whole if one[0] < frames]
 
 
-def test_it_knows_no_length() -> None:
-    """8: of a token, and a token of zeros is like nothing."""
+def test_scale_does_not_matter() -> None:
+    """8: the scale of a token does not matter, and a zero token is similar to nothing."""
     video = moving(6)[0]
     scale = 2.0 ** torch.randint(-3, 4, (6, PLACES, 1), generator=torch.Generator().manual_seed(0))
     assert kept(video * scale) == kept(video)
@@ -72,7 +72,7 @@ def test_it_knows_no_length() -> None:
     assert {(3, 2), (4, 2)} <= set(kept(video, threshold=0.0)) and (3, 2) not in kept(video, threshold=-0.5)
 
 
-def test_as_many_tokens_are_those_of_evs() -> None:
+def test_bound_selects_like_evs() -> None:
     """10: at the threshold that leaves so many, and under a bound."""
     video = torch.randn(6, PLACES, 12, generator=torch.Generator().manual_seed(1))
     x = video.double()
@@ -84,8 +84,8 @@ def test_as_many_tokens_are_those_of_evs() -> None:
         assert kept(video, threshold=threshold) == evs == kept(video, keep, threshold=1.0)
 
 
-def test_a_slow_drift_is_seen_against_what_was_kept() -> None:
-    """Each step of a quarter of a right angle is alike to the one before, and two of them are not."""
+def test_slow_drift_accumulates_against_kept() -> None:
+    """Steps of 22.5 degrees are similar to the previous frame, but two steps are not."""
     angle = torch.arange(9) * torch.pi / 8
     video = torch.stack([angle.cos(), angle.sin(), *torch.zeros(10, 9)], 1)[:, None]
     assert kept(video, threshold=0.8) == [(0, 0)]
@@ -93,15 +93,15 @@ def test_a_slow_drift_is_seen_against_what_was_kept() -> None:
 
 
 @pytest.mark.parametrize("against", ["before", "kept"])
-def test_what_has_nothing_at_its_place_stays(against: str) -> None:
-    """Whatever the threshold: of a frame that is larger than the one before. The frame after that has."""
+def test_token_without_reference_is_kept(against: str) -> None:
+    """The extra tokens of a larger frame have no reference at any threshold; in the next frame they have."""
     token = torch.eye(12)[[0]]
     tokens = visual_tokens(token.expand(4 + 6 + 6, -1), keep=16, frames=[[4, 6, 6]], modality="video")
     assert kept_of("dtd", tokens, threshold=-0.5, against=against) == [[0, 1, 2, 3, 8, 9]]
 
 
-def test_without_a_bound_the_video_decides(build: Any) -> None:
-    """In a model: each video by itself, an image beside it stays whole, and `keep=1.0` drops nothing."""
+def test_content_decides_without_bound(build: Any) -> None:
+    """In a model, videos are independent, an image keeps all tokens, and `keep=1.0` drops none."""
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(1, 0), video=([5, 3], 4))
     before = model(**inputs).logits
@@ -115,6 +115,6 @@ def test_without_a_bound_the_video_decides(build: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"threshold": 1.5}, {"threshold": "half"}, {"against": "first"}])
-def test_an_option_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_options_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=f"dtd.*{next(iter(wrong))}"):
         tokenprune.method("dtd", **wrong)

@@ -29,7 +29,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def naive_scores(keys: Tensor, protected: int) -> list[tuple[float, int, int]]:
-    """One image: (similarity, source, target) of each token at an even place, in order of place."""
+    """Return (similarity, source, target) of each token at an even position of one image, in index order."""
     found = []
     for a in range(0, len(keys), 2):
         best, partner = -math.inf, -1
@@ -108,7 +108,7 @@ def mixed(model: Any) -> Tensor:
 
 @each(("n", "protected"), [(2, 0), (7, 0), (12, 0), (13, 1), (12, 1), (17, 2), (12, 5)])
 @each("padding", [0, 3])
-def test_a_merge_equals_the_naive_loop(n: int, protected: int, padding: int) -> None:
+def test_merge_matches_naive_loop(n: int, protected: int, padding: int) -> None:
     g = torch.Generator().manual_seed(n)
     counts = [n, max(1, n - padding), n]
     keys, x = torch.randn(3, n, 4, generator=g), torch.randn(3, n, 6, generator=g)
@@ -144,7 +144,7 @@ def test_a_merge_equals_the_naive_loop(n: int, protected: int, padding: int) -> 
                 last = gone
 
 
-def test_padding_changes_no_row() -> None:
+def test_padding_does_not_change_rows() -> None:
     g = torch.Generator().manual_seed(1)
     keys, x, size = torch.randn(4, 15, 4, generator=g), torch.randn(4, 15, 3, generator=g), torch.ones(4, 15)
     counts = [15, 9, 12, 4]
@@ -171,7 +171,7 @@ def test_duplicates_merge_first() -> None:
     assert sorted(merge.keep.gather(1, merge.target)[0].tolist()) == [5, 9]
 
 
-def test_as_many_pairs_merge_as_with_a_fixed_number() -> None:
+def test_same_pairs_as_fixed_count() -> None:
     """With equal numbers in all rows this is ToMe's merge."""
     keys = torch.randn(3, 13, 4, generator=torch.Generator().manual_seed(0))
     best, partner = best_partners(keys, 1)
@@ -186,7 +186,7 @@ def test_as_many_pairs_merge_as_with_a_fixed_number() -> None:
 @pytest.mark.parametrize("proportional", [True, False])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
-def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
+def test_tower_matches_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
     model, taus = build(family, attn), TAUS[family.name]
     pixels, tower = mixed(model), tower_of(model)
     options = dict(thresholds=by_hand(model, taus), proportional=proportional)
@@ -208,7 +208,7 @@ def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportio
 
 
 @torch.no_grad()
-def test_a_batch_equals_its_single_images(family: Family, model) -> None:
+def test_batch_matches_single_images(family: Family, model) -> None:
     pixels = torch.cat([mixed(model), tiles(model, 2, seed=7)])
     options = dict(keep=0.5, thresholds=by_hand(model, TAUS[family.name]))
     with tokenprune.patched(model, "dymu", **options), tokens_in_mlps(model) as seen:
@@ -231,7 +231,7 @@ def test_a_batch_equals_its_single_images(family: Family, model) -> None:
 
 
 @torch.no_grad()
-def test_nothing_merges(family: Family, model) -> None:
+def test_threshold_of_one_merges_nothing(family: Family, model) -> None:
     inputs = family.make_inputs()
     before = model(**inputs).logits
     for options in (dict(keep=1.0), dict(keep=0.5, thresholds=by_hand(model, [1.0] * 3))):
@@ -260,7 +260,7 @@ def test_gradients_and_half_precision(family: Family) -> None:
 
 
 def naive_exact(n: int, above: int, rest: int, floor: int, protected: int, max_r: int | None) -> int:
-    """How many pairs of an image's n tokens merge: as near to `above` as lets `rest` blocks behind end at `floor`."""
+    """Return the number of merged pairs: as close to `above` as possible if `rest` blocks must reach `floor`."""
 
     def most_now(count: int) -> int:
         return min((count - protected) // 2, count if max_r is None else max_r)
@@ -277,8 +277,8 @@ def naive_exact(n: int, above: int, rest: int, floor: int, protected: int, max_r
 @pytest.mark.parametrize("max_r", [None, 9])
 @pytest.mark.parametrize("taus", [[0.6, 0.7, 0.75], [1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [0.9, 0.5, 0.2]])
 @torch.no_grad()
-def test_exact_keeps_as_many_as_asked_for(family: Family, model, taus: list[float], max_r: int | None) -> None:
-    """Whatever the content, and by the same merges as a naive loop; the thresholds still choose where they can."""
+def test_exact_keeps_requested_count(family: Family, model, taus: list[float], max_r: int | None) -> None:
+    """The count is independent of the content and matches a naive loop; thresholds still decide where possible."""
     pixels, tower = mixed(model), tower_of(model)
     options = dict(thresholds=by_hand(model, taus), exact=True, max_r=max_r)
     shape = tower_shape(model)
@@ -303,8 +303,8 @@ def test_exact_keeps_as_many_as_asked_for(family: Family, model, taus: list[floa
 
 
 @torch.no_grad()
-def test_exact_is_the_same_where_the_thresholds_hit_the_number(build) -> None:
-    """Calibrated on one image, the thresholds leave of it what was asked for: then nothing is to be made up."""
+def test_exact_matches_thresholds_at_same_count(build) -> None:
+    """Thresholds calibrated on one image already give the requested count for it."""
     model = build(FAMILIES["llava"])
     pixels = tiles(model, 1)
     found = calibrate(model, pixels, keep=0.5, progress=False)
@@ -330,7 +330,7 @@ def test_exact_in_the_decoder(build) -> None:
             )
 
 
-def test_exact_says_what_it_cannot_reach(build) -> None:
+def test_exact_rejects_unreachable_count(build) -> None:
     model = build(FAMILIES["llava"])
     few = Thresholds({0.05: torch.ones(3), 0.5: torch.ones(3)}, tower_shape(model).fingerprint, 1)
     with pytest.raises(BudgetError, match=r"exactly 2 of 36 patches: 2 blocks merge at most half"):

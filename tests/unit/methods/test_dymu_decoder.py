@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the decoder sees behind dymu, the shipped thresholds, and what is refused."""
+"""dymu in the decoder, its shipped thresholds, and its errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection import EncoderMethod, Tower
 from tokenprune.selection.files import File
 from tokenprune_bench.calibration import Thresholds
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES, Family
 
@@ -40,7 +40,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("method", ["dymu", ["dymu", "fastv"]])
 @torch.no_grad()
-def test_the_decoder_sees_one_token_of_each_group(family: Family, model, batch: str, method: Any) -> None:
+def test_decoder_sees_one_token_per_group(family: Family, model, batch: str, method: Any) -> None:
     inputs = family.make_inputs(**BATCHES[batch])
     inputs["pixel_values"].flatten(0, -4)[0] = 0.3  # a simple image or tile beside detailed ones
     dymu = tokenprune.method("dymu", thresholds=by_hand(model, TAUS[family.name]))
@@ -77,8 +77,8 @@ def test_unpatch_and_deep_copy(build) -> None:
 
 
 @torch.no_grad()
-def test_thresholds_ship_for_the_demo_model() -> None:
-    subject = load(device="cpu")
+def test_demo_model_has_shipped_thresholds() -> None:
+    subject = load_model(device="cpu")
     examples = load_heldout(kinds=("colour",), limit=16)
     inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])
     for keep in (0.5, 0.25, 0.11):
@@ -87,7 +87,7 @@ def test_thresholds_ship_for_the_demo_model() -> None:
             assert tokenprune.stats(subject.model).keep_ratio == pytest.approx(keep, rel=0.25)
     with pytest.raises(BudgetError, match=r"keep=0.3 is not calibrated.*0.5 or 0.25 or 0.11"):
         tokenprune.patch(subject.model, "dymu", keep=0.3)
-    with pytest.raises(OptionError, match=r"calibrated for a tower in float32, and this one is in bfloat16"):
+    with pytest.raises(OptionError, match=r"calibrated for float32, but this tower uses bfloat16"):
         found = tokenprune.method("dymu", thresholds=next(iter(tokenprune.methods.encoder.thresholds._load_shipped())))
         tokenprune.patch(subject.model.bfloat16(), found, keep=0.5)
 
@@ -95,14 +95,14 @@ def test_thresholds_ship_for_the_demo_model() -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_without_thresholds(build) -> None:
+def test_missing_thresholds_are_rejected(build) -> None:
     model = build(FAMILIES["llava"])
     with pytest.raises(OptionError, match=r"no thresholds for this model.*tokenprune fit dymu --model"):
         tokenprune.patch(model, "dymu", keep=0.5)
     assert not tokenprune.is_patched(model)
 
 
-def test_thresholds_of_another_model(build) -> None:
+def test_thresholds_of_other_model_are_rejected(build) -> None:
     model, other = build(FAMILIES["llava"]), copy.deepcopy(build(FAMILIES["llava"]))
     found = by_hand(model, [0.5] * 3)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_thresholds_of_another_model(build) -> None:
     assert not tokenprune.is_patched(model)
 
 
-def test_bad_options(tmp_path) -> None:
+def test_invalid_options_are_rejected(tmp_path) -> None:
     (tmp_path / "text.safetensors").write_text("no tensors")
     for options, words in (
         (dict(thresholds=0.9), "must be a text or a path or a Thresholds or None"),
@@ -138,7 +138,7 @@ def test_bad_options(tmp_path) -> None:
         tokenprune.method("dymu", thresholds=tmp_path / "other.safetensors")
 
 
-def test_thresholds_survive_a_file(tmp_path) -> None:
+def test_thresholds_round_trip_through_file(tmp_path) -> None:
     made = Thresholds({0.5: torch.rand(4), 1 / 3: torch.rand(4)}, Fingerprint("Tower", "float16", "ab"), 7, {"a": [1]})
     made.save(tmp_path / "a.safetensors")
     made.save(tmp_path / "b.safetensors")
@@ -162,7 +162,7 @@ def test_thresholds_survive_a_file(tmp_path) -> None:
     ],
 )  # fmt: skip
 @each("exact", [False, True])
-def test_bad_thresholds_are_refused_when_patching(values, says: str, exact: bool, build, tmp_path) -> None:
+def test_invalid_thresholds_are_rejected_by_patch(values, says: str, exact: bool, build, tmp_path) -> None:
     """Made by hand, or in a file."""
     model = build(FAMILIES["llava"])
     fingerprint = tower_shape(model).fingerprint
@@ -180,7 +180,7 @@ def test_bad_thresholds_are_refused_when_patching(values, says: str, exact: bool
                 tokenprune.patch(model, "dymu", keep=0.5, thresholds=path, exact=exact)
 
 
-def test_odd_files_are_no_thresholds(tmp_path) -> None:
+def test_invalid_files_are_rejected(tmp_path) -> None:
     path = tmp_path / "odd.safetensors"
     good = {"version": 1, "fingerprint": {"kind": "a", "dtype": "b", "digest": "c"}, "images": 1, "settings": {}}
     for about in ("[1]", "{", "3", "{}", json.dumps(good | {"fingerprint": 3}), json.dumps(good | {"fingerprint": {}})):
@@ -196,7 +196,7 @@ def test_odd_files_are_no_thresholds(tmp_path) -> None:
             Thresholds.load(path)
 
 
-def test_attention_without_a_bias_is_refused(build) -> None:
+def test_attention_without_bias_is_rejected(build) -> None:
     model = copy.deepcopy(build(FAMILIES["llava"]))
     found = by_hand(model, [0.5] * 3)
     model.set_attn_implementation({"vision_config": "flex_attention"})
@@ -204,7 +204,7 @@ def test_attention_without_a_bias_is_refused(build) -> None:
         tokenprune.patch(model, "dymu", keep=0.5, thresholds=found, proportional=False)
 
 
-def test_the_contract_of_encoder_methods() -> None:
+def test_encoder_method_contract() -> None:
     with pytest.raises(NotImplementedError, match="plan"):
         EncoderMethod().plan(tokenprune.Budget(keep=0.5), Tower(17, 1, 3, 2))
     assert EncoderMethod().is_identity(tokenprune.Budget(keep=1.0))

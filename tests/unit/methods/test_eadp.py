@@ -37,7 +37,7 @@ def test_smoothing_equals_a_reflected_gaussian() -> None:
     frames = torch.cat([naive_blur(frame.double()).flatten() for frame in score[0, :24].view(2, 3, 4)])
     assert torch.allclose(got[0, :24].double(), frames, atol=1e-6) and torch.equal(got[0, 24:], score[0, 24:])
     assert torch.allclose(got[1].double(), naive_blur(score[1].double().view(5, 6)).flatten(), atol=1e-6)
-    assert torch.equal(got[2], score[2])  # one row has nothing to mirror
+    assert torch.equal(got[2], score[2])  # one row cannot be reflected
     assert torch.allclose(smooth_on_grid(torch.full((3, 30), 0.3), tokens), torch.tensor(0.3))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""earlytom on made-up frames, against a loop; numbers are those of the description's invariants."""
+"""earlytom on synthetic frames, against a loop; the numbers refer to the invariants of its description."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parts_of(found: FrameMix) -> list[list[tuple[int, float]]]:
 
 @each("lose_last", [False, True])
 @each("longest", [1, 2, 4, 5, 12])
-def test_frames_against_a_loop(longest: int, lose_last: bool) -> None:
+def test_merged_frames_match_loop(longest: int, lose_last: bool) -> None:
     pairs = 0
     for frames, seed, step, threshold in product((1, 2, 3, 4, 5, 16), range(3), (0.1, 0.5, 2.0), (-1.0, 0.5, 0.9)):
         video = walk(frames, seed, step)
@@ -54,7 +54,7 @@ def test_frames_against_a_loop(longest: int, lose_last: bool) -> None:
     assert pairs > 0 or longest < 4 or (longest == 4 and lose_last)
 
 
-def test_a_threshold_above_all_cosines_merges_nothing() -> None:
+def test_threshold_above_one_merges_nothing() -> None:
     """1: and one below all makes one segment."""
     video = walk(9)
     assert method(threshold=1.01).groups(video) == [1] * 9
@@ -62,8 +62,8 @@ def test_a_threshold_above_all_cosines_merges_nothing() -> None:
     assert method(threshold=-1.0, longest=9).groups(video) == [9]
 
 
-def test_a_segment_has_ends_that_stay() -> None:
-    """2, 3 and 4: it is no longer than said; its ends are bit-equal; weights of a frame are shares."""
+def test_segment_ends_are_kept() -> None:
+    """2, 3 and 4: segments respect `longest`, their ends are bit-equal, and the weights of a frame sum to one."""
     for seed in range(6):
         video, one = walk(16, seed), method(threshold=-1.0, longest=6)
         sizes, found = one.groups(video), one.mix(video)
@@ -77,8 +77,8 @@ def test_a_segment_has_ends_that_stay() -> None:
         assert torch.equal(half, torch.ones(len(found.first), 3))
 
 
-def test_a_still_video_keeps_its_frames() -> None:
-    """5: no neighbours are more alike than the ends; whatever rounding makes of equal directions."""
+def test_static_video_keeps_frames() -> None:
+    """5: no neighbours are more similar than the ends, independent of rounding."""
     g = torch.Generator().manual_seed(0)
     for _ in range(20):
         still = torch.randn(1, 33, generator=g) * (0.5 + torch.rand(8, 1, 1, generator=g))
@@ -87,12 +87,12 @@ def test_a_still_video_keeps_its_frames() -> None:
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
-def test_few_frames_have_none_between(frames: int) -> None:
+def test_short_segments_do_not_merge(frames: int) -> None:
     """8."""
     assert method(threshold=-1.0).mix(walk(frames)).first == list(range(frames))
 
 
-def test_the_lost_frame() -> None:
+def test_lose_last_drops_unpaired_frame() -> None:
     """11: two frames between the ends give one in the authors' code, whether they are alike or not."""
     angles = {"alike": [0.0, 0.7, 0.8, 1.5], "unlike": [0.0, 1.5, 3.0, 0.1]}
     for name, angle in angles.items():
@@ -108,8 +108,8 @@ def test_the_lost_frame() -> None:
 
 
 @pytest.mark.parametrize("places", [4, 9, 49])
-def test_tokens_against_a_loop(places: int) -> None:
-    """6 and 7: exactly as many as are asked for; one in every stretch of a frame between."""
+def test_tokens_match_loop(places: int) -> None:
+    """6 and 7: the count is exact, and each stretch of a middle frame keeps one token."""
     g = torch.Generator().manual_seed(0)
     for sizes in ([1], [2, 1], [3], [5, 2, 4], [1, 1, 6]):
         frames = sum(sizes)
@@ -121,7 +121,7 @@ def test_tokens_against_a_loop(places: int) -> None:
             assert int(keep_mask.sum()) == min(keep, frames * places)
 
 
-def test_no_number_is_no_reason_to_fail() -> None:
+def test_nan_scores_do_not_fail() -> None:
     video = walk(6)
     video[2, 1, 3] = torch.nan
     assert method(threshold=-1.0).mix(video).first[0] == 0
@@ -131,7 +131,7 @@ def test_no_number_is_no_reason_to_fail() -> None:
     assert int(keep.sum()) == 8 and keep[1, 5]
 
 
-def test_blocks_by_share_and_by_index() -> None:
+def test_layers_as_shares_and_indices() -> None:
     assert method().blocks(26) == [8, 21, 23] and method().blocks(3) == [1, 2] and method().blocks(1) == [0]
     assert method(layers=(6, 21, 23)).blocks(26) == [6, 21, 23] and method(layers=(0.0, 1.0)).blocks(4) == [0, 3]
     with pytest.raises(OptionError, match=r"layers=\(6, 21, 23\).*reads 12 blocks"):
@@ -141,12 +141,12 @@ def test_blocks_by_share_and_by_index() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"layers": ()}, {"layers": (-1,)}, {"layers": (1.5,)}, {"longest": 0}, {"threshold": "half"}]
 )
-def test_an_option_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_options_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=f"earlytom.*{next(iter(wrong))}"):
         method(**wrong)
 
 
-def test_what_it_says_of_itself() -> None:
+def test_method_info() -> None:
     check_method("earlytom")
     info = tokenprune.method_info("earlytom")
     assert info.for_videos and info.merges and not info.query_aware

@@ -32,7 +32,7 @@ def naive(heads: Tensor, normalise: bool = False) -> float:
 
 @each("states", list(OBSERVED))
 @each("normalise", [False, True])
-def test_equals_the_loop(states: Any, normalise: bool) -> None:
+def test_matches_loop(states: Any, normalise: bool) -> None:
     method = tokenprune.method("entropyprune", states=states, normalise=normalise)
     for seed, counts in enumerate(COUNTS):
         for share in SHARES:
@@ -46,8 +46,8 @@ def test_equals_the_loop(states: Any, normalise: bool) -> None:
             assert rows(method.select(tokens).keep) == want
 
 
-def test_what_changes_an_entropy() -> None:
-    """Not the order of heads, nor a turn of all of them; their length does, unless it is taken away."""
+def test_entropy_invariances() -> None:
+    """Reordering and rotating the heads do not change the entropy. Scaling does, unless it is normalised."""
     x = torch.randn(20, 6, 16, generator=torch.Generator().manual_seed(0))
     turn = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(1)))[0]
     want = compute_entropies(x)
@@ -58,7 +58,7 @@ def test_what_changes_an_entropy() -> None:
     assert bool((compute_entropies(x, True) >= 0).all() & (compute_entropies(x, True) <= 1).all())
 
 
-def test_heads_that_are_equal_are_least_and_none_is_nan() -> None:
+def test_equal_heads_have_lowest_entropy() -> None:
     """All eigenvalues are the least one; more heads than channels, one head, and a token that is not finite."""
     x = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0)) / 8
     x[1] = x[1, :1]
@@ -72,7 +72,7 @@ def test_heads_that_are_equal_are_least_and_none_is_nan() -> None:
     assert compute_entropies(x).isnan().tolist() == [False, False, True, False]
 
 
-def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_computation_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = view([30, 31], [9, 9], ("query_heads",))
     want = tokenprune.method("entropyprune").score(tokens)
     monkeypatch.setattr(entropyprune, "_MAX_ELEMENTS", 100)
@@ -80,7 +80,7 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @each(("average", "count"), [(192, 166), (128, 98), (64, 29)])
-def test_the_counts_of_the_authors(average: int, count: int) -> None:
+def test_matches_authors_counts(average: int, count: int) -> None:
     """int((L a - K N) / (L - K)) of 576 tokens, in 32 layers."""
     ((layer, got),) = counts_of(tokenprune.method("entropyprune"), 32, 576, Budget(average_tokens=average))
     assert layer == 2 and 0 <= got - count <= 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""f3a: what its loop in naive/f3a.py does not say."""
+"""f3a: behavior that its naive loop (naive/f3a.py) does not cover."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenprune.methods.pre_llm.f3a_scores import draw_matrices, draw_sparse_mat
 
 GRID = [(1, 7, 9)]
 METHOD = tokenprune.method("f3a")
-# Of `sparse(2, 6, 3, seed=42)`, row by row as they are drawn.
+# Of `sparse(2, 6, 3, seed=42)`, in the order of drawing, by row.
 PINNED = ((0, 0, 0.230341), (0, 3, -0.613506), (0, 2, 1.077018), (1, 0, 0.469989), (1, 2, 0.277914), (1, 1, 0.305967))
 
 

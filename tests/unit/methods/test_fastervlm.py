@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastervlm against a sort; numbers are those of the description's invariants."""
+"""fastervlm against a sort."""
 
 from __future__ import annotations
 

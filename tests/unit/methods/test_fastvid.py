@@ -8,7 +8,7 @@ import math
 from videos import attention_of, best, given, moving, select, shares_of
 
 
-def test_a_static_video_has_centres_in_anchor_frames_only() -> None:
+def test_static_video_has_centres_in_anchor_frames() -> None:
     frame = moving(1, 4, 4, noise=0.0)
     video, attention = frame.repeat(9, 1, 1), attention_of(frame).repeat(9, 1)
     tokens = given([video], [36], [(4, 4)], attention=[attention])
@@ -19,7 +19,7 @@ def test_a_static_video_has_centres_in_anchor_frames_only() -> None:
     assert sorted(i for group in groups.values() for i in group) == list(range(144))  # every token once
 
 
-def test_a_centre_weighs_most() -> None:
+def test_centre_has_largest_weight() -> None:
     """However many tokens join it."""
     groups = shares_of(select("fastvid", given([moving(6, 4, 4)], [30], [(4, 4)]), segments=1), 0, 96)
     many = [group[target] for target, group in groups.items() if len(group) > 3]

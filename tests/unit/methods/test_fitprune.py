@@ -17,7 +17,7 @@ from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.methods.in_llm.fitprune import Recipe, compute_layer_shares
 from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune_bench.calibration import fit_fitprune
-from tokenprune_bench.calibration.attention_fitting import left_over
+from tokenprune_bench.calibration.attention_fitting import compute_kept_shares
 from zoo import FAMILIES
 
 ROWS = [(1.0, 1.0, 1.0, 1.0), (1.0, 0.8, 0.4, 0.4), (1.0, 0.5, 0.1, 0.0)]
@@ -25,7 +25,7 @@ ROWS = [(1.0, 1.0, 1.0, 1.0), (1.0, 0.8, 0.4, 0.4), (1.0, 0.5, 0.1, 0.0)]
 
 @each("rows", [(), ROWS])
 @each("share", [0.26, 0.3, 0.4, 0.65, 0.9, 1.0])
-def test_any_average_is_met(rows: Any, share: float) -> None:
+def test_average_share_is_met(rows: Any, share: float) -> None:
     left = compute_layer_shares(rows, 4, share)
     assert left[0] == 1 and sum(left) / 4 == pytest.approx(share, abs=1e-6)
     assert all(one >= later - 1e-12 for one, later in pairwise(left))
@@ -65,19 +65,19 @@ def naive_left(attention: list[list[list[float]]], loss: float) -> list[float]:
     return left
 
 
-def test_what_can_go_of_each_layer() -> None:
+def test_layer_limits() -> None:
     g = torch.Generator().manual_seed(0)
     attention = [torch.rand(2, 25, generator=g, dtype=torch.float64) ** 3 for _ in range(5)]
     before = [1.0] * 6
     for loss in (0.0, 0.02, 0.1, 0.3, 0.7, 0.98):
-        left = left_over(attention, loss)
+        left = compute_kept_shares(attention, loss)
         assert left == pytest.approx(naive_left([one.tolist() for one in attention], loss))
         assert left[1] <= before[1]  # monotone in the first layer
         before = left
 
 
 @torch.no_grad()
-def test_fitting(build: Any, tmp_path: Path) -> None:
+def test_fit_writes_recipe(build: Any, tmp_path: Path) -> None:
     family = FAMILIES["llava"]
     model, path = build(family), tmp_path / "recipe.safetensors"
     samples = [family.make_inputs(images=(2, 1)), family.make_inputs(images=(1,), seed=1)]

@@ -16,14 +16,14 @@ from videos import attention_of, cos, given, mean, moving, same, select
 from videos import shares_of as groups_of
 
 
-def test_with_a_threshold_of_1_no_tree_has_a_second_token() -> None:
-    """Picks and clusters within frames alone."""
+def test_threshold_of_one_builds_no_trees() -> None:
+    """Only picks and clusters within frames remain."""
     tokens = given([moving(5, 4, 4, seed=1)], [31], [(4, 4)])
     got = groups_of(select("flashvid", tokens, inner=False, threshold=1.0), 0, 80)
     assert all(len({i // 16 for i in group}) == 1 for group in got.values())
 
 
-def test_with_equal_attention_it_picks_as_divprune_does() -> None:
+def test_equal_attention_matches_divprune() -> None:
     video = moving(4, 4, 4, seed=2)
     tokens = given([video], [20], [(4, 4)], attention=[torch.full((4, 16), 0.25)])
     selection = select("flashvid", tokens, inner=False, picks=1.0)
@@ -32,7 +32,7 @@ def test_with_equal_attention_it_picks_as_divprune_does() -> None:
         assert selection.keep[0, 16 * frame : 16 * frame + 16].nonzero().flatten().tolist() == want
 
 
-def test_trees_join_only_the_frame_before() -> None:
+def test_trees_join_previous_frame_only() -> None:
     """A tree has a token in each frame of a stretch that begins at its root, and none in another segment."""
     video = moving(8, 4, 4, seed=3, cut=5)
     groups = groups_of(select("flashvid", given([video], [40], [(4, 4)]), inner=False), 0, 128)
@@ -43,8 +43,8 @@ def test_trees_join_only_the_frame_before() -> None:
         assert not {4, 5} <= set(seen)
 
 
-def test_a_static_video() -> None:
-    """What is not picked stands still: the copies of a place are one tree, and each token's mass is in one mean."""
+def test_static_video_becomes_first_frame() -> None:
+    """The copies of a patch form one tree, and the weights of each mean sum to one."""
     frame = moving(1, 4, 4, noise=0.0)
     attention = attention_of(frame).repeat(4, 1)
     tokens = given([frame.repeat(4, 1, 1)], [24], [(4, 4)], attention=[attention])
@@ -56,8 +56,8 @@ def test_a_static_video() -> None:
                 assert all(group[f * 16 + i % 16] == pytest.approx(part) for f in range(4))
 
 
-def test_its_cuts_keep_what_is_asked_for_on_average() -> None:
-    """The paper's shares: a quarter more than asked for up to layer 20 of 28, then 0.3 of it."""
+def test_two_cuts_meet_average_budget() -> None:
+    """The paper's shares: 1.25 times the budget up to layer 20 of 28, then 0.3 of it."""
     (first, early), (second, late) = tokenprune.method("flashvid").stages(Budget(keep=0.1), 28)
     assert first == tokenprune.method("flashvid", inner=False) and second.layer == 20
     (kept,) = early.resolve([10_000], layer=0, shape=_shape(28), text_tokens=0)
@@ -71,7 +71,7 @@ def _shape(layers: int) -> Any:
     return DecoderShape(layers, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16)
 
 
-def test_frames_that_are_a_little_less_alike_are_of_two_segments() -> None:
+def test_dissimilar_frames_start_segments() -> None:
     """Of four frames one segment would do."""
     video = moving(4, 4, 4, seed=1)
     video[2:] += 0.4 * torch.randn(12, generator=torch.Generator().manual_seed(5))

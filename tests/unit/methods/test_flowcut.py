@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flowcut against a loop written from its description, and what it reads against hooks of an eager tower; numbers are
-those of the description's invariants."""
+"""flowcut against a naive loop, and its observable against hooks of an eager tower."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""globalcom2 against a loop written from its description; numbers are those of the description's invariants."""
+"""globalcom2 against a naive loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tower_tokens import best, chosen
 
 
 def resized(picture: Picture, values: list[float]) -> dict[int, float]:
-    """The thumbnail's map resized to that of all tiles without their padding, by the place of each token."""
+    """The thumbnail's map, resized to the unpadded map of all tiles, for each token."""
     side = picture.side
     size = (picture.down * side - 2 * picture.above, picture.across * side - 2 * picture.beside)
     square = torch.tensor(values[: side * side]).view(1, 1, side, side)
@@ -58,7 +58,7 @@ def naive(tokens: VisualTokens, image: int, picture: Picture, temperature: float
 
 
 def numbers(picture: Picture, kept: list[int]) -> list[int]:
-    """How many tokens of the thumbnail, and of each tile."""
+    """Number of kept tokens of the thumbnail and of each tile."""
     return [sum(picture.cells[i][0] == t for i in kept) for t in range(picture.tiles + 1)]
 
 
@@ -76,7 +76,7 @@ def test_equals_naive_loop(seed: int, options: dict[str, Any]) -> None:
     got = chosen("globalcom2", tokens, **options)
     assert got == [naive(tokens, i, one, **options) for i, one in enumerate(PICTURES)]
     assert list(map(len, got)) == keep
-    # 5: an image alone keeps the same.
+    # A single image keeps the same tokens.
     for i, (one, number) in enumerate(zip(PICTURES, keep, strict=True)):
         own = {"encoder_logits": {-1: tokens.encoder_logits(-1)[i, None, :, : counts[i]]}}
         assert chosen("globalcom2", views([one], [number], **own), **options) == [got[i]]

@@ -141,7 +141,7 @@ def test_fitted_weights_equal_ablation_losses(build: Any, tmp_path: Path) -> Non
 
 def test_fit_errors(build: Any, tmp_path: Path) -> None:
     model = build(FAMILIES["llava"])
-    with pytest.raises(TokenPruneError, match="no sample"):
+    with pytest.raises(TokenPruneError, match="without samples"):
         fit_hawk(model, [])
     with pytest.raises(OptionError, match="max_new_tokens=0"):
         fit_hawk(model, [], max_new_tokens=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hiprune against a loop written from its description; numbers are those of the description's invariants."""
+"""hiprune against a naive loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_anchor_in_a_corner() -> None:
     ):  # fmt: skip
         scores = {layer: torch.zeros(1, 1, 30) for layer in LAYERS}
         scores[0.39][0, 0, anchor] = 1
-        scores[-1][0, 0, 12:16] = torch.tensor([4.0, 3.0, 2.0, 1.0])  # fills what is left
+        scores[-1][0, 0, 12:16] = torch.tensor([4.0, 3.0, 2.0, 1.0])  # fills the remaining budget
         tokens = tower_tokens([([(5, 6)], 0)], [7], encoder_received_attention=scores)
         (got,) = chosen(tokens, alpha=0.7, edges=edges)
         assert want <= set(got) and set(got) - want == set([12, 13, 14, 15][: 7 - len(want)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hired against a loop written from its description; numbers are those of the description's invariants."""
+"""hired against a naive loop."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def alone(tokens: VisualTokens, image: int) -> dict[str, Any]:
 
 
 def numbers(picture: Picture, kept: list[int]) -> list[int]:
-    """How many tokens of the thumbnail, and of each tile."""
+    """Number of kept tokens of the thumbnail and of each tile."""
     return [sum(picture.cells[i][0] == t for i in kept) for t in range(picture.tiles + 1)]
 
 

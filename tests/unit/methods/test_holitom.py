@@ -20,8 +20,8 @@ from videos import (
 )  # fmt: skip
 
 
-def test_a_static_video_is_its_frame() -> None:
-    """Every copy of a place goes into one token of the first frame, which weighs the place as one."""
+def test_static_video_becomes_one_frame() -> None:
+    """All copies of a patch merge into one token of the first frame, with a total weight of one patch."""
     frame = moving(1, 4, 4, noise=0.0)
     for keep in (4, 9, 16):
         groups = shares_of(select("holitom", given([frame.repeat(5, 1, 1)], [keep], [(4, 4)]), inner=False), 0, 80)
@@ -36,15 +36,15 @@ def test_a_static_video_is_its_frame() -> None:
     assert set(shares_of(alone, 0, 16)) == set(best(range(16), attention_of(frame)[0].tolist(), 5))
 
 
-def test_nothing_is_like_a_vector_of_zeros() -> None:
+def test_zero_vectors_are_similar_to_nothing() -> None:
     video = moving(4, 3, 3, noise=0.0)
     video[:, 4] = 0
     groups = shares_of(select("holitom", given([video], [33], [(3, 3)]), inner=False, threshold=0.5), 0, 36)
     assert all(group == {i: 1.0} for i, group in groups.items() if i % 9 == 4)
 
 
-def test_the_second_cut() -> None:
-    """The best attended stay, every other joins the one that it is most like; images count as whole."""
+def test_second_cut_merges_dropped_tokens() -> None:
+    """Tokens with the most attention are kept, and each other token joins the most similar kept token."""
     g = torch.Generator().manual_seed(0)
     hidden, attention = torch.randn(2, 9, 6, generator=g), torch.rand(2, 3, 9, generator=g)
     (_, _), (inner, _) = tokenprune.method("holitom").stages(Budget(keep=0.4), 28)
@@ -57,7 +57,7 @@ def test_the_second_cut() -> None:
         assert selection.assign[row].tolist() == want + [-1] * (9 - count)
 
 
-def test_its_cuts_keep_what_is_asked_for_on_average() -> None:
+def test_two_cuts_meet_average_budget() -> None:
     for layers, where in ((28, 18), (32, 21), (4, 3)):
         (first, early), (second, late) = tokenprune.method("holitom").stages(Budget(keep=0.2), layers)
         assert first == tokenprune.method("holitom", inner=False) and (second.layer, early.cuts) == (where, late.cuts)

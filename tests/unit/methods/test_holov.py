@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""holov against a loop written from its description; numbers are those of the description's invariants."""
+"""holov against a naive loop."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def hooked(handles: Sequence[Any]) -> Iterator[None]:
 
 
 def seen_of(model: Any, inputs: Any) -> list[tuple[Tensor, dict[str, Any]]]:
-    """Return what enters each block of the unpatched tower: patches in its own order, and the other arguments."""
+    """Record the inputs of each block of the unpatched tower, with the patches in its own order."""
     seen: list[tuple[Tensor, dict[str, Any]]] = []
 
     def note(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ def seen_of(model: Any, inputs: Any) -> list[tuple[Tensor, dict[str, Any]]]:
 
 
 def items_of(model: Any, grids: Tensor) -> list[list[list[int]]]:
-    """The patches of each unit of each image or frame, by their places in the tower's sequence."""
+    """Return the patch indices of each unit of each image or frame, in the tower's sequence."""
     places, items, start = in_rows(tower_of(model), grids).tolist(), [], 0
     for frames, height, width in grids.tolist():
         for _ in range(frames):
@@ -88,7 +88,7 @@ def chosen(items: list[list[list[int]]], before: Tensor, now: Tensor) -> list[li
 
 
 def restored(y: dict[int, Tensor], h: Tensor, guides: dict[int, list[int]]) -> Tensor:
-    """All patches, of those in `y`; and each other one moved from `h` as far as its guides were on average."""
+    """Return all patches: kept patches from `y`, and dropped patches from `h` plus the mean change of their guides."""
     full = h.clone()
     for patch, value in y.items():
         full[patch] = value
@@ -100,7 +100,7 @@ def restored(y: dict[int, Tensor], h: Tensor, guides: dict[int, list[int]]) -> T
 def naive(
     model: Any, inputs: Any, grids: Tensor, layer: int, stabilise: int, neighbours: int
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """Return what leaves each block from `layer` on, brought back, patch by patch; and the units that stay."""
+    """Return the restored output of each block from `layer` on, patch by patch, and the kept units."""
     seen, items = seen_of(model, inputs), items_of(model, grids)
     h = seen[layer][0]
     kept = chosen(items, seen[layer - 1][0], h)
@@ -133,7 +133,7 @@ def naive(
 
 @contextmanager
 def leaving(model: Any, layer: int, states: list[Tensor]) -> Iterator[None]:
-    """Within, these are what leaves the blocks of the unpatched tower, from `layer` on."""
+    """Replace the outputs of the unpatched tower's blocks from `layer` on within this context."""
     pairs = zip(tower_of(model).blocks[layer:], states, strict=True)
     with hooked([block.register_forward_hook(lambda m, args, out, x=x: x) for block, x in pairs]):
         yield
@@ -142,8 +142,8 @@ def leaving(model: Any, layer: int, states: list[Tensor]) -> Iterator[None]:
 @pytest.mark.parametrize("batch", BATCHES, ids=("image", "video"))
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_tower_equals_the_one_that_runs_patch_by_patch(name: str, batch: dict[str, Any], build) -> None:
-    """With none, one and all of the blocks that attend to all; the last states, and those of deepstack."""
+def test_tower_matches_patchwise_reference(name: str, batch: dict[str, Any], build) -> None:
+    """With no, one, and all stabilised blocks; for the last states and for deepstack."""
     family, modality = FAMILIES[name], "video" if "video" in batch else "image"
     if modality == "video" and not family.video:
         pytest.skip("no videos")
@@ -168,8 +168,8 @@ def test_tower_equals_the_one_that_runs_patch_by_patch(name: str, batch: dict[st
 
 
 @torch.no_grad()
-def test_hidden_states_are_of_all_patches(build) -> None:
-    """Those that leave each block, on the output of the tower."""
+def test_hidden_states_cover_all_patches(build) -> None:
+    """Compare the hidden states after each block in the tower's output."""
     model, inputs = build(FAMILIES["qwen3_vl"]), FAMILIES["qwen3_vl"].make_inputs(images=(2, 1))
     grids, seen = inputs["image_grid_thw"], seen_of(model, inputs)
     for stabilise in (0, 1, 2):
@@ -185,7 +185,7 @@ def test_hidden_states_are_of_all_patches(build) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_an_image_is_encoded_as_if_alone(name: str, build) -> None:
+def test_images_are_encoded_independently(name: str, build) -> None:
     family, start = FAMILIES[name], 0
     model, inputs = model_of(name, build), family.make_inputs(images=(2, 1), sizes=((8, 12), (2, 2), (6, 10)))
     with tokenprune.patched(model, "ipcv", keep=KEEP, layer=1, stabilise=1):
@@ -200,7 +200,7 @@ def test_an_image_is_encoded_as_if_alone(name: str, build) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_keeping_all_changes_no_bit(name: str, build) -> None:
+def test_keep_all_is_bit_equal(name: str, build) -> None:
     model, inputs = model_of(name, build), FAMILIES[name].make_inputs(images=(2, 1))
     want = model(**inputs).logits
     for keep in (1.0, 10**4):
@@ -211,7 +211,7 @@ def test_keeping_all_changes_no_bit(name: str, build) -> None:
 @pytest.mark.parametrize("after", ["divprune", "fastv", None])
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_decoder_gets_all_and_a_method_after_the_tower_cuts_there(name: str, after: str | None, build) -> None:
+def test_later_method_cuts_restored_tokens(name: str, after: str | None, build) -> None:
     """Against a run of the unpatched model on the same features, with the columns of the others masked."""
     family = FAMILIES[name]
     model, inputs = model_of(name, build), drawn(family.make_inputs(images=(2, 1)))
@@ -239,7 +239,7 @@ def test_decoder_gets_all_and_a_method_after_the_tower_cuts_there(name: str, aft
 
 
 def way_back(hidden: Tensor, stayed: list[int], guides: list[list[int]]) -> Restoration:
-    """Of those that did not stay, by places among those that did."""
+    """Return the guides of the dropped patches as indices into the kept patches."""
     gone = [row for row in range(len(hidden)) if row not in stayed]
     starts = torch.tensor([0, *map(len, guides)]).cumsum(0)[:-1]
     mask = torch.zeros(1, len(hidden), dtype=torch.bool)
@@ -249,7 +249,7 @@ def way_back(hidden: Tensor, stayed: list[int], guides: list[list[int]]) -> Rest
     return Restoration(drop, range(1, 3), 5, hidden, torch.tensor(stayed), torch.tensor(gone), flat, starts)
 
 
-def test_what_left_moves_as_its_guides_did() -> None:
+def test_dropped_patches_move_with_neighbours() -> None:
     """Not at all where they did not; by a constant where all moved by it; and with one guide, its copy, along."""
     h = torch.randint(-8, 8, (6, 3), generator=torch.Generator().manual_seed(0)).float()
     h[4] = h[1]
@@ -266,7 +266,7 @@ def test_what_left_moves_as_its_guides_did() -> None:
     assert torch.equal(units.expand(left)[2:4], torch.zeros(2, 3))  # and without a way back nothing comes
 
 
-def test_guides_are_the_nearest_however_many_are_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_neighbours_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
     gone, kept = x[:30], x[30:]
     method = tokenprune.method("ipcv", neighbours=4)
@@ -280,7 +280,7 @@ def test_guides_are_the_nearest_however_many_are_compared_at_once(monkeypatch: p
     )
 
 
-def test_costs_tower_work_alone(build) -> None:
+def test_cost_saves_tower_work_only(build) -> None:
     model, load = CostModel.from_config(build(FAMILIES["qwen2_vl"]).config), Load((96,), 24, 10)
     method = tokenprune.method("ipcv", layer=1)
     whole, less = (model.predict(load, [method], [Budget.from_keep(keep)]) for keep in (1.0, 0.25))
@@ -288,7 +288,7 @@ def test_costs_tower_work_alone(build) -> None:
     assert less.tokens > model.predict(load, [tokenprune.method("towerdrop")], [Budget.from_keep(0.25)]).tokens
 
 
-def test_conforms_and_refuses(build) -> None:
+def test_conforms_and_rejects_invalid_setups(build) -> None:
     method = tokenprune.method("ipcv")
     check_method(method)
     assert "restores its tokens at the end of the tower, which needs transformers" in find_unserved_reason(method)
@@ -299,8 +299,8 @@ def test_conforms_and_refuses(build) -> None:
         tokenprune.patch(build(FAMILIES["glm4v"]), "ipcv", layer=1)
 
 
-def test_frames_are_whole_after_it(build) -> None:
-    """For a method that compares them, as they are after no other method in the tower."""
+def test_frames_are_complete_after_tower(build) -> None:
+    """Methods that compare frames may follow ipcv, unlike other tower methods."""
     model, inputs = build(FAMILIES["qwen2_vl"]), FAMILIES["qwen2_vl"].make_inputs(images=(0, 0), video=True)
     with tokenprune.patched(model, [tokenprune.method("ipcv", layer=1), "prunevid"], keep=0.5, record=True):
         model(**inputs)

@@ -8,7 +8,7 @@ from several_cuts import COUNTS, SHARES, best, rows, view, wanted
 from tests.unit.methods.naive.ivc_prune import naive_choice
 
 
-def test_made_up_tokens() -> None:
+def test_selection_matches_loop() -> None:
     method = tokenprune.method("ivc_prune")
     for seed, counts in enumerate(COUNTS):
         for share in SHARES:
@@ -24,8 +24,8 @@ def test_made_up_tokens() -> None:
             assert rows(method.select(tokens).keep) == want
 
 
-def test_the_first_two_tokens_of_text_rate_nothing() -> None:
-    """5b: in each other's place they change nothing, in the place of one that rates they do."""
+def test_first_two_text_tokens_do_not_rate() -> None:
+    """5b: swapping the first two text tokens changes nothing; swapping one with a rating token does."""
     method = tokenprune.method("ivc_prune", coordinates=0.0)
 
     def kept(order: list[int]) -> list[int]:
@@ -36,14 +36,14 @@ def test_the_first_two_tokens_of_text_rate_nothing() -> None:
     assert kept([0, 1, 2, 3, 4]) == kept([1, 0, 2, 3, 4]) != kept([2, 1, 0, 3, 4])
 
 
-def test_text_of_two_tokens_rates_all_the_same() -> None:
+def test_short_text_still_rates() -> None:
     tokens = view([40], [10], ("value_heads", "rotation"), seed=3)
     tokens.text.mask[0, 2:] = False
     want = naive_choice(*([0.0] * 40,) * 2, tokens.value_heads[0], tokens.text.value_heads[0, :2], 10, coordinates=0)
     assert rows(tokenprune.method("ivc_prune", coordinates=0).select(tokens).keep) == [want]
 
 
-def test_coordinates_depend_on_places_alone() -> None:
+def test_coordinates_depend_on_positions_only() -> None:
     one = view([40], [10], ("value_heads", "rotation"), seed=1)
     other = view([40], [10], ("value_heads", "rotation"), seed=2, rotation=one.rotation)
     method = tokenprune.method("ivc_prune")

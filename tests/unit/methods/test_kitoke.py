@@ -20,7 +20,7 @@ from videos import given, moving, select, shares_of
 
 @each(("change", "jump"), [(9.0, 0.02), (9.0, 0.3), (0.5, 9.0)])
 @each("cut", [1, 4, 6])
-def test_intervals(change: float, jump: float, cut: int) -> None:
+def test_intervals_match_loop(change: float, jump: float, cut: int) -> None:
     """Where frames are far apart, or farther than two neighbouring ones."""
     video = moving(7, 3, 4, seed=1, cut=cut, noise=0.1)
     _, unit = crowding(video.flatten(0, 1).tolist())
@@ -31,7 +31,7 @@ def test_intervals(change: float, jump: float, cut: int) -> None:
 
 
 @pytest.mark.parametrize("cut", [None, 2])
-def test_what_is_drawn_takes_the_rest(cut: int | None) -> None:
+def test_sampled_tokens_absorb_others(cut: int | None) -> None:
     video = moving(5, 4, 4, seed=2, cut=cut)
     selection = select("kitoke", given([video], [9], [(4, 4)]), seed=4)
     kept = selection.keep[0].nonzero().flatten().tolist()
@@ -41,7 +41,7 @@ def test_what_is_drawn_takes_the_rest(cut: int | None) -> None:
         assert got[to] == pytest.approx(group, rel=1e-3)
 
 
-def test_a_draw_is_the_seeds() -> None:
+def test_seed_determines_samples() -> None:
     video, other = moving(4, 4, 4, seed=3), moving(6, 3, 3, seed=5)
     one = select("kitoke", given([video], [12], [(4, 4)]), seed=1).keep
     assert torch.equal(one, select("kitoke", given([video], [12], [(4, 4)]), seed=1).keep)
@@ -51,7 +51,7 @@ def test_a_draw_is_the_seeds() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 5, 12, 19])
-def test_chances_sum_to_what_is_drawn(number: int) -> None:
+def test_probabilities_sum_to_sample_count(number: int) -> None:
     weight = torch.rand(20, generator=torch.Generator().manual_seed(number)).double() ** 4 + 1e-3
     chance = compute_probabilities(weight, number)
     assert chance.sum().item() == pytest.approx(number) and chance.max() <= 1
@@ -61,7 +61,7 @@ def test_chances_sum_to_what_is_drawn(number: int) -> None:
     assert not free.all() or chance.argmax() == weight.argmax()
 
 
-def test_each_is_drawn_as_often_as_its_chance_says() -> None:
+def test_sampling_frequencies_match_probabilities() -> None:
     chance = [1.0, 0.5, 0.05, 0.9, 0.3, 0.25]
     often = [0] * 6
     for seed in range(2000):
@@ -73,8 +73,8 @@ def test_each_is_drawn_as_often_as_its_chance_says() -> None:
     assert [n / 2000 for n in often] == pytest.approx(chance, abs=0.04)
 
 
-def test_copies_share_one_chance() -> None:
-    """A token and its four copies are drawn as often together as one token that stands alone."""
+def test_copies_share_one_probability() -> None:
+    """A token and its four copies are sampled as often in total as a single distinct token."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(6, 30, generator=g) * 10
     many = torch.cat([x, x[:1].repeat(4, 1)])
@@ -89,7 +89,7 @@ def test_copies_share_one_chance() -> None:
     )
 
 
-def test_a_static_video_has_no_cut() -> None:
+def test_static_video_has_one_interval() -> None:
     frame = moving(1, 4, 4, noise=0.0)
     selection = select("kitoke", given([frame.repeat(6, 1, 1)], [10], [(4, 4)]), sample=False)
     groups = shares_of(selection, 0, 96)

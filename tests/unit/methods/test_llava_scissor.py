@@ -22,8 +22,8 @@ from videos import compare, given, moving, select, shares_of
 # The loops are slow: small videos.
 @each("cut", [None, 2])
 @each(("keep", "noise"), [(1, 0.15), (6, 0.15), (14, 0.15), (44, 0.15), (20, 0.01), (38, 0.01)])
-def test_against_a_naive_loop(keep: int, noise: float, cut: int | None) -> None:
-    """With little noise the number of components jumps, and most of it is left to settle."""
+def test_matches_naive_loop(keep: int, noise: float, cut: int | None) -> None:
+    """With little noise the number of components jumps, so that many tokens need an exact correction."""
     video, other = moving(5, 3, 3, seed=1, cut=cut, noise=noise), moving(1, 2, 3, seed=2)
     selection = select("llava_scissor", given([video, other], [keep, 3], [(3, 3), (2, 3)]))
     for row, (one, number) in enumerate(((video, keep), (other, 3))):
@@ -33,8 +33,8 @@ def test_against_a_naive_loop(keep: int, noise: float, cut: int | None) -> None:
 
 
 @pytest.mark.parametrize("threshold", [-1.0, 0.3, 0.9, 1.0])
-def test_a_threshold_decides(threshold: float) -> None:
-    """At 1 nothing is connected; below the least cosine all is one token."""
+def test_threshold_decides_count(threshold: float) -> None:
+    """At 1 no tokens are connected; below the smallest cosine all tokens are."""
     video = moving(4, 3, 3, seed=3, cut=2, noise=0.1)
     method = tokenprune.method("llava_scissor", exact=False, threshold=threshold)
     selection = method.select(given([video], [9], [(3, 3)]))
@@ -46,8 +46,8 @@ def test_a_threshold_decides(threshold: float) -> None:
     assert method.chooses_count and not tokenprune.method("llava_scissor").chooses_count
 
 
-def test_the_most_similar_representatives_merge() -> None:
-    """A mean counts as many of its components' means as it is made of."""
+def test_most_similar_representatives_merge() -> None:
+    """A mean is weighted by the number of its component means."""
     means = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [-1.0, 0.0]])
     found = scissor._Representatives(
         means, torch.tensor([3, 1, 2, 1]), torch.tensor([0, 1, 2, 3, 1]), torch.ones(5).long()
@@ -58,7 +58,7 @@ def test_the_most_similar_representatives_merge() -> None:
     assert left.size.tolist() == [6, 1] and left.group.tolist() == [0, 0, 0, 1, 0]
 
 
-def test_a_batch_is_its_videos_with_a_newline_or_without() -> None:
+def test_batch_matches_single_videos() -> None:
     def part(video: Tensor, attention: Tensor, keep: int, grid: Any) -> dict[int, dict]:
         return shares_of(select("llava_scissor", given([video], [keep], [grid])), 0, video.shape[0] * video.shape[1])
 
@@ -66,8 +66,8 @@ def test_a_batch_is_its_videos_with_a_newline_or_without() -> None:
     compare("llava_scissor", part, 0.6, 3, newline=False)
 
 
-def test_every_token_is_in_one_mean_in_whatever_order() -> None:
-    """Places of a frame in another order make the same groups."""
+def test_groups_partition_tokens_in_any_order() -> None:
+    """Permuting the patches of a frame gives the same groups."""
     video = moving(4, 3, 4, seed=4, noise=0.1)
     turn = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     method = tokenprune.method("llava_scissor", exact=False)
@@ -78,14 +78,14 @@ def test_every_token_is_in_one_mean_in_whatever_order() -> None:
     assert sorted(map(sorted, back)) == sorted(map(sorted, groups.values()))
 
 
-def test_a_static_video() -> None:
+def test_static_video_becomes_one_frame() -> None:
     frame = moving(1, 3, 3, noise=0.0)
     groups = shares_of(select("llava_scissor", given([frame.repeat(4, 1, 1)], [9], [(3, 3)])), 0, 36)
     assert sorted(map(sorted, groups.values())) == [[p, p + 9, p + 18, p + 27] for p in range(9)]
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.5, 0.8])
-def test_components(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_components_match_search(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a table of all pairs, a few rows at a time, and of several graphs at once."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(2, 40, 4, generator=g)
@@ -100,9 +100,9 @@ def test_components(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
     near = (direction @ direction.transpose(1, 2)).clamp(max=1) > threshold
     assert connected_components(near).tolist() == want
     assert connected_components(direction[0], threshold).tolist() == want[0]
-    monkeypatch.setattr(kernels, "_AT_ONCE", 100)
+    monkeypatch.setattr(kernels, "_MAX_ELEMENTS", 100)
     assert connected_components(direction[1], threshold).tolist() == want[1]
-    monkeypatch.setattr(kernels, "_BROAD", 5)
+    monkeypatch.setattr(kernels, "_MIN_COLUMNS", 5)
     assert connected_components(direction[1], threshold).tolist() == want[1]
     # A chain as long as can be.
     place = torch.arange(33)
@@ -113,11 +113,11 @@ def test_components(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("pairs", [3, 8, 32])
-def test_components_of_pairs_that_are_known(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of tokens among tokens alone; below what is known all are compared, more pairs than expected raise it."""
+def test_components_of_known_pairs(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known pairs give the same components; below their threshold, or with too many pairs, all tokens are compared."""
     monkeypatch.setattr(kernels, "_PAIRS", pairs)
-    monkeypatch.setattr(kernels, "_AT_ONCE", 1000)
-    monkeypatch.setattr(kernels, "_BROAD", 20)
+    monkeypatch.setattr(kernels, "_MAX_ELEMENTS", 1000)
+    monkeypatch.setattr(kernels, "_MIN_COLUMNS", 20)
     g = torch.Generator().manual_seed(2)
     x = normalize(torch.randn(12, 6, generator=g).repeat(9, 1) + 0.4 * torch.randn(108, 6, generator=g))
     x[::7] = x[0]
@@ -135,7 +135,7 @@ def test_components_of_pairs_that_are_known(pairs: int, monkeypatch: pytest.Monk
     assert compared == [one for one in tried if one < max(known.least, known._pairs[0]) or one == 1] != tried
 
 
-def test_many_tokens_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_need_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = given([moving(6, 4, 5, seed=5, noise=0.2), moving(4, 3, 3, noise=0.3)], [30, 5], [(4, 5), (3, 3)])
     whole = select("llava_scissor", tokens)
     monkeypatch.setattr("tokenprune.kernels.farthest.TABLE", 0)
@@ -145,7 +145,7 @@ def test_many_tokens_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(again.keep, whole.keep) and torch.equal(again.assign, whole.assign)
 
 
-def test_many_merges_one_after_the_other() -> None:
+def test_repeated_merges_match_loop() -> None:
     """Of representatives that changed, too: against all cosines, each time anew."""
     g = torch.Generator().manual_seed(7)
     mean, size = torch.randn(40, 5, generator=g, dtype=torch.double), torch.randint(1, 4, (40,), generator=g)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mustdrop beyond its loop: thresholds, the key set in a model, counts; numbers are those of the description's
-invariants."""
+"""mustdrop beyond its loop: thresholds, protected tokens, counts; the numbers refer to the invariants of its
+description."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oracle import survivors
 from several_cuts import counts_of
 from tests.unit.methods.naive.mustdrop import ties
 from tokenprune import Budget, VisualTokens
-from tokenprune.selection import observable
+from tokenprune.selection import observable_bases
 from tokenprune.testing import visual_tokens
 from zoo import FAMILIES, IMAGE
 
@@ -34,7 +34,7 @@ def kept(tokens: VisualTokens, **options: Any) -> list[list[int]]:
 
 @each("protected", [0.0, 0.08, 0.5])
 @each("thresholds", [(0.03, 0.9), (0.02, 0.99), (0.0, 0.5), (0.5, 0.0), (1.0, 1.1), (0.05, 2.0)])
-def test_thresholds_against_a_loop(thresholds: tuple[float, float], protected: float) -> None:
+def test_thresholds_match_loop(thresholds: tuple[float, float], protected: float) -> None:
     for keep in (COUNTS, [12, 5, 1]):
         for seed in range(3):
             tokens = view(keep, seed=seed)
@@ -43,7 +43,7 @@ def test_thresholds_against_a_loop(thresholds: tuple[float, float], protected: f
             assert all(1 <= len(row) <= most for row, most in zip(got, keep, strict=True))
 
 
-def test_a_threshold_of_zero_drops_nothing() -> None:
+def test_zero_thresholds_drop_nothing() -> None:
     """4: of either, since both have to be missed."""
     for thresholds in ((0.0, 9.0), (9.0, 0.0)):
         assert kept(view(COUNTS), thresholds=thresholds) == [list(range(count)) for count in COUNTS]
@@ -61,8 +61,8 @@ def test_higher_thresholds_drop_more() -> None:
     assert len({str(one) for one in found}) > 4 and found[-1] == key
 
 
-def test_a_longer_row_changes_what_words_say_alone() -> None:
-    """6: the share of the attention has no unit, what a word pays has one."""
+def test_attention_scale_changes_only_word_scores() -> None:
+    """6: the share is scale-invariant, the highest attention from a word is not."""
     for factor in (0.25, 4.0):
         tokens = view(COUNTS)
         scaled = view(COUNTS, text_sum_and_max=tokens.text_sum_and_max * factor)
@@ -71,7 +71,7 @@ def test_a_longer_row_changes_what_words_say_alone() -> None:
 
 
 @pytest.mark.parametrize("keep", [1 / 3, 0.22, 0.6, 192, Budget(average_tokens=128)])
-def test_counts_fall_by_one_ratio_and_meet_the_average(keep: Any) -> None:
+def test_counts_fall_by_constant_ratio(keep: Any) -> None:
     """8 and 9."""
     cuts = counts_of(tokenprune.method("mustdrop"), 32, 576, keep)
     layers, counts = map(list, zip(*cuts, strict=True))
@@ -87,7 +87,7 @@ def test_counts_fall_by_one_ratio_and_meet_the_average(keep: Any) -> None:
         assert max(ratios) - min(ratios) < 0.02
 
 
-def test_where_no_text_is_behind_the_prompts_last_token_rates() -> None:
+def test_last_token_rates_without_text() -> None:
     tokens = view([12, 5, 3])
     given = {name: getattr(tokens, name) for name in ("hidden", "last_row_attention")}
     alone = visual_tokens(
@@ -103,9 +103,8 @@ def test_where_no_text_is_behind_the_prompts_last_token_rates() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 10**6])
 def test_thresholds_in_a_model(rows: int, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The content decides, whether the text's rows are made one by one or in one go; every cut keeps at most what the
-    one before did."""
-    monkeypatch.setattr(observable, "_ELEMENTS", rows)
+    """Counts follow the content and never grow from cut to cut, also with chunked text rows."""
+    monkeypatch.setattr(observable_bases, "_MAX_ELEMENTS", rows)
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 1))
     assert tokenprune.method("mustdrop", thresholds=(1.0, 1.0)).chooses_count
@@ -128,7 +127,7 @@ def test_thresholds_in_a_model(rows: int, build: Any, monkeypatch: pytest.Monkey
 
 
 @torch.no_grad()
-def test_the_tower_protects_in_a_model(build: Any) -> None:
+def test_tower_attention_protects_tokens_in_model(build: Any) -> None:
     """3 and 7: by the class token's row in the last block that is read; no question changes that."""
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 1))

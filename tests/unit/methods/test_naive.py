@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every row of the table in tests/unit/methods/naive: a method against its loop, and what goes for all methods."""
+"""Every row of the table in tests/unit/methods/naive: a method against its naive loop, and the rules of all methods."""
 
 from __future__ import annotations
 

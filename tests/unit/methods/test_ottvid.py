@@ -20,8 +20,8 @@ from tokenprune.methods.video.ottvid import count_picks
 from videos import attention_of, cos, given, moving, same, select, shares_of
 
 
-def test_equals_the_loop_in_200_cases() -> None:
-    """Other sizes, budgets, thresholds and attention in each, on grounds that stand still more or less."""
+def test_matches_loop_in_200_cases() -> None:
+    """With varying sizes, budgets, thresholds, attention, and amounts of motion."""
     draw = random.Random(0)
     for case in range(200):
         frames, grid = draw.randint(2, 4), (draw.randint(1, 2), draw.randint(2, 4))
@@ -37,7 +37,7 @@ def test_equals_the_loop_in_200_cases() -> None:
 
 
 @each("case", [(0, 12, 30), (6, 8, 12), (7, 12, 20), (11, 12, 30), (13, 8, 12)])
-def test_small_budgets_share_the_surplus_of_full_pairs_again(case: tuple[int, int, int]) -> None:
+def test_surplus_is_shared_among_pairs(case: tuple[int, int, int]) -> None:
     """In these videos some pairs of frames cannot give up their part; without the second round the counts differ."""
     seed, frames, keep = case
     video = moving(frames, 4, 6, seed=seed, cut=4, noise=0.1)
@@ -47,8 +47,8 @@ def test_small_budgets_share_the_surplus_of_full_pairs_again(case: tuple[int, in
 
 
 @pytest.mark.parametrize("threshold", [0.05, math.inf])
-def test_threshold(threshold: float) -> None:
-    """What costs too much is dropped with all that merged into it; nothing does, and each pick is in a mean."""
+def test_threshold_drops_expensive_picks(threshold: float) -> None:
+    """Expensive picks are dropped with all tokens merged into them. A large threshold drops no picks."""
     video = moving(5, 4, 4, seed=1, cut=2)
     got = shares_of(select("ottvid", given([video], [20], [(4, 4)]), threshold=threshold), 0, 80)
     same(got, naive(video, attention_of(video), 20, (4, 4), threshold))
@@ -57,8 +57,8 @@ def test_threshold(threshold: float) -> None:
     assert members == picks if threshold == math.inf else members < picks
 
 
-def test_picks_of_frames() -> None:
-    """The paper's number where it can lead to what is asked for; else one that can."""
+def test_count_picks_is_feasible() -> None:
+    """The paper's number is used if it can reach the budget, else the closest feasible number."""
     assert count_picks(58, [36] * 16) == int(36 * (58 / 576) ** 0.7) and count_picks(7, [36]) == 7
     for frames in (2, 5, 16):
         for places in (1, 9, 36):
@@ -68,8 +68,8 @@ def test_picks_of_frames() -> None:
                 assert frames * k - keep <= (frames - 1) * (k - 1 if keep >= frames else k)
 
 
-def test_the_greedy_choice_gains_most_at_each_step() -> None:
-    """By brute force over sets of two; and the first covers best alone."""
+def test_greedy_selection_maximises_gain() -> None:
+    """By brute force over pairs; the first pick has the best single coverage."""
     g = torch.Generator().manual_seed(0)
     x, weight = torch.randn(3, 9, 5, generator=g), torch.rand(3, 9, generator=g)
     mask = torch.ones(3, 9, dtype=torch.bool)
@@ -83,7 +83,7 @@ def test_the_greedy_choice_gains_most_at_each_step() -> None:
         assert two[row].nonzero().flatten().tolist() == sorted(pair)
 
 
-def test_transport_carries_the_masses() -> None:
+def test_transport_preserves_masses() -> None:
     g = torch.Generator().manual_seed(0)
     cost = torch.rand(2, 4, 5, generator=g)
     rows, columns = torch.randn(2, 4, generator=g).log_softmax(1), torch.randn(2, 5, generator=g).log_softmax(1)
@@ -97,8 +97,8 @@ def test_transport_carries_the_masses() -> None:
     np.testing.assert_allclose(plan[0].numpy(), want, atol=1e-4)
 
 
-def test_a_static_video() -> None:
-    """All pairs give up as many, and merge at the same place."""
+def test_static_video_merges_same_patches() -> None:
+    """All pairs merge the same number of picks, at equal patches."""
     frame = moving(1, 4, 4, noise=0.0)
     attention = [attention_of(frame).repeat(5, 1)]
     groups = shares_of(select("ottvid", given([frame.repeat(5, 1, 1)], [20], [(4, 4)], attention=attention)), 0, 80)
@@ -108,7 +108,7 @@ def test_a_static_video() -> None:
     assert of_frame[0] == k and max(of_frame[1:]) - min(of_frame[1:]) <= 1
 
 
-def test_attention_of_nothing_counts_all_alike() -> None:
+def test_zero_attention_weights_tokens_equally() -> None:
     video: Any = moving(2, 3, 3)
     none, equal = (
         select("ottvid", given([video], [6], [(3, 3)], attention=[torch.full((2, 9), value)])) for value in (0.0, 1 / 9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pact against a loop written from its description; numbers are those of the description's invariants."""
+"""pact against a loop written from its description; the numbers refer to its invariants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def select(tokens: VisualTokens, **options: Any) -> Selection:
 
 
 def groups(selection: Selection, row: int, count: int) -> tuple[list[int], dict[int, int]]:
-    """Return the tokens that stay, and the one that each other token joins."""
+    """Return the kept tokens, and the target of each other token."""
     kept = selection.keep[row].nonzero().flatten().tolist()
     assign = selection.assign[row, :count].tolist()
     return kept, {i: to for i, to in enumerate(assign) if to >= 0 and to != i}
@@ -40,7 +40,7 @@ def score_of(tokens: VisualTokens, row: int) -> list[float]:
 
 
 def clustered(count: int, keep: int, seed: int = 0, spread: float = 0.2) -> VisualTokens:
-    """One image, whose keys lie around nine points."""
+    """Return one image with keys around nine points."""
     g = torch.Generator().manual_seed(seed)
     keys = torch.randn(9, 12, generator=g)[torch.randint(9, (count,), generator=g)]
     keys = keys + spread * torch.randn(count, 12, generator=g)
@@ -50,7 +50,7 @@ def clustered(count: int, keep: int, seed: int = 0, spread: float = 0.2) -> Visu
 @pytest.mark.parametrize(
     "options", [{}, {"share": 1.0}, {"share": 0.1, "reach": 0.0}, {"cutoff": 0.21}, {"cutoff": 0.6}]
 )
-def test_against_a_loop(options: dict[str, float]) -> None:
+def test_matches_loop(options: dict[str, float]) -> None:
     for seed, counts in enumerate(COUNTS):
         for share in SHARES:
             tokens = view(counts, wanted(counts, share), NEEDS, seed=seed)
@@ -64,8 +64,8 @@ def test_against_a_loop(options: dict[str, float]) -> None:
 
 
 @each("keep", [1, 5, 9, 12, 30, 59])
-def test_clusters_against_a_loop(keep: int) -> None:
-    """9: exact, whatever the keys: where most of them are alike, the number of centres jumps."""
+def test_clusters_match_loop(keep: int) -> None:
+    """9: the count is exact, also if similar keys make the number of centres jump."""
     for seed, spread in ((0, 0.2), (1, 0.08), (2, 0.0)):
         tokens = clustered(60, keep, seed, spread)
         selection = select(tokens)
@@ -74,8 +74,8 @@ def test_clusters_against_a_loop(keep: int) -> None:
 
 
 @pytest.mark.parametrize("cutoff", [0.0, 0.05, 0.2, 0.7, 2.0])
-def test_what_a_cutoff_means(cutoff: float) -> None:
-    """2, 4 and 5: centres are further apart, what matters is within it, and what is gone is beyond its reach."""
+def test_cutoff_bounds_distance(cutoff: float) -> None:
+    """2, 4 and 5: centres are further apart, important tokens are within it, dropped tokens are beyond the reach."""
     tokens = clustered(60, 30)
     kept, into = groups(select(tokens, cutoff=cutoff), 0, 60)
     keys = tokens.keys[0].double()
@@ -88,7 +88,7 @@ def test_what_a_cutoff_means(cutoff: float) -> None:
         assert (i in kept or i in into) == (i in matters or nearest <= 1.5 * cutoff)
 
 
-def test_rounds_find_what_one_after_the_other_finds() -> None:
+def test_rounds_match_sequential_selection() -> None:
     """3: among tokens of all densities."""
     g = torch.Generator().manual_seed(0)
     for size in (1, 2, 7, 40):
@@ -101,19 +101,19 @@ def test_rounds_find_what_one_after_the_other_finds() -> None:
             )
 
 
-def test_many_tokens_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_comparison_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a table of all pairs."""
     made = []
     for number in (None, 1):
         if number:
             monkeypatch.setattr(farthest, "TABLE", 0)
-            monkeypatch.setattr(pairs, "_AT_ONCE", number)
+            monkeypatch.setattr(pairs, "_MAX_ELEMENTS", number)
         made.append([groups(select(clustered(300, keep)), 0, 300) for keep in (20, 150)])
     assert made[0] == made[1]
 
 
-def test_a_cutoff_of_zero_merges_copies_alone() -> None:
-    """1: with all tokens; a merged token is what its copies are."""
+def test_cutoff_of_zero_merges_copies_only() -> None:
+    """1: with all tokens, a merged token equals its copies."""
     keys = torch.randn(1, 20, 12, generator=torch.Generator().manual_seed(0)).repeat(1, 2, 1)
     tokens = view([40], [30], NEEDS, keys=keys, hidden=keys)
     selection = select(tokens, cutoff=0.0, share=1.0)
@@ -121,8 +121,8 @@ def test_a_cutoff_of_zero_merges_copies_alone() -> None:
     torch.testing.assert_close(merged(tokens, selection)[0, :20], keys[0, :20])
 
 
-def test_copies_of_a_centre_join_it_though_they_do_not_matter() -> None:
-    """At any reach; what else does not matter is gone."""
+def test_unimportant_copies_join_centre() -> None:
+    """At any reach; other unimportant tokens are dropped."""
     keys = torch.randn(1, 20, 12, generator=torch.Generator().manual_seed(0))
     keys = torch.cat([keys.repeat(1, 2, 1), -keys], dim=1)
     attention = (torch.arange(60) < 20).float().expand(1, 2, -1)
@@ -132,7 +132,7 @@ def test_copies_of_a_centre_join_it_though_they_do_not_matter() -> None:
     assert groups(selection, 0, 60) == (list(range(20)), {20 + i: i for i in range(20)})
 
 
-def test_a_cluster_becomes_its_mean() -> None:
+def test_cluster_becomes_mean() -> None:
     tokens = clustered(60, 9)
     selection = select(tokens)
     out = merged(tokens, selection)[0]
@@ -142,21 +142,21 @@ def test_a_cluster_becomes_its_mean() -> None:
         torch.testing.assert_close(out[centre], tokens.hidden[0, members].mean(0))
 
 
-def test_where_it_cuts() -> None:
+def test_default_layer() -> None:
     """Behind layer 4 of 28, whose queries and keys rate."""
     assert counts_of(tokenprune.method("pact"), 28, 100, 0.25) == [(5, 25)]
     assert counts_of(tokenprune.method("pact"), 2, 100, 0.25) == [(1, 25)]
     assert counts_of(tokenprune.method("pact", layer=3), 28, 100, 0.25) == [(3, 25)]
 
 
-def test_it_is_safe_with_a_prefix_cache_and_by_content_with_a_cutoff() -> None:
+def test_prefix_cache_safe_and_content_count_with_cutoff() -> None:
     method = tokenprune.method("pact", cutoff=0.3)
     check_method(method)
     assert method.chooses_count and not tokenprune.method("pact").chooses_count
     assert method.prefix_cache_safe and not method.query_aware
 
 
-def test_a_token_without_a_number_matters_least() -> None:
+def test_nan_token_is_least_important() -> None:
     attention = torch.rand(1, 2, 10, generator=torch.Generator().manual_seed(0))
     attention[0, :, 3] = torch.nan
     tokens = visual_tokens(

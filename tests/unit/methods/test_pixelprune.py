@@ -24,7 +24,7 @@ DISTANCES = {
 
 
 def naive(pixels: Tensor, threshold: float, metric: str = "max", by_neighbours: bool = False) -> tuple[Tensor, Tensor]:
-    """Which units stay, and what stands for each unit, one unit at a time."""
+    """Return the kept units and the replacement of each unit, in a loop over units."""
     frames, height, width, _ = pixels.shape
     keep = torch.ones(frames, height, width, dtype=torch.bool)
     x = pixels.numpy()
@@ -94,7 +94,7 @@ def grid(request: pytest.FixtureRequest) -> Tensor:
 
 @each("metric", METRICS)
 @each("threshold", [0.0, 0.005, 0.02, 0.11, 0.5])
-def test_both_forms_equal_the_loop(grid: Tensor, threshold: float, metric: str) -> None:
+def test_both_forms_match_loop(grid: Tensor, threshold: float, metric: str) -> None:
     found = predict_anchored(grid, threshold, metric)
     want, stands = naive(grid, threshold, metric)
     assert torch.equal(found.keep, want)
@@ -107,14 +107,14 @@ def test_both_forms_equal_the_loop(grid: Tensor, threshold: float, metric: str) 
 
 
 @each("threshold", [0.0, 0.02, 0.11, 0.3])
-def test_nothing_is_further_than_the_threshold_from_what_stands_for_it(grid: Tensor, threshold: float) -> None:
+def test_pixels_are_within_threshold_of_replacement(grid: Tensor, threshold: float) -> None:
     source = predict_anchored(grid, threshold, "max").source.flatten()
     flat = grid.flatten(0, 2)
     assert float((flat - flat[source]).abs().max()) <= threshold * (1 + 1e-4)
     assert torch.equal(source[source], source)  # what stands for others is kept itself
 
 
-def test_without_anchors_a_slow_gradient_goes_whole() -> None:
+def test_unanchored_drops_slow_gradient() -> None:
     ramp = (torch.arange(40) / 100)[None, None, :, None].expand(1, 1, 40, P)
     assert int(tokenprune.method("pixelprune", threshold=0.02, anchored=False).keep_units(ramp, EVERYTHING).sum()) == 1
     assert int(tokenprune.method("pixelprune", threshold=0.02).keep_units(ramp, EVERYTHING).sum()) == 14
@@ -124,14 +124,14 @@ def keep_of(pixels: Tensor, most: int = EVERYTHING, **options: object) -> Tensor
     return tokenprune.method("pixelprune", **options).keep_units(pixels, most)
 
 
-def test_a_plain_image_keeps_one_unit() -> None:
+def test_uniform_image_keeps_one_unit() -> None:
     keep = keep_of(torch.full((1, 9, 7, P), 0.4))
     assert keep.nonzero().tolist() == [[0, 0, 0]]
     assert keep_of(torch.full((4, 9, 7, P), 0.4)).nonzero().tolist() == [[0, 0, 0]]  # of a still video, too
 
 
 @pytest.mark.parametrize("size", [2, 5, 11])
-def test_a_rectangle_keeps_its_corners(size: int) -> None:
+def test_rectangle_keeps_corners(size: int) -> None:
     """Edges are predicted, whichever way they run: however large the rectangle, as many units stay."""
     x = torch.zeros(1, size + 4, size + 4, P)
     x[:, 2 : 2 + size, 2 : 2 + size] = 1
@@ -143,7 +143,7 @@ def test_noise_keeps_all() -> None:
     assert keep_of(noise(1, 8, 9)).all() and keep_of(noise(3, 4, 5)).all()
 
 
-def test_what_does_not_move_is_seen_once() -> None:
+def test_static_content_is_kept_once() -> None:
     frame = noise(1, 6, 5)
     moved = frame.clone()
     moved[0, 2, 3] += 0.5
@@ -151,7 +151,7 @@ def test_what_does_not_move_is_seen_once() -> None:
     assert [int(one.sum()) for one in keep] == [30, 0, 1, 1]
 
 
-def test_a_larger_threshold_keeps_fewer() -> None:
+def test_larger_threshold_keeps_fewer() -> None:
     for pixels in (page(), steps(1, 9, 7), noise(1, 6, 5), steps(3, 5, 6)):
         counts = [int(keep_of(pixels, threshold=tau).sum()) for tau in (0.0, 0.011, 0.1, 0.2, 0.35, 0.6, 1.0)]
         assert counts == sorted(counts, reverse=True) and counts[-1] == 1
@@ -159,7 +159,7 @@ def test_a_larger_threshold_keeps_fewer() -> None:
 
 
 @each(("name", "metric"), [*((name, "max") for name in GRIDS), ("page", "mae"), ("steps", "rmse")])
-def test_a_bound_is_met_exactly_and_only_where_it_binds(name: str, metric: str) -> None:
+def test_bound_is_exact_if_exceeded(name: str, metric: str) -> None:
     grid = GRIDS[name]
     exact = keep_of(grid, metric=metric)
     for most in {1, 2, grid[..., 0].numel() // 2 or 1, int(exact.sum()), EVERYTHING}:
@@ -170,7 +170,7 @@ def test_a_bound_is_met_exactly_and_only_where_it_binds(name: str, metric: str) 
     assert torch.equal(keep_of(grid, int(exact.sum()), metric=metric), exact)
 
 
-def test_a_bound_drops_the_plain_before_the_detailed() -> None:
+def test_bound_drops_smallest_errors_first() -> None:
     """A faint texture goes before strokes of text; and where no threshold leaves the number, the smallest errors go."""
     x = torch.full((1, 6, 8, P), 0.9)
     x[0, 1:3] += 0.02 * noise(2, 8)
@@ -182,21 +182,21 @@ def test_a_bound_drops_the_plain_before_the_detailed() -> None:
     assert keep_of(equal_steps, 4)[0, 0].tolist() == [True] * 4 + [False] * 5  # ties: the first stay
 
 
-def test_a_bound_on_a_gradient_spreads_over_it() -> None:
-    """The threshold is searched for, so that what stands for a unit is never far from it."""
+def test_bound_spreads_over_gradient() -> None:
+    """The threshold search keeps each replacement close to its unit."""
     ramp = (torch.arange(40) / 100)[None, None, :, None].expand(1, 1, 40, P)
     places = keep_of(ramp, 14)[0, 0].nonzero()[:, 0]
     assert len(places) == 14 and int(torch.cat([places, torch.tensor([40])]).diff().max()) <= 4
 
 
-def test_a_threshold_and_a_bound_together() -> None:
+def test_threshold_with_bound() -> None:
     x = steps(1, 9, 7)
     alone = keep_of(x, threshold=0.02)
     assert torch.equal(keep_of(x, 60, threshold=0.02), alone)
     assert int(keep_of(x, 10, threshold=0.02).sum()) == 10 < int(alone.sum())
 
 
-def test_colours_that_were_normalised_meet_the_threshold_that_they_are_at() -> None:
+def test_normalised_colors_meet_threshold() -> None:
     """(x - mean) / std and back rounds; a step of exactly two levels of 255 is similar at 2 / 255."""
     levels = torch.arange(0, 254, 2).float() / 255
     back = (levels - 0.48145466) / 0.26862954 * 0.26862954 + 0.48145466
@@ -205,13 +205,13 @@ def test_colours_that_were_normalised_meet_the_threshold_that_they_are_at() -> N
     assert int(keep_of(x, threshold=1.9 / 255, anchored=False).sum()) == len(levels)
 
 
-def test_not_a_number_is_similar_to_nothing() -> None:
+def test_nan_is_similar_to_nothing() -> None:
     x = torch.zeros(1, 3, 3, P)
     x[0, 1, 1, 0] = torch.nan
     assert keep_of(x)[0, 1, 1] and predict_anchored(x, 0.1, "max").keep[0, 1, 1]
 
 
-def test_all_is_kept_by_keep_1_and_nothing_contradicts_it() -> None:
+def test_keep_one_keeps_all_and_rejects_threshold() -> None:
     method = tokenprune.method("pixelprune")
     assert method.is_identity(Budget(keep=1.0)) and not method.is_identity(Budget.from_keep(method.default_keep))
     with pytest.raises(OptionError, match=r"keep=1.0 drops no tokens, but threshold=0.02 does"):
@@ -232,21 +232,21 @@ def naive_in_time(pixels: Tensor, threshold: float, metric: str, by_neighbours: 
 @each("metric", METRICS)
 @each("threshold", [0.0, 0.005, 0.02, 0.11, 0.5])
 @each("by", [True, False])
-def test_against_the_frame_before_alone(grid: Tensor, threshold: float, metric: str, by: bool) -> None:
+def test_before_compares_with_previous_frame(grid: Tensor, threshold: float, metric: str, by: bool) -> None:
     """The form of DTD on pixels: the first frame stays whole, and an image."""
     options = {"neighbours": "before", "threshold": threshold, "metric": metric, "anchored": not by}
     kept = keep_of(grid, **options)
     assert torch.equal(kept, naive_in_time(grid, threshold, metric, by)) and kept[0].all()
 
 
-def test_a_slow_change_counts_once_it_adds_up() -> None:
+def test_slow_change_accumulates() -> None:
     video = (torch.arange(9) * 0.04)[:, None, None, None].expand(9, 2, 3, P)
     by_frame = [int(one.sum()) for one in keep_of(video, neighbours="before", threshold=0.1)]
     assert by_frame == [6, 0, 0, 6, 0, 0, 6, 0, 0]
     assert int(keep_of(video, neighbours="before", threshold=0.1, anchored=False).sum()) == 6
 
 
-def test_under_a_bound_what_changed_most_stays() -> None:
+def test_bound_keeps_largest_changes() -> None:
     """As many as the bound, the first frame and the largest changes; less than a frame is spread over it."""
     video = noise(5, 4, 6)
     for most in (24, 31, 60, 119, 120):
@@ -259,7 +259,7 @@ def test_under_a_bound_what_changed_most_stays() -> None:
     assert int(keep_of(video[:1], 6, neighbours="before").sum()) == 6  # an image
 
 
-def test_later_frames_change_nothing_without_a_bound() -> None:
+def test_later_frames_do_not_change_selection_without_bound() -> None:
     video = steps(6, 4, 5, levels=2)
     whole = keep_of(video, neighbours="before", threshold=0.02)
     assert all(torch.equal(keep_of(video[:n], neighbours="before", threshold=0.02), whole[:n]) for n in range(1, 6))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prumerge and prumerge_plus against loops written from their description; numbers are those of its invariants."""
+"""prumerge and prumerge_plus against naive loops."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_adaptive_count_equals_the_authors(name: str, merge: str) -> None:
         assert kept_of(select(name, tokens, merge=merge, exact=False).keep) == [kept] and kept
         assert len(kept) == 1 or bool(given.max() == 1)
     whole = tower_tokens([([(8, 8)], 0)], [64])
-    assert select(name, whole, exact=False).keep.all()  # nothing is to go
+    assert select(name, whole, exact=False).keep.all()  # no token is dropped
 
 
 def test_rest_token_is_the_attention_mean_of_all_others() -> None:
@@ -68,5 +68,5 @@ def test_clusters_are_attention_weighted_means() -> None:
 def test_many_kept_tokens_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tower_tokens(LAYOUTS[1], [30, 9])
     whole = select("prumerge", tokens, merge="clusters").assign
-    monkeypatch.setattr("tokenprune.kernels.clusters._AT_ONCE", 3 * tokens.mask.numel())
+    monkeypatch.setattr("tokenprune.kernels.clusters._MAX_ELEMENTS", 3 * tokens.mask.numel())
     assert torch.equal(select("prumerge", tokens, merge="clusters").assign, whole)

@@ -42,7 +42,7 @@ def test_deterministic_and_constant_images() -> None:
     for same in (torch.full((1, 30, 8), 0.3), torch.zeros(1, 30, 8)):
         for keep in (1, 5, 29, 30):
             assert len(picked(method, image_tokens([30], [keep], hidden=same))[0]) == keep
-    # Copies of a token are in one group, of which one stays before the groups are filled up.
+    # Copies of a token are in one group. One copy is kept before the groups are filled.
     copies = torch.eye(6, 16).repeat_interleave(5, 0)[None] * 4
     (got,) = picked(method, image_tokens([30], [6], hidden=copies))
     assert len({i // 5 for i in got}) >= 4

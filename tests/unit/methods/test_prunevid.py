@@ -22,7 +22,7 @@ from videos import best, given, moving, same, select, shares_of
 
 @each("keep", [5, 40, 120])
 @each("threshold", [0.2, 0.99])
-def test_more_frames(keep: int, threshold: float) -> None:
+def test_scenes_of_long_videos(keep: int, threshold: float) -> None:
     """Enough for several scenes."""
     video = moving(13, 3, 4, seed=2, cut=7)
     got = shares_of(select("prunevid", given([video], [keep], [(3, 4)]), inner=False, threshold=threshold), 0, 156)
@@ -44,14 +44,14 @@ def test_scenes_are_contiguous(labels: str, lengths: list[int]) -> None:
     assert find_scene_ends(numbers) == [a != b for a, b in pairwise(made)]
 
 
-def test_scenes_equal_the_loop_in_200_cases() -> None:
+def test_scenes_match_loop_in_200_cases() -> None:
     draw = random.Random(0)
     for _ in range(200):
         labels = [draw.randrange(draw.randint(1, 4)) for _ in range(draw.randint(1, 20))]
         assert find_scene_ends(labels) == [a != b for a, b in pairwise(contiguous(labels))], labels
 
 
-def test_equals_the_loop_in_200_cases() -> None:
+def test_matches_loop_in_200_cases() -> None:
     """Both cuts; other sizes, budgets, thresholds, attention and ties in each."""
     draw = random.Random(0)
     for case in range(200):
@@ -86,7 +86,7 @@ def naive_inner(attention: Tensor, group: list[int], keep: int) -> list[int]:
     return sorted(i for part, number in zip(parts, numbers, strict=True) for i in best(part, score, number))
 
 
-def test_as_many_as_the_authors_rule_gives() -> None:
+def test_counts_match_authors_rule() -> None:
     """Half of each part of more than 14 tokens, all of the others."""
     video = moving(8, 4, 8, seed=1, cut=4)
     tokens = given([video], [20], [(4, 8)])
@@ -100,7 +100,7 @@ def test_as_many_as_the_authors_rule_gives() -> None:
     assert {one: sum(group[i] == one for i in got.nonzero().flatten().tolist()) for one in parts} == rule
 
 
-def test_a_static_video_is_its_frame() -> None:
+def test_static_video_becomes_one_frame() -> None:
     frame = moving(1, 4, 4, noise=0.0)
     for keep in (4, 9, 16):
         groups = shares_of(select("prunevid", given([frame.repeat(5, 1, 1)], [keep], [(4, 4)]), inner=False), 0, 80)
@@ -110,8 +110,9 @@ def test_a_static_video_is_its_frame() -> None:
             assert max(group.values()) == pytest.approx(min(group.values()))
 
 
-def test_the_second_cut() -> None:
-    """Each group keeps its share of what any head of any text token attends to most; without groups all are one."""
+def test_second_cut_keeps_share_of_each_group() -> None:
+    """Groups keep their share, by the highest attention of any head and text token. Without groups there is one
+    group."""
     g = torch.Generator().manual_seed(0)
     hidden, attention = torch.randn(1, 12, 6, generator=g), torch.rand(1, 2, 5, 12, generator=g)
     (_, _), (inner, _) = tokenprune.method("prunevid").stages(Budget(keep=0.3), 32)
@@ -131,7 +132,7 @@ def test_the_second_cut() -> None:
     assert alone == sorted(best(range(12), score, 5))
 
 
-def test_the_first_cut_tells_the_second_of_groups() -> None:
+def test_first_cut_stores_groups() -> None:
     video = moving(5, 3, 3, seed=1)
     tokens = given([video, moving(1, 2, 2)], [20, 4], [(3, 3), (2, 2)])
     selection = tokenprune.method("prunevid", inner=False).select(tokens)
@@ -144,6 +145,6 @@ def test_the_first_cut_tells_the_second_of_groups() -> None:
     assert selection.keep[1, :4].all()
 
 
-def test_cuts_of_both() -> None:
+def test_two_cuts_meet_average_budget() -> None:
     (_, early), (_, late) = tokenprune.method("prunevid", inner_keep=0.2).stages(Budget(keep=0.3), 32)
     assert [relative for _, relative in early.cuts] == [1.0, 0.2] and late.cuts == early.cuts

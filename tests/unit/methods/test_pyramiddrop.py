@@ -11,7 +11,7 @@ from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.budgets.schedule import choose_layers
 
 
-def test_the_schedule_is_the_papers() -> None:
+def test_schedule_matches_paper() -> None:
     """int(576 * ratio) behind layers 8, 16 and 24; and by `keep` for other averages."""
     method = tokenprune.method("pyramiddrop")
     assert counts_of(method, 32, 576, method.default_keep) == [(8, 288), (16, 144), (24, 72)]
@@ -25,14 +25,14 @@ def test_the_schedule_is_the_papers() -> None:
     assert [layer for layer, _ in counts_of(other, 32, 576, 0.2)] == [2, 9]
 
 
-def test_what_cannot_be() -> None:
-    with pytest.raises(BudgetError, match="cut earlier"):
+def test_invalid_schedules_are_rejected() -> None:
+    with pytest.raises(BudgetError, match="Cut earlier"):
         tokenprune.method("pyramiddrop", layers=(8, 16, 24)).stages(Budget(keep=0.1), 32)
     with pytest.raises(OptionError, match="too shallow"):
         tokenprune.method("pyramiddrop").stages(Budget(keep=0.5), 3)
 
 
-def test_cuts_have_layers_of_their_own() -> None:
+def test_cuts_are_at_different_layers() -> None:
     for layers in range(4, 40):
         for keep in (0.9, 0.4, 0.1, 0.02):
             for depths in ((0.1, 0.2, 0.5), (0.9, 0.95, 0.99), (0.01, 0.02, 0.03)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""resprune: what its loop in naive/resprune.py does not say."""
+"""resprune: behavior that its naive loop (naive/resprune.py) does not cover."""
 
 from __future__ import annotations
 

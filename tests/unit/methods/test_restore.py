@@ -115,7 +115,7 @@ class Weighed:
 
 
 def entered(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return what the decoder of the unpatched model is handed."""
+    """Record the inputs of the unpatched model's decoder."""
     seen: dict[str, Any] = {}
     hook = model.model.language_model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True

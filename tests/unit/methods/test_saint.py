@@ -84,7 +84,7 @@ def match(keys: Tensor, keep: float | int, protected: int = 0, **options: Any) -
 
 @each("protected", [0, 1])
 @each("count", [1, 2, 7, 40, 97])
-def test_what_stays_is_what_the_pairwise_loop_leaves(count: int, protected: int) -> None:
+def test_kept_tokens_match_pairwise_loop(count: int, protected: int) -> None:
     keys = noise(3, count + protected, 6, seed=count)
     for keep in (2, 0.01, 0.1, 0.4, 0.9, 10**6):
         left = min(count, keep) if isinstance(keep, int) else max(1, round(keep * count))
@@ -95,7 +95,7 @@ def test_what_stays_is_what_the_pairwise_loop_leaves(count: int, protected: int)
 
 @each("partners", [1, 3, 5])
 @each("threshold", [-1.0, 0.0, 0.3, 0.7])
-def test_with_a_threshold_the_content_decides(threshold: float, partners: int) -> None:
+def test_threshold_matches_loop(threshold: float, partners: int) -> None:
     numbers = set()
     for count in (1, 2, 9, 64):
         keys = noise(4, count + 1, 4, seed=count) + torch.tensor([0, 1, 2, 4]).view(4, 1, 1)
@@ -109,7 +109,7 @@ def test_with_a_threshold_the_content_decides(threshold: float, partners: int) -
     assert len(numbers) > 3
 
 
-def test_the_rules_of_its_description() -> None:
+def test_properties_of_selection() -> None:
     keys = noise(2, 40, 6)
     everything = [list(range(40))] * 2
     assert match(keys, 10**6) == match(keys, 10**6, threshold=1.1) == everything
@@ -162,8 +162,8 @@ def groups(output: Any) -> Tensor:
 @pytest.mark.parametrize("modality", MODALITIES)
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_packed_tower_equals_the_one_masked_after_the_block(name: str, modality: str, build) -> None:
-    """From the next block on nothing sees what left; and in the block itself no MLP runs on it."""
+def test_packed_tower_matches_masked_tower(name: str, modality: str, build) -> None:
+    """Later blocks do not see dropped tokens, and the MLP of the block itself skips them."""
     family = MORE[name]
     if modality == "video" and not family.video:
         pytest.skip("no videos")
@@ -187,8 +187,8 @@ def test_packed_tower_equals_the_one_masked_after_the_block(name: str, modality:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_a_number_is_of_a_whole_video(name: str, build) -> None:
-    """Also where the tower is handed its frames one by one (GLM)."""
+def test_token_count_is_per_video(name: str, build) -> None:
+    """Also if the tower receives frames one by one (GLM)."""
     model, inputs = build(MORE[name]), MORE[name].make_inputs(images=(0, 0), video=True)
     units = [h * w // UNIT for t, h, w in inputs["video_grid_thw"].tolist() for _ in range(t)]
     number = sum(units) // 2
@@ -199,7 +199,7 @@ def test_a_number_is_of_a_whole_video(name: str, build) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_an_image_is_encoded_as_if_alone(name: str, build) -> None:
+def test_images_are_encoded_independently(name: str, build) -> None:
     family, start = MORE[name], 0
     model, inputs = build(family), family.make_inputs(images=(2, 1), sizes=((8, 12), (2, 2), (6, 10)))
     for options in ({}, {"threshold": 0.1, "partners": 1}):
@@ -217,7 +217,7 @@ def test_an_image_is_encoded_as_if_alone(name: str, build) -> None:
 
 @pytest.mark.parametrize("name", tiles.NAMES)
 @torch.no_grad()
-def test_tower_of_tiles_equals_the_one_masked_after_the_block(name: str, build) -> None:
+def test_tile_tower_matches_masked_tower(name: str, build) -> None:
     family, seen = tiles.family_of(name), []
     model = build(family)
     inputs, blocks = family.make_inputs(images=(2, 1)), layers_of(rows_of(model))
@@ -250,7 +250,7 @@ def test_tower_of_tiles_equals_the_one_masked_after_the_block(name: str, build) 
 @pytest.mark.parametrize("options", [{}, {"threshold": 0.2, "partners": 1}], ids=["exact", "threshold"])
 @pytest.mark.parametrize("name", [*tiles.NAMES, "llava_next", "llava_onevision", "qwen2_5_vl", "qwen3_vl"])
 @torch.no_grad()
-def test_decoder_equals_the_masked_one(name: str, options: dict[str, Any], build) -> None:
+def test_decoder_matches_masked_decoder(name: str, options: dict[str, Any], build) -> None:
     family = tiles.family_of(name)
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     with tokenprune.patched(model, "saint", keep=KEEP, layer=0, record=True, guard="off", **options):
@@ -270,7 +270,7 @@ def test_decoder_equals_the_masked_one(name: str, options: dict[str, Any], build
 
 @pytest.mark.parametrize("name", ["llava", "internvl", "llava_next", "qwen2_5_vl"])
 @torch.no_grad()
-def test_keeping_all_changes_no_bit(name: str, build) -> None:
+def test_keep_all_is_bit_equal(name: str, build) -> None:
     family = tiles.family_of(name)
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     want = model(**inputs).logits
@@ -279,7 +279,7 @@ def test_keeping_all_changes_no_bit(name: str, build) -> None:
             assert torch.equal(model(**inputs).logits, want)
 
 
-def test_conforms_is_served_and_refuses(build) -> None:
+def test_conforms_is_served_and_rejects_invalid_setups(build) -> None:
     for options in ({}, {"threshold": 0.2, "partners": 1}):
         check_method(tokenprune.method("saint", **options))
     assert find_unserved_reason(tokenprune.method("saint")) is None

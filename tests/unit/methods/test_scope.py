@@ -44,7 +44,7 @@ def test_zero_gain_picks_the_first_tokens() -> None:
     assert picked(method, image_tokens([9], [4], hidden=same, encoder_attention={-1: torch.ones(1, 1, 9)})) == [
         [0, 1, 2, 3]
     ]
-    # What is no patch has no attention, and is taken last, whatever it would cover.
+    # Tokens that are not patches have zero attention and are picked last.
     attention = torch.ones(1, 1, 6)
     attention[..., [0, 3]] = 0
     hidden = torch.eye(6, 8)[None]

@@ -25,7 +25,7 @@ def naive_different(x: Tensor, among: list[int], taken: list[int], number: int, 
 
 
 def naive_stage(features: Tensor, attention: list[float], keep: int, sinks: float) -> tuple[list[int], list[int], int]:
-    """Return what stays, the sinks, and the one that absorbs these; -1 if there is none."""
+    """Return the kept tokens, the sinks, and the token that absorbs the sinks, or -1 without sinks."""
     count = len(features)
     high = 0 if keep >= count or not sinks else min(math.ceil(sinks * count), count - keep + 1)
     norms = [float(one.norm()) for one in features]

@@ -14,7 +14,7 @@ from tokenprune.testing import visual_tokens
 
 @each("recycle", [0.05, 0.3, 1.0])
 @each("exact", [True, False])
-def test_counts_and_merges(recycle: float, exact: bool) -> None:
+def test_counts_and_merges_match_authors(recycle: float, exact: bool) -> None:
     method = tokenprune.method("sparsevlm", recycle=recycle, exact=exact)
     for seed, counts in enumerate([*COUNTS, [576], [2880]]):
         for share in SHARES:
@@ -41,7 +41,7 @@ def test_counts_and_merges(recycle: float, exact: bool) -> None:
                 assert again == min(removed, int(recycle * removed) + 1)  # each in one cluster
 
 
-def test_clusters_count_as_many_neighbours_as_there_are_of_them() -> None:
+def test_density_uses_cluster_count_neighbours() -> None:
     method = tokenprune.method("sparsevlm", recycle=1.0)
     for seed, (count, keep) in enumerate(((90, 30), (64, 20), (120, 25))):
         tokens = view([count], [keep], method.needs, seed=seed)
@@ -56,7 +56,7 @@ def test_clusters_count_as_many_neighbours_as_there_are_of_them() -> None:
         assert rows(method.select(tokens).keep) == [sorted(picks + centres)]
 
 
-def test_an_image_with_no_text_behind_it_is_rated_by_the_last_token() -> None:
+def test_last_token_rates_without_text() -> None:
     tokens = view([20], [6], tokenprune.method("sparsevlm").needs)
     none = {"mask": torch.zeros(1, 5, dtype=torch.bool), "hidden": tokens.text.hidden,
             "embeddings": tokens.text.embeddings, "attention": tokens.text.attention}  # fmt: skip

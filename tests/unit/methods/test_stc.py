@@ -13,7 +13,7 @@ from videos import given, moving, select
 
 
 def made_up(draw: random.Random, frames: int, places: int) -> Tensor:
-    """A video of tokens of many lengths, as features are, some of which come twice in a frame."""
+    """Return a video of tokens with various norms, some of them duplicated in a frame."""
     g = torch.Generator().manual_seed(draw.randrange(2**30))
     video = torch.randn(places, draw.choice([4, 7, 12]), generator=g) + torch.randn(1, generator=g)
     video = video + draw.choice([0.1, 1.0]) * torch.randn(frames, *video.shape, generator=g)
@@ -24,7 +24,7 @@ def made_up(draw: random.Random, frames: int, places: int) -> Tensor:
     return video
 
 
-def test_equals_the_loop_in_200_cases() -> None:
+def test_matches_loop_in_200_cases() -> None:
     """Other sizes, chunks, budgets and ties in each."""
     draw = random.Random(0)
     for case in range(200):
@@ -35,8 +35,8 @@ def test_equals_the_loop_in_200_cases() -> None:
         assert [divmod(i, places) for i in kept] == stc(video.double(), keep, chunk), case
 
 
-def test_long_tokens_count_more_in_the_memory() -> None:
-    """What is like a long token of the first frame goes, and stays where that token is as long as all."""
+def test_long_tokens_weigh_more_in_memory() -> None:
+    """Tokens similar to a long token of the first frame are dropped, but kept if it is rescaled to the common norm."""
     g = torch.Generator().manual_seed(0)
     first = torch.randn(1, 8, 12, generator=g)
     frame = torch.randn(1, 8, 12, generator=g)
@@ -49,7 +49,7 @@ def test_long_tokens_count_more_in_the_memory() -> None:
     assert 5 in kept[0] and 5 not in kept[1]
 
 
-def test_looks_at_nothing_that_comes_later() -> None:
+def test_later_frames_do_not_change_selection() -> None:
     g = torch.Generator().manual_seed(0)
     video = moving(8, 2, 3)
     other = video.clone()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sttm on grids of several levels, against its recursion; numbers are those of the description's invariants."""
+"""sttm on grids of several levels, against a recursion; the numbers refer to the invariants of its description."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def by_content(video: torch.Tensor, grid: tuple[int, int], **options: Any) -> di
 
 
 @each("grid", GRIDS)
-def test_equals_the_recursion(grid: tuple[int, int]) -> None:
+def test_matches_recursion(grid: tuple[int, int]) -> None:
     video = scene(3, *grid)
     for spatial, temporal in ((0.85, 0.55), (0.95, 0.9), (0.7, 0.0), (1.5, 0.8)):
         options = {"spatial": spatial, "temporal": temporal}
@@ -46,7 +46,7 @@ def test_equals_the_recursion(grid: tuple[int, int]) -> None:
 
 
 @each("grid", GRIDS)
-def test_exact_numbers_in_a_batch(grid: tuple[int, int]) -> None:
+def test_exact_counts_in_batch(grid: tuple[int, int]) -> None:
     """Each row as by itself, by the recursion and its bisection."""
     videos = [scene(2, *grid), scene(3, *grid, seed=1)]
     for share in (0.02, 0.3, 0.8):
@@ -56,8 +56,8 @@ def test_exact_numbers_in_a_batch(grid: tuple[int, int]) -> None:
             same(shares_of(selection, row, video[..., 0].numel()), naive(video, None, keep[row], grid))
 
 
-def test_a_plain_frame_is_its_coarsest_squares() -> None:
-    """14 x 14: 4 x 4 of them; and a video that stands still those of its first frame."""
+def test_uniform_frame_becomes_coarsest_squares() -> None:
+    """A 14 x 14 frame becomes 4 x 4 squares, and a static video the squares of its first frame."""
     frame = torch.randn(12, generator=torch.Generator().manual_seed(0)).expand(1, 196, 12)
     edges = {14 * r + c for r in (0, 2, 6, 10) for c in (0, 2, 6, 10)}
     assert by_content(frame, (14, 14)).keys() == edges
@@ -66,7 +66,7 @@ def test_a_plain_frame_is_its_coarsest_squares() -> None:
     assert len(alone) == 48 and {len(group) for group in alone.values()} == {4, 8, 16}
 
 
-def test_only_what_moves_is_left_of_later_frames() -> None:
+def test_only_moving_parts_of_later_frames_are_kept() -> None:
     g = torch.Generator().manual_seed(0)
     frame = torch.randn(36, 12, generator=g)
     video, moved = frame.repeat(2, 1, 1), [14, 15, 20, 21]
@@ -75,8 +75,8 @@ def test_only_what_moves_is_left_of_later_frames() -> None:
     assert {i - 36 for i in got if i >= 36} == set(moved)
 
 
-def test_the_mean_is_over_squares() -> None:
-    """A square of four that meets one of its own tokens a frame later: half of the mean each."""
+def test_mean_is_over_squares() -> None:
+    """A square of four tokens merged with one token of the next frame weighs half, and so does the token."""
     g = torch.Generator().manual_seed(0)
     video = torch.randn(2, 36, 12, generator=g)
     video[0, [0, 1, 6, 7]] = video[1, 7] = video[0, 0].clone()
@@ -84,8 +84,8 @@ def test_the_mean_is_over_squares() -> None:
     assert group == {0: 0.125, 1: 0.125, 6: 0.125, 7: 0.125, 43: 0.5}
 
 
-def test_rounds_end_early() -> None:
-    """Of four tokens that meet one square of the next frame, the first alone is it; the others stay by themselves."""
+def test_rounds_stop_early() -> None:
+    """If four tokens meet one square of the next frame, only the first merges with it; the others stay separate."""
     a, b = torch.eye(12)[:2]
     video = torch.eye(12).repeat(3, 1).flip(0)[None].repeat(2, 1, 1)
     video[0, [0, 6]], video[0, [1, 7]], video[1, [0, 1, 6, 7]] = a + 0.4 * b, a - 0.4 * b, a
@@ -94,7 +94,7 @@ def test_rounds_end_early() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan")])
-def test_nothing_is_like_zeros_or_nan(bad: float) -> None:
+def test_zeros_and_nan_are_similar_to_nothing(bad: float) -> None:
     video = scene(2, 6, 6)
     video[:, 8] = bad
     got = by_content(video, (6, 6), spatial=0.5, temporal=0.5)

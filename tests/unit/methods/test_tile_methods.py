@@ -32,7 +32,7 @@ def looker(layers: tuple[int, ...] = (-1,)) -> tuple[Any, list[Any]]:
 
     @dataclass(frozen=True)
     class Look(tokenprune.Pruner):
-        """Note what it sees."""
+        """Record the observables."""
 
         @property
         def encoder_layers(self) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ def metric(b: int, n: int, seed: int = 0, width: int = 6) -> Tensor:
 
 
 @each(("b", "n", "protected", "r"), CASES)
-def test_equals_the_naive_loop(b: int, n: int, protected: int, r: int) -> None:
+def test_matches_naive_loop(b: int, n: int, protected: int, r: int) -> None:
     keys, x = metric(b, n), metric(b, n, seed=1)
     size = torch.randint(1, 5, (b, n), generator=torch.Generator().manual_seed(2)).float()
     merge = bipartite_match(keys, r, protected)
@@ -71,7 +71,7 @@ def test_equals_the_naive_loop(b: int, n: int, protected: int, r: int) -> None:
     assert torch.equal(assign[:, :protected], torch.arange(protected).expand(b, -1))
 
 
-def test_unmerge_gives_members_their_token_back() -> None:
+def test_unmerge_restores_members() -> None:
     x, size = metric(2, 11, seed=1), torch.ones(2, 11)
     merge = bipartite_match(metric(2, 11), 3)
     back = merge.unmerge(merge.mean(x, size))
@@ -85,7 +85,7 @@ def test_unmerge_gives_members_their_token_back() -> None:
         assert others and torch.equal(back[row, others], x[row, others])
 
 
-def test_duplicates_merge_first_and_ties_go_to_the_lower_place() -> None:
+def test_duplicates_merge_first_and_ties_use_lower_index() -> None:
     keys = metric(1, 12)
     keys[0, 6] = keys[0, 9]
     keys[0, 4] = keys[0, 5]
@@ -97,7 +97,7 @@ def test_duplicates_merge_first_and_ties_go_to_the_lower_place() -> None:
     assert same.keep.gather(1, same.target).tolist() == [[1, 1, 1]]
 
 
-def test_equal_pairs_merge_in_order_of_place() -> None:
+def test_equal_pairs_merge_in_index_order() -> None:
     """All pairs are duplicates, of many vectors: rounding makes their cosines 1 and a little more or less."""
     keys = metric(2, 200, width=72).repeat_interleave(2, dim=1)
     merge = bipartite_match(keys, 150)
@@ -115,7 +115,7 @@ def test_scale_and_batch_order_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
-def test_keys_without_direction_are_similar_to_nothing(bad: float) -> None:
+def test_zero_keys_are_similar_to_nothing(bad: float) -> None:
     keys = metric(1, 8)
     keys[0, [2, 5]] = bad
     merge = bipartite_match(keys, 2)
@@ -159,7 +159,7 @@ def test_r_as_int_list_and_slope() -> None:
 
 
 @each("keep", [0.9, 0.5, 0.25, 0.11, 0.04, 1, 64, 577])
-def test_keep_is_reached_exactly_by_the_smallest_constant(keep: float | int) -> None:
+def test_keep_uses_smallest_constant_r(keep: float | int) -> None:
     plan = schedule(keep=keep)
     left = Budget.from_number(keep).resolve([576], layer=0, shape=None, text_tokens=0)[0]
     assert 577 - sum(plan) == left + 1
@@ -169,12 +169,12 @@ def test_keep_is_reached_exactly_by_the_smallest_constant(keep: float | int) -> 
     assert plan[0] == 0 or sum(schedule(plan[0] - 1)) < sum(plan)
 
 
-def test_what_cannot_be_reached_is_said() -> None:
+def test_unreachable_keep_is_rejected() -> None:
     with pytest.raises(BudgetError, match="at most half"):
         schedule(keep=0.1, count=37, blocks=3, read=2)
     assert sum(schedule(keep=0.25, count=37, blocks=3, read=2)) == 27
 
 
-def test_list_longer_than_the_tower() -> None:
+def test_r_list_longer_than_tower_is_rejected() -> None:
     with pytest.raises(OptionError, match="the tower has 2 blocks"):
         schedule([1, 1, 1], blocks=2, read=2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tops (stage I), idselection and agilepruner, which start from what the tower attends to, against naive loops."""
+"""tops (stage I), idselection and agilepruner, which start from tower attention, against naive loops."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ HIDDEN = SCORES[:3]
 
 
 def shares(most: int, frames: int) -> list[int]:
-    """How many of `most` units each frame keeps: no two differ by more than one, and they add up."""
+    """Return the number of units that each frame keeps: the numbers differ by at most one and sum to `most`."""
     return [most * (frame + 1) // frames - most * frame // frames for frame in range(frames)]
 
 
@@ -58,7 +58,7 @@ def highest(units: list[list[float]], number: int, score: str) -> set[int]:
 
 
 def naive(score: str, x: Tensor, most: int) -> Tensor:
-    """Return the units of an image or video that stay. x: `[T, H, W, P]` of what the method sees."""
+    """Return the kept units of an image or video from the observed values (frames, height, width, values)."""
     keep = torch.zeros(x.shape[:3], dtype=torch.bool)
     for frame, number in enumerate(shares(most, len(x))):
         units = x[frame].flatten(0, 1).double().tolist()
@@ -72,7 +72,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("score", [*HIDDEN, "detail"])
-def test_units_that_stay_are_those_of_the_loop(score: str) -> None:
+def test_kept_units_match_loop(score: str) -> None:
     method = tokenprune.method("towerdrop", score=score)
     for grid in ((1, 1, 1), (1, 5, 7), (3, 4, 5), (5, 1, 2)):
         units = math.prod(grid)
@@ -83,7 +83,7 @@ def test_units_that_stay_are_those_of_the_loop(score: str) -> None:
             assert got.flatten(1).sum(1).tolist() == shares(most, grid[0])
 
 
-def test_diversity_is_of_directions_and_norm_of_lengths() -> None:
+def test_diverse_uses_directions_and_norm_uses_lengths() -> None:
     """Units that are alike but for their length are one to "diverse", and of no two scores is the choice the same."""
     x = noise(1, 4, 6, 12)
     longer = x * (1 + torch.arange(24.0)).view(1, 4, 6, 1)
@@ -94,14 +94,14 @@ def test_diversity_is_of_directions_and_norm_of_lengths() -> None:
     assert len(kept) == 4
 
 
-def test_random_draws_depend_on_seed_and_size() -> None:
+def test_random_depends_on_seed_and_size() -> None:
     x = noise(2, 6, 6, 4)
     first, again, other = (tokenprune.method("towerdrop", score="random", seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first.keep_units(x, 20), again.keep_units(-x, 20))
     assert not torch.equal(first.keep_units(x, 20), other.keep_units(x, 20))
 
 
-def test_a_plain_unit_has_no_detail() -> None:
+def test_uniform_unit_has_no_detail() -> None:
     x = torch.full((1, 3, 3, 48), 0.5)
     x[0, 1, 2], x[0, 2, 0] = torch.rand(48), 0.9
     kept = tokenprune.method("towerdrop", score="detail").keep_units(x, 1)
@@ -115,10 +115,10 @@ def test_conforms_and_is_served(score: str) -> None:
     assert find_unserved_reason(method) is None
 
 
-def test_refused(build) -> None:
+def test_invalid_setups_are_rejected(build) -> None:
     with pytest.raises(OptionError, match="Pass layer=1 or more"):
         tokenprune.method("towerdrop", score="change", layer=0)
-    with pytest.raises(OptionError, match="has 4 blocks, and no block 4"):
+    with pytest.raises(OptionError, match="block 4 is out of range: the vision tower has 4"):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "towerdrop", layer=4)
     with pytest.raises(OptionError, match=r'score="detail" compares color values.*Pass processor='):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "towerdrop", score="detail")
@@ -147,7 +147,7 @@ def seen_by(score: str, entered: list[Tensor], layer: int) -> Tensor:
 @pytest.mark.parametrize("score", HIDDEN)
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_tower_equals_the_one_masked_from_every_block(name: str, score: str, modality: str, build) -> None:
+def test_tower_matches_masked_tower(name: str, score: str, modality: str, build) -> None:
     family = FAMILIES[name]
     model = build(family)
     images = {"images": (2, 1)} if modality == "image" else {"images": (0, 0), "video": True}
@@ -173,7 +173,7 @@ def test_tower_equals_the_one_masked_from_every_block(name: str, score: str, mod
 
 @pytest.mark.parametrize("score", HIDDEN)
 @torch.no_grad()
-def test_keeping_all_changes_no_bit(score: str, build) -> None:
+def test_keep_all_is_bit_equal(score: str, build) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     want = model(**inputs).logits

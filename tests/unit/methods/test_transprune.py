@@ -17,8 +17,8 @@ from zoo import FAMILIES
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 0.0])
 @torch.no_grad()
-def test_transitions_add_up_over_layers(alpha: float, build: Any) -> None:
-    """By hand: the layer's own modules run once more on what enters it, with what earlier cuts removed hidden."""
+def test_transitions_are_summed_over_layers(alpha: float, build: Any) -> None:
+    """The reference runs each layer's modules again on its input, with removed tokens masked."""
     family = FAMILIES["llava"]
     decoder = build(family, "eager").get_submodule(family.decoder)
     sums: dict[tuple, dict[int, float]] = {}
@@ -53,7 +53,7 @@ def test_transitions_add_up_over_layers(alpha: float, build: Any) -> None:
         assert [cut.layer for cut in cuts] == [1, 2, 3]
 
 
-def test_layers_between_the_cuts_are_looked_at() -> None:
+def test_layers_between_cuts_add_transitions() -> None:
     stages = tokenprune.method("transprune").stages(Budget(keep=0.41), 32)
     assert [(stage.layer, stage.chooses_count, part.is_identity()) for stage, part in stages] == [
         (7, False, False), (8, True, True), (9, False, False), (10, True, True), (11, True, True), (12, False, False),
@@ -73,7 +73,7 @@ def test_layers_between_the_cuts_are_looked_at() -> None:
             assert rows(selection.keep) == [list(range(20)), list(range(9))]
 
 
-def test_a_factor_of_all_outputs_changes_nothing() -> None:
+def test_output_scale_does_not_matter() -> None:
     method = tokenprune.method("transprune")
     tokens = view([30, 11], [9, 4], method.needs)
     longer = tokens.transitions * torch.tensor([7.0, 1.0])

@@ -23,14 +23,14 @@ def inner(**options: float) -> Pruner:
 
 
 def pooled(video: Tensor, keep: int, **options: float) -> set[int]:
-    """Return the tokens that stay when nothing is clustered."""
+    """Return the kept tokens without clusters."""
     tokens = given([video], [keep], [(1, video.shape[1])])
     return set(select("unipool", tokens, inner=False, clusters=0.0, **options).keep[0].nonzero().flatten().tolist())
 
 
 @each("seed", range(3))
-def test_nothing_in_the_pool_is_alike(seed: int) -> None:
-    """Until it has to be filled up: then those of the walk are all in it, and of the refused the best attended."""
+def test_pool_is_diverse(seed: int) -> None:
+    """If the pool must be filled, rejected tokens with the most attention are added."""
     video = moving(6, 4, 4, seed=seed, noise=0.3)
     x, attention = video.flatten(0, 1).tolist(), attention_of(video).flatten().tolist()
     walk = pool_of(x, attention, 96, 0.7)
@@ -42,7 +42,7 @@ def test_nothing_in_the_pool_is_alike(seed: int) -> None:
     assert pooled(video, size + 4) == {*walk[:size], *best(refused, attention, 4)}
 
 
-def test_copies_are_pooled_once_where_they_come_first() -> None:
+def test_copies_are_pooled_once() -> None:
     frame = torch.eye(12) + 0.1
     video, attention = frame.repeat(4, 1, 1), attention_of(frame[None]).repeat(4, 1)
     for keep in (5, 12):
@@ -51,14 +51,14 @@ def test_copies_are_pooled_once_where_they_come_first() -> None:
         assert kept == sorted(best(range(12), attention[0].tolist(), keep))
 
 
-def test_without_a_threshold_the_best_attended_stay() -> None:
+def test_without_threshold_highest_attention_is_kept() -> None:
     video = moving(5, 4, 4, seed=2)
     attention = attention_of(video).flatten().tolist()
     for keep in (1, 7, 40):
         assert pooled(video, keep, threshold=1.5) == set(best(range(80), attention, keep))
 
 
-def test_without_clusters_nothing_merges_and_with_them_everything() -> None:
+def test_clusters_merge_all_other_tokens() -> None:
     video = moving(5, 4, 4, seed=3)
     alone = shares_of(select("unipool", given([video], [10], [(4, 4)]), inner=False, clusters=0.0), 0, 80)
     assert all(group == {i: 1.0} for i, group in alone.items()) and len(alone) == 10
@@ -80,9 +80,8 @@ def rows(x: Tensor, attention: Tensor, text: Tensor) -> tuple[list[float], list[
 
 
 @each("balance", [0.0, 0.25, 0.5, 1.0])
-def test_the_second_cut(balance: float) -> None:
-    """By attention alone, by likeness alone, and by both; every other token joins the one it is most like, with equal
-    weights. A batch of texts of other lengths."""
+def test_second_cut_matches_loop(balance: float) -> None:
+    """By attention, similarity, and both, for texts of different lengths. Other tokens merge with equal weights."""
     g = torch.Generator().manual_seed(1)
     hidden, text = torch.randn(2, 12, 6, generator=g), torch.randn(2, 4, 6, generator=g)
     attention = torch.rand(2, 3, 4, 12, generator=g)
@@ -103,7 +102,7 @@ def test_the_second_cut(balance: float) -> None:
         assert selection.assign[row].tolist() == want + [-1] * (12 - count)
 
 
-def test_without_text_the_last_prompt_token_rates() -> None:
+def test_last_token_rates_without_text() -> None:
     g = torch.Generator().manual_seed(2)
     hidden, last = torch.randn(2, 8, 6, generator=g), torch.rand(2, 3, 8, generator=g)
     text, mask = torch.randn(2, 2, 6, generator=g), torch.tensor([[True, True], [False, False]])
@@ -119,7 +118,7 @@ def test_without_text_the_last_prompt_token_rates() -> None:
     assert both.keep[0].nonzero().flatten().tolist() != want[0]
 
 
-def test_a_token_without_a_number_does_not_spread() -> None:
+def test_nan_token_does_not_spread() -> None:
     g = torch.Generator().manual_seed(3)
     hidden, seen = torch.randn(1, 8, 6, generator=g), torch.rand(1, 2, 8, generator=g)
     hidden[0, 2, 1], seen[0, :, 2] = torch.nan, torch.nan
@@ -131,7 +130,7 @@ def test_a_token_without_a_number_does_not_spread() -> None:
     assert kept == sorted(best([i for i in range(8) if i != 2], seen[0, 1].tolist(), 3))
 
 
-def test_its_cuts_keep_what_is_asked_for_on_average() -> None:
+def test_two_cuts_meet_average_budget() -> None:
     for layers, where in ((28, 18), (32, 21), (4, 3)):
         (first, early), (second, late) = tokenprune.method("unipool").stages(Budget(keep=0.2), layers)
         assert first == tokenprune.method("unipool", inner=False) and (second.layer, early.cuts) == (where, late.cuts)

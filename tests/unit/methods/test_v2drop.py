@@ -13,7 +13,7 @@ from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES
 
 
-def test_the_schedule_is_the_authors() -> None:
+def test_schedule_matches_authors() -> None:
     """576, 288, 144 and 1; of other averages the second cut keeps half as many as the first, the third one token."""
     shape = DecoderShape(32, hidden=8, intermediate=16, heads=1, kv_heads=1, head_dim=8)
     about = dict(shape=shape, text_tokens=0, original=[576])
@@ -30,7 +30,7 @@ def test_the_schedule_is_the_authors() -> None:
 
 
 @torch.no_grad()
-def test_the_last_cut_may_withdraw(build: Any) -> None:
+def test_last_cut_can_withdraw(build: Any) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     with tokenprune.patched(model, "v2drop", keep=0.5, last="withdraw"):

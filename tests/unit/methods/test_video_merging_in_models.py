@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that merge tokens of videos inside real models: what is left computes what merging beforehand would."""
+"""Video mergers in models compute the same as merging the embeddings beforehand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.mark.parametrize("method", BOTH)
 @torch.no_grad()
-def test_forward(method: tokenprune.Method, family: Family, build: Callable[..., Any]) -> None:
+def test_forward_matches_reference(method: tokenprune.Method, family: Family, build: Callable[..., Any]) -> None:
     """A ragged batch of videos: with an image beside, behind padding."""
     other = 5 if family.name == "llava_onevision" else 3  # whose videos are one tensor
     inputs = family.make_inputs(images=(0, 0), video=(5, other))
@@ -46,7 +46,7 @@ def test_forward(method: tokenprune.Method, family: Family, build: Callable[...,
 
 @pytest.mark.parametrize("method", BOTH)
 @torch.no_grad()
-def test_generate_with_an_image_beside(method: tokenprune.Method, family: Family, build: Callable[..., Any]) -> None:
+def test_generate_with_image_in_prompt(method: tokenprune.Method, family: Family, build: Callable[..., Any]) -> None:
     """The image keeps all its tokens behind every cut."""
     model, inputs = build(family), family.make_inputs(images=(1,), video=4)
     with tokenprune.patched(model, method, keep=0.4, record=True):
@@ -68,7 +68,7 @@ def test_generate_with_an_image_beside(method: tokenprune.Method, family: Family
 
 @pytest.mark.parametrize("name", [*METHODS, "sttm"])
 @torch.no_grad()
-def test_what_keeps_all_changes_nothing(name: str, family: Family, build: Callable[..., Any]) -> None:
+def test_keep_all_changes_nothing(name: str, family: Family, build: Callable[..., Any]) -> None:
     model, inputs = build(family), family.make_inputs(images=(0,), video=3)
     plain = model(**inputs).logits
     for keep in (1.0, 500):
@@ -78,7 +78,7 @@ def test_what_keeps_all_changes_nothing(name: str, family: Family, build: Callab
 
 @pytest.mark.parametrize("method", BOTH)
 @torch.no_grad()
-def test_another_question(method: tokenprune.Method, build: Callable[..., Any]) -> None:
+def test_question_does_not_change_first_cut(method: tokenprune.Method, build: Callable[..., Any]) -> None:
     """The first cut does not see it."""
     family = MODELS["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(0,), video=6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that compare the frames of videos, on made-up tokens: what goes for all of them, and each against a loop."""
+"""Methods that compare frames, on synthetic tokens: common properties, and each method against a loop."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DROPPING = [name for name in VIDEO_METHODS if name not in MERGING]
 
 
 def moving(frames: int, places: int = PLACES, seed: int = 0, size: int = 1) -> tuple[Tensor, Tensor]:
-    """A video `[F, P, D]` of a still ground before which something moves on, and where it is, bool `[F, P]`. Places of
-    the ground are alike, as sky or grass is."""
+    """Return a video (F, P, D) with an object moving over a static background of similar patches, and its mask (F,
+    P)."""
     g = torch.Generator().manual_seed(seed)
     ground = torch.randn(WIDTH, generator=g) + 0.5 * torch.randn(places, WIDTH, generator=g)
     video = ground.repeat(frames, 1, 1)
@@ -84,7 +84,7 @@ def kept_of(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
 
 
 def check_count(name: str, kept: list[int], keep: int) -> None:
-    """As many as asked for stay, or at most as many where the video decides."""
+    """Check that the count is exact, or an upper bound if the content decides."""
     by_content = tokenprune.method(name).chooses_count
     assert 0 < len(kept) <= keep if by_content else len(kept) == keep
 
@@ -107,7 +107,7 @@ def test_counts_are_exact(name: str, frames: int) -> None:
 
 
 @each("name", VIDEO_METHODS)
-def test_a_batch_gives_what_its_videos_give_alone(name: str) -> None:
+def test_batch_matches_single_videos(name: str) -> None:
     """Of other lengths, with frames of other sizes, and several in one prompt."""
     videos = [moving(5)[0], moving(3, 9, seed=1)[0], moving(1, 4, seed=2)[0], moving(16, 2, seed=3)[0]]
     for keep in ([9, 20, 3, 7], [30, 5, 2, 32], [4, 26, 4, 15]):
@@ -119,8 +119,8 @@ def test_a_batch_gives_what_its_videos_give_alone(name: str) -> None:
 
 @each("name", VIDEO_METHODS)
 @each("frames", [1, 5])
-def test_a_newline_behind_a_video_stays(name: str, frames: int) -> None:
-    """And counts; what stays of the frames is what stays without it. One token at least is of a frame."""
+def test_newline_after_video_is_kept(name: str, frames: int) -> None:
+    """The newline counts, and the frames keep the same tokens as without it, at least one."""
     video = moving(frames)[0]
     for keep in (1, 4, frames * PLACES - 1):
         without = kept_of(name, tokens_of(name, [video], [keep]))[0]
@@ -129,7 +129,7 @@ def test_a_newline_behind_a_video_stays(name: str, frames: int) -> None:
 
 
 @each("name", VIDEO_METHODS)
-def test_what_has_to_keep_all_is_left_out(name: str) -> None:
+def test_unpruned_segments_are_skipped(name: str) -> None:
     """As an image beside a video is, which a method sees as one frame of many tokens: its NaN are its own."""
     video, image = moving(5)[0], torch.full((1, 40, WIDTH), torch.nan)
     alone = kept_of(name, tokens_of(name, [video], [9]))[0]
@@ -138,7 +138,7 @@ def test_what_has_to_keep_all_is_left_out(name: str) -> None:
 
 
 @each("name", VIDEO_METHODS)
-def test_tokens_without_a_number_break_nothing(name: str) -> None:
+def test_nan_tokens_do_not_fail(name: str) -> None:
     video = moving(5)[0]
     video[2, 3, 1], video[4, 0] = torch.nan, torch.inf
     for keep in (1, 7, 29):
@@ -147,7 +147,7 @@ def test_tokens_without_a_number_break_nothing(name: str) -> None:
 
 @each("name", VIDEO_METHODS)
 @each("dtype", [torch.float16, torch.bfloat16])
-def test_in_half_precision(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_selects_equally(name: str, dtype: torch.dtype) -> None:
     tokens = tokens_of(name, [moving(5)[0].to(dtype).float()], [9])
     half = tokens_of(name, [moving(5)[0]], [9])
     half._source.visual["hidden"] = half.hidden.to(dtype)
@@ -155,8 +155,8 @@ def test_in_half_precision(name: str, dtype: torch.dtype) -> None:
 
 
 @each("name", DROPPING)
-def test_identical_frames_give_one_frames_worth(name: str) -> None:
-    """Of a still video nothing but its first frame stays, or the same places of each frame."""
+def test_identical_frames_keep_one_frame(name: str) -> None:
+    """A static video keeps only its first frame, or the same patches of each frame."""
     video = moving(1)[0].repeat(4, 1, 1)
     (kept,) = kept_of(name, tokens_of(name, [video], [PLACES]))
     frames: dict[int, list[int]] = {}
@@ -171,8 +171,8 @@ def test_identical_frames_give_one_frames_worth(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["evs", "dycoke", "vidcom2", "vcast"])
-def test_what_moves_stays_at_least_as_often_as_by_chance(name: str) -> None:
-    """The share of what is kept that shows it, against `uniform`."""
+def test_moving_tokens_are_kept_above_chance(name: str) -> None:
+    """Compare the share of moving tokens among the kept tokens with `uniform`."""
     seen = {name: 0, "uniform": 0}
     for seed, keep in product(range(5), (16, 24, 40)):
         video, shown = moving(8, 12, seed=seed, size=2)
@@ -187,7 +187,7 @@ def test_what_moves_stays_at_least_as_often_as_by_chance(name: str) -> None:
 
 @each("name", NAIVE)
 @each("frames", [1, 2, 3, 5, 8])
-def test_against_a_loop(name: str, frames: int) -> None:
+def test_matches_loop(name: str, frames: int) -> None:
     for kind in ("moving", "changing", "long"):
         video = moving(frames)[0]
         if kind == "changing":
@@ -200,11 +200,11 @@ def test_against_a_loop(name: str, frames: int) -> None:
             assert places(got, video.shape[1]) == NAIVE[name](video.double(), keep), (keep, kind)
 
 
-def test_every_dropping_method_has_a_loop() -> None:
+def test_every_dropping_method_has_reference() -> None:
     assert set(DROPPING) <= NAIVE.keys()
 
 
-def test_evs_grows_and_knows_no_length() -> None:
+def test_evs_is_monotone_and_scale_invariant() -> None:
     video = moving(6)[0]
     scale = 2.0 ** torch.randint(-3, 4, (6, PLACES, 1))
     before: set[int] = set()
@@ -215,7 +215,7 @@ def test_evs_grows_and_knows_no_length() -> None:
         before = set(kept)
 
 
-def test_evs_of_a_still_video_goes_on_in_order() -> None:
+def test_evs_static_video_keeps_index_order() -> None:
     """Though rounding makes cosines of equal vectors differ. A token that changed comes before all that did not."""
     video = torch.randn(1, 40, WIDTH).repeat(4, 1, 1)
     (kept,) = kept_of("evs", tokens_of("evs", [video], [57]))
@@ -225,16 +225,16 @@ def test_evs_of_a_still_video_goes_on_in_order() -> None:
     assert kept == [*range(40), 3 * 40 + 7]
 
 
-def test_dycoke_keeps_the_counts_of_its_paper() -> None:
-    """P + 3 (1 - k) P of each whole window; and the lowest places where nothing moves."""
+def test_dycoke_counts_match_paper() -> None:
+    """P + 3 (1 - k) P tokens per complete window, and the lowest indices in a static video."""
     still = torch.randn(1, 10, WIDTH).repeat(8, 1, 1)
     (kept,) = kept_of("dycoke", tokens_of("dycoke", [still], [2 * (10 + 3 * 3)]))  # k = 0.7
     assert places(kept, 10) == [(t, p) for t in range(8) for p in range(10 if t % 4 == 0 else 3)]
 
 
 @pytest.mark.parametrize(("name", "keep"), [("evs", 5), ("dycoke", 11)])
-def test_what_falls_back_to_uniform_says_so(name: str, keep: int) -> None:
-    """Of one frame there is nothing to compare; nor where less than the frames that come first is to be kept."""
+def test_uniform_fallback_is_noted(name: str, keep: int) -> None:
+    """Single frames, and budgets below the first frames, fall back to `uniform`."""
     one, more = moving(1)[0], moving(8)[0]
     for video, number, noted in ((one, 4, True), (more, keep, True), (more, 2 * PLACES, False)):
         tokens = tokens_of(name, [video], [number])
@@ -245,7 +245,7 @@ def test_what_falls_back_to_uniform_says_so(name: str, keep: int) -> None:
             assert kept == spread(PLACES, 4)
 
 
-def test_one_frame_of_a_known_shape_is_spread_over_both_directions() -> None:
+def test_single_frame_is_spread_in_two_dimensions() -> None:
     video = torch.randn(3, 16, WIDTH)
     for name in ("evs", "frames"):
         (kept,) = kept_of(name, tokens_of(name, [video], [4], grids=[(3, 4, 4)]))
@@ -258,7 +258,7 @@ ALL = dict.fromkeys(range(5), 4)
 @pytest.mark.parametrize(
     ("keep", "want"), [(3, {2: 3}), (4, {2: 4}), (8, {1: 4, 3: 4}), (9, {0: 4, 2: 4, 4: 1}), (18, {**ALL, 4: 2})]
 )
-def test_frames_at_even_distances(keep: int, want: dict[int, int]) -> None:
+def test_frames_are_evenly_spaced(keep: int, want: dict[int, int]) -> None:
     video = torch.randn(5, 4, WIDTH)
     (kept,) = kept_of("frames", tokens_of("frames", [video], [keep]))
     found: dict[int, int] = {}
@@ -267,7 +267,7 @@ def test_frames_at_even_distances(keep: int, want: dict[int, int]) -> None:
     assert found == want
 
 
-def test_vcast_gives_more_to_both_sides_of_a_cut() -> None:
+def test_vcast_favors_frames_at_scene_change() -> None:
     first, second = torch.randn(2, 1, 20, WIDTH, generator=torch.Generator().manual_seed(0))
     video = torch.cat([first + 0.02 * t for t in range(4)] + [second + 0.02 * t for t in range(4)])
     (kept,) = kept_of("vcast", tokens_of("vcast", [video], [60]))

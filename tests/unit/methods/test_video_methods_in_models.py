@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods on videos inside real models keep what a loop over the unpatched model's own embeddings would keep."""
+"""Methods on videos in models select the same tokens as a loop over the unpatched model's embeddings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", BATCHES)
 @torch.no_grad()
-def test_each_keeps_what_a_loop_keeps(name: str, build) -> None:
+def test_models_match_loop(name: str, build) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(**BATCHES[name])
     embeds, _ = look_inside(family, model, inputs, 0)
@@ -50,7 +50,7 @@ def test_each_keeps_what_a_loop_keeps(name: str, build) -> None:
 
 @pytest.mark.parametrize("method", VIDEO_METHODS)
 @torch.no_grad()
-def test_another_question_same_tokens_of_a_video(method: str, build) -> None:
+def test_question_does_not_change_selection(method: str, build) -> None:
     family = FAMILIES["qwen3_vl"]
     model, inputs = build(family), family.make_inputs(images=(1, 0), video=(5, 5))
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
@@ -60,7 +60,7 @@ def test_another_question_same_tokens_of_a_video(method: str, build) -> None:
 
 
 @torch.no_grad()
-def test_what_a_method_notes_is_in_the_statistics(build) -> None:
+def test_notes_appear_in_statistics(build) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(1, 0), video=(1, 3))
     with tokenprune.patched(model, "evs", keep=0.5):

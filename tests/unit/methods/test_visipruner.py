@@ -14,7 +14,7 @@ from tests.unit.methods.naive.visipruner import naive_parts
 from tokenprune import Budget, BudgetError
 
 
-def test_layer_by_layer() -> None:
+def test_matches_loop_per_layer() -> None:
     """Parts that grow and shrink again: one cut, then, at the second calm layer behind it, withdrawal."""
     method = tokenprune.method("visipruner", part=0.5)
     stages = [stage for stage, _ in method.stages(Budget(keep=0.6), 32)]
@@ -43,14 +43,14 @@ def test_layer_by_layer() -> None:
     assert found[:2] == [True, False] and calm[0] == 2
 
 
-def test_what_cannot_be() -> None:
+def test_unsupported_budgets_are_rejected() -> None:
     for budget in (Budget(average_tokens=9), Budget.from_kv_share(0.5), Budget.from_flops_share(0.5)):
         with pytest.raises(BudgetError, match="Pass an upper bound per image"):
             tokenprune.method("visipruner").stages(budget, 32)
 
 
 @torch.no_grad()
-def test_nothing_leaves_where_nothing_matters(build: Any) -> None:
+def test_keeps_all_if_vision_does_not_matter(build: Any) -> None:
     from zoo import FAMILIES
 
     family = FAMILIES["llava"]

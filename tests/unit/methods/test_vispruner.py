@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vispruner against a loop written from its description; numbers are those of the description's invariants."""
+"""vispruner against a naive loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_budget_is_exact(count: int) -> None:
 def test_long_lines_are_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = [([(6, 5), (4, 7)], 1), ([(5, 5)], 0)]
     whole = chosen(tower_tokens(layout, [20, 9]))
-    monkeypatch.setattr("tokenprune.kernels.clusters._AT_ONCE", 1)
+    monkeypatch.setattr("tokenprune.kernels.clusters._MAX_ELEMENTS", 1)
     assert chosen(tower_tokens(layout, [20, 9])) == whole
 
 
@@ -66,6 +66,6 @@ def test_duplicate_is_dropped_first() -> None:
     x[0, 6] = x[0, 3]
     tokens = tower_tokens([([(4, 4)], 0)], [15], encoder_attention={-1: scores}, encoder_features=x)
     assert chosen(tokens, important=0.0) == [[i for i in range(16) if i != 6]]
-    x[0, 0] = 0  # nothing to point at is like nothing
+    x[0, 0] = 0  # zero vectors are similar to no token
     tokens = tower_tokens([([(4, 4)], 0)], [14], encoder_attention={-1: scores}, encoder_features=x)
     assert len(chosen(tokens, important=0.0)[0]) == 14

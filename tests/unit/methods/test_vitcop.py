@@ -22,7 +22,7 @@ from zoo import FAMILIES
 
 
 def naive_clusters(keys: list[list[float]], spots: list[tuple[float, float]], share: float) -> list[list[int]]:
-    """Steps 2 to 6 of the tower's part, of one tile: the members of each cluster, those that reach no centre last."""
+    """Cluster one tile: the members of each cluster, and last the tokens that reach no center."""
     n, scale = len(keys), math.sqrt(len(keys[0])) / 4
     apart = [[math.sqrt(math.dist(one, other) ** 2 + 1e-8) * (one is not other) for other in keys] for one in keys]
     density = [round(math.fsum(math.exp(-((d / scale) ** 2)) for d in row) * 2**30) for row in apart]
@@ -80,7 +80,7 @@ def spots_of(tokens: VisualTokens, row: int) -> list[tuple[float, float]]:
 
 
 def entered(tokens: VisualTokens, share: float) -> tuple[list[int], list[list[int]]]:
-    """What stays of the one image, and the clusters of that as the early cut gets them."""
+    """Kept tokens of one image, and their clusters as the early cut receives them."""
     stage = tokenprune.method("vitcop", clusters=share).stages(Budget(keep=0.2), 32)[0][0]
     kept = stage.select(tokens).keep[0].nonzero().flatten().tolist()
     told = tokens.carry["cluster"][0].tolist()
@@ -171,7 +171,7 @@ def test_equal_keys_and_distance_limit() -> None:
     assert set(find_cluster_centers(one, row, tile, mask, number)[0].tolist()) <= {-1, 0, 1, 2, 3, 4, 5}
     assert find_cluster_centers(one, row, tile, mask, torch.tensor([6]))[0].tolist() == list(range(6))
     apart = find_cluster_centers(torch.randn(1, 6, 16), row * 10, tile, mask, number)
-    assert apart[0].tolist() == [0, 1, 0, 0, 0, 0]  # of those without a parent the first are centres
+    assert apart[0].tolist() == [0, 1, 0, 0, 0, 0]  # the first tokens without a parent are centers
 
 
 @torch.no_grad()

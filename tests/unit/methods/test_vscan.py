@@ -39,7 +39,7 @@ def window_of(cell: list[int], side: int) -> tuple[int, int]:
 
 
 def naive_pick(cells: list[list[int]], local: Tensor, last: Tensor, wanted: int, share=0.5, side=None) -> list[int]:
-    """cells: of each token tile, row, column, height, width, size; tile -1 is no patch and is kept besides."""
+    """cells: of each token tile, row, column, height, width, size; other tokens have tile -1 and are also kept."""
     local, last = local.tolist(), last.tolist()
     kept = [i for i, cell in enumerate(cells) if cell[0] < 0]
     wanted = max(1, wanted - len(kept))
@@ -164,7 +164,7 @@ def test_merging_conserves_the_sum() -> None:
 
 def test_long_sequences_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     _, whole = scan([144], [30], [(1, 12, 12)])
-    monkeypatch.setattr("tokenprune.kernels.match._AT_ONCE", 7 * 30)
+    monkeypatch.setattr("tokenprune.kernels.match._MAX_ELEMENTS", 7 * 30)
     assert torch.equal(scan([144], [30], [(1, 12, 12)])[1].assign, whole.assign)
 
 
@@ -328,8 +328,7 @@ def test_cache_lengths_and_averages(family: Family, model) -> None:
 
 @torch.no_grad()
 def test_questions_and_sites(family: Family, model) -> None:
-    """Stage 1 does not see the question, `generate` chooses as a forward does, and positions stay those of the prompt:
-    the oracle agrees to what comes out."""
+    """Stage 1 ignores the question, `generate` equals a forward, and positions are those of the prompt."""
     inputs = family.make_inputs(images=(2, 1))
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
     other["input_ids"][:, -4:] = torch.arange(100, 104)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vtw: from one layer on there is text alone."""
+"""vtw: later layers see only text."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def left(budget: Any, counts: list[int], layers: int = 32) -> list[list[int]]:
     return [list(one) for one in zip(*found, strict=True)]
 
 
-def test_the_papers_layer() -> None:
+def test_layer_matches_paper() -> None:
     assert left(0.47, [576]) == left(Budget(average_share=0.47), [576]) == [[576] * 15 + [0] * 17]
     assert left(Budget(average_tokens=270), [576, 100]) == [[576] * 15 + [0] * 17, [100] * 32]
     assert left(Budget.from_kv_share(0.5), [9]) == [[9] * 16 + [0] * 16]
     assert left(64, [576]) == [[576] * 3 + [0] * 29]
 
 
-def test_flops_are_met_by_whole_layers() -> None:
+def test_flops_budget_rounds_to_layers() -> None:
     (tokens,) = left(Budget.from_flops_share(0.6), [200])
     full = SHAPE.prefill_flops([240] * 32)
     spent = [SHAPE.prefill_flops([240] * k + [40] * (32 - k)) / full for k in range(33)]
@@ -49,7 +49,7 @@ def test_flops_are_met_by_whole_layers() -> None:
     assert tokens == [200] * most + [0] * (32 - most)
 
 
-def test_a_budget_below_one_layer_is_refused() -> None:
+def test_budget_below_one_layer_is_rejected() -> None:
     with pytest.raises(BudgetError, match="a single layer exceeds it"):
         tokenprune.method("vtw").stages(Budget(keep=0.03), 32)
     with pytest.raises(BudgetError, match="a single layer exceeds it"):
@@ -58,7 +58,7 @@ def test_a_budget_below_one_layer_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 @torch.no_grad()
-def test_images_of_other_sizes_leave_at_other_layers(name: str, build: Any) -> None:
+def test_image_size_decides_layer(name: str, build: Any) -> None:
     """By a number of tokens: against the mask oracle, in prefill and while decoding."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
@@ -77,7 +77,7 @@ def test_images_of_other_sizes_leave_at_other_layers(name: str, build: Any) -> N
 
 
 @torch.no_grad()
-def test_a_row_without_an_image_stays_what_it_is(build: Any) -> None:
+def test_row_without_image_is_unchanged(build: Any) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(1, 0))
     want = model(**inputs).logits

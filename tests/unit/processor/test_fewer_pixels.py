@@ -107,7 +107,7 @@ def test_pixels_of_another_processor_are_refused(demo: Any) -> None:
     processor = llava()
     foreign = asked(llava(), photo(200, 200))
     patched = tokenprune.patched(demo, "downsample", keep=0.25, processor=processor)
-    with patched, pytest.raises(UnsupportedSetupError, match="full size"):
+    with patched, pytest.raises(UnsupportedSetupError, match="were not resized"):
         demo(**foreign)
     demo(**foreign)
 

@@ -123,7 +123,7 @@ def test_smart_resize_stays_within_its_limits(most: int) -> None:
 
 def test_errors_say_what_to_do() -> None:
     case = COUNTED["LlavaNextImageProcessor"].make()
-    with pytest.raises(OptionError, match="whole processor"):
+    with pytest.raises(OptionError, match="Pass the model's processor"):
         count_visual_tokens(case.image_processor, 10, 10)
     with pytest.raises(OptionError, match="0 x 10"):
         count_visual_tokens(case, 0, 10)

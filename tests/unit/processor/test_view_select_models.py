@@ -29,7 +29,7 @@ from tokenprune import (
     unpatch_processor,
 )
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.suite import Bench, BenchPlan
 from zoo import FAMILIES, FIRST_TEXT_ID, START
 
@@ -216,7 +216,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(error):
             tokenprune.patch(model, "view_select", **arguments)
         assert not tokenprune.is_patched(model) and state(processor) == before
-    with pytest.raises(OptionError, match="same place"):
+    with pytest.raises(OptionError, match="both act at"):
         tokenprune.patch(model, ["view_select", "downsample"], processor=processor)
     with pytest.raises(OptionError, match="whole of it"):
         patch_processor(Qwen2VLImageProcessor(), "view_select")
@@ -237,5 +237,5 @@ def test_one_patch_on_a_processor() -> None:
 
 def test_the_benchmark_leaves_it_out() -> None:
     plan = BenchPlan(("view_select",), keeps=(0.5,), images=1, repeats=0)
-    records = {one.get("method"): one for one in Bench(load(device="cpu"), plan).records() if "method" in one}
+    records = {one.get("method"): one for one in Bench(load_model(device="cpu"), plan).records() if "method" in one}
     assert "one each" in records["view_select"]["reason"]

@@ -19,7 +19,7 @@ FORMS = {"expanded": lambda model: nullcontext(), "exact": exact_attention}
 
 @dataclass(frozen=True)
 class Merging(ToMe):
-    """Stands for any method that merges in the tower and has the option."""
+    """Minimal merging method with the option."""
 
     vtu: str = "expanded"
 

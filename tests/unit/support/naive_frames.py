@@ -15,7 +15,7 @@ Parts = list[tuple[int, float]]
 
 
 def alike(a: Tensor, b: Tensor) -> float:
-    """Mean over the places of the cosine of two frames `[N, D]`."""
+    """Return the mean cosine over the patches of two frames (N, D)."""
     return sum(cosine(a[p], b[p]) for p in range(len(a))) / len(a)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods on videos as plain loops, written from their descriptions: one video, in float64, of exactly `keep` tokens.
+"""Video methods as plain loops in float64, written from their descriptions.
 
-A video is a tensor `[F, P, D]`; each function returns the kept tokens as (frame, place), sorted.
+A video is a tensor (F, P, D). Each function keeps exactly `keep` tokens and returns sorted (frame, patch) pairs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Thin = Callable[[int, int], list[int]]  # which of so many tokens of a frame sta
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    """To six digits, so that what does not change has 1 exactly; of a vector of zeros 0."""
+    """Return the cosine to six digits, so that unchanged tokens have exactly 1; 0 for a zero vector."""
     length = float(a.norm() * b.norm())
     return round(float(a @ b) / length * 2**20) / 2**20 if length else 0.0
 
@@ -28,8 +28,7 @@ def spread(size: int, number: int) -> list[int]:
 
 
 def largest_remainders(weights: list[float], total: int, caps: list[int]) -> list[int]:
-    """Shares in proportion; what a cap leaves over goes to the others in proportion, what does not divide to the
-    largest fractions, of equal ones the first."""
+    """Split in proportion with caps. Excess goes to the others in proportion, remainders to the largest fractions."""
     full: list[int] = []
     while True:
         free = [i for i in range(len(weights)) if i not in full]

@@ -16,7 +16,7 @@ from tokenprune import Pruner, Selection, Site
 
 @contextmanager
 def attending_by(attention: Callable[..., Any], configs: Iterable[Any]) -> Iterator[None]:
-    """Within, modules of these configs attend by `attention`."""
+    """Make modules of these configs use `attention` within this context."""
     name, was = "made_up_attention", [(config, config._attn_implementation) for config in configs]
     ALL_ATTENTION_FUNCTIONS.register(name, attention)
     for config, _ in was:
@@ -29,12 +29,12 @@ def attending_by(attention: Callable[..., Any], configs: Iterable[Any]) -> Itera
 
 
 def make_seer(layers: tuple = (0.25, -1), site: str = "PRE_LLM") -> tuple[Any, list]:
-    """A method that keeps what the tower's class token, or all its patches, look at, and notes what it saw."""
+    """Return a method that keeps the tokens attended to by the tower, and records its inputs."""
     seen: list[Any] = []
 
     @dataclass(frozen=True)
     class Seer(Pruner):
-        """Keep what the tower attends to."""
+        """Keep the tokens with the most attention in the tower."""
 
         layer: int = 1
 

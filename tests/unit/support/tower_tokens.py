@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up visual tokens with all that a vision tower tells of them: tiles, newlines, padding, ties."""
+"""Synthetic visual tokens with all tower observables: tiles, newlines, padding, ties."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def tower_tokens(
     layout: Layout, keep: Sequence[int], *, layers: Sequence[Any] = (-1,), seed: int = 0, heads: int = 4,
     width: int = 16, ties: bool = False, dtype: torch.dtype = torch.float32, **given: Any,
 ) -> VisualTokens:  # fmt: skip
-    """Visual tokens of one image a row. ties: few scores, and few vectors, which many share. given: observables in
-    place of random ones."""
+    """Return one image per row. `ties` draws few distinct scores and vectors. `given` replaces random observables."""
     g = torch.Generator().manual_seed(seed)
     cells = [
         [(t, r, c, h, w, 1) for t, (h, w) in enumerate(tiles) for r in range(h) for c in range(w)]
@@ -67,7 +66,7 @@ def tower_tokens(
 
 
 def tiles_of(tokens: VisualTokens, image: int) -> tuple[list[list[int]], list[int]]:
-    """The tokens of each tile of an image, in order, and those that are no patch."""
+    """Return the tokens of each tile of an image in order, and the tokens outside of patches."""
     tile = tokens.patches.tile[image, : tokens.counts[image]].tolist()
     return [[i for i, at in enumerate(tile) if at == t] for t in sorted(set(tile) - {-1})], [
         i for i, at in enumerate(tile) if at < 0
@@ -75,8 +74,8 @@ def tiles_of(tokens: VisualTokens, image: int) -> tuple[list[list[int]], list[in
 
 
 def parts(sizes: list[int], total: int) -> list[int]:
-    """Split a budget among tiles in proportion, what does not divide to the largest fractions, of equal ones the
-    first; none gets more than it has."""
+    """Split a budget among tiles in proportion with caps; remainders go to the largest fractions, earlier tiles
+    first."""
     total = min(total, sum(sizes))
     whole = [total * size // sum(sizes) for size in sizes]
     order = sorted(range(len(sizes)), key=lambda t: (-(total * sizes[t] % sum(sizes)), t))
@@ -92,12 +91,12 @@ def kept_of(keep: Tensor) -> list[list[int]]:
 
 
 def chosen(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
-    """Return what a method keeps of each image."""
+    """Return the kept tokens of each image."""
     return kept_of(tokenprune.method(name, **options).select(tokens).keep)
 
 
 def merged(tokens: VisualTokens, selection: Selection) -> Tensor:
-    """Return the tokens after those that leave were merged, `[S, N, D]`."""
+    """Return the tokens after merging, shape (segments, tokens, channels)."""
     places = tokens.segments.position + torch.arange(len(tokens.counts))[:, None] * tokens.mask.shape[1]
     return merge_tokens(tokens.hidden, selection, tokens.segments, places)
 

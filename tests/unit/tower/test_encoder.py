@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging in the tower, and what the decoder gets of it."""
+"""Merging in the tower, and the input of the decoder afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tiles(model: Any, count: int = 2, seed: int = 0) -> Tensor:
 
 @contextmanager
 def tokens_in_mlps(model: Any) -> Iterator[list[int]]:
-    """How many tokens each MLP of the tower gets, in order of the calls."""
+    """Record the number of tokens that each MLP of the tower gets, in order of the calls."""
     seen: list[int] = []
     handles = [
         block.mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1]))
@@ -51,7 +51,11 @@ def tokens_in_mlps(model: Any) -> Iterator[list[int]]:
 def naive_tower(
     tower: Any, pixels: Tensor, plan: list[int], proportional: bool
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """One image through the blocks in plain loops: features on the full grid after each block, and final groups."""
+    """Run one image through the blocks in plain loops.
+
+    Returns:
+        Features on the full grid after each block, and the final groups.
+    """
     embed = tower.embeddings(pixels[None])
     x = (tower.pre_layrnorm(embed) if hasattr(tower, "pre_layrnorm") else embed)[0]
     protected = int(hasattr(tower, "pre_layrnorm"))
@@ -82,7 +86,7 @@ def naive_tower(
 @pytest.mark.parametrize("proportional", [True, False])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
-def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
+def test_tower_matches_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
     model = build(family, attn)
     pixels, plan = tiles(model), [4, 0, 3] if family.name == "llava_onevision" else [5, 4, 0]
     with tokenprune.patched(model, "tome", r=plan, proportional=proportional):
@@ -99,10 +103,10 @@ def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportio
 
 
 @torch.no_grad()
-def test_tokens_really_leave_between_attention_and_mlp(family: Family, model) -> None:
+def test_mlps_run_on_fewer_tokens(family: Family, model) -> None:
     inputs = family.make_inputs()
     count = tower_of(model).embeddings(tiles(model)).shape[1]
-    last = 0 if family.name == "llava_onevision" else 1  # of LLaVA's tower the last block is not read
+    last = 0 if family.name == "llava_onevision" else 1  # LLaVA does not read the last block
     plan = [3] * (3 - last) + [0] * last
     with tokenprune.patched(model, "tome", r=3), tokens_in_mlps(model) as seen:
         model(**inputs)
@@ -114,7 +118,7 @@ def test_tokens_really_leave_between_attention_and_mlp(family: Family, model) ->
 
 
 @torch.no_grad()
-def test_a_batch_equals_its_single_images(family: Family, model) -> None:
+def test_batch_matches_single_images(family: Family, model) -> None:
     pixels = tiles(model, 3)
     with tokenprune.patched(model, "tome", keep=0.5):
         batch = tower_of(model)(pixels, output_hidden_states=True)
@@ -126,12 +130,12 @@ def test_a_batch_equals_its_single_images(family: Family, model) -> None:
 
 @pytest.mark.parametrize("proportional", [True, False])
 @torch.no_grad()
-def test_merging_duplicates_changes_nothing(proportional: bool) -> None:
-    """k equal tokens of size 1 are one token of size k, with proportional attention and only with it."""
+def test_merging_duplicates_changes_no_output(proportional: bool) -> None:
+    """k equal tokens of size 1 equal one token of size k, only with proportional attention."""
     family = FAMILIES["llava"]
     model = family.build()
     model.model.vision_tower.embeddings.position_embedding.weight.zero_()
-    # Neighbours are equal, so that each pair has one at an even and one at an odd place. The class token is at place 0.
+    # Neighbours are equal, so each pair has an even and an odd index. The class token has index 0.
     image = tiles(model, 1).view(1, 3, 6, 4, 3, 2, 4)
     pixels = image[..., :1, :].expand_as(image).reshape(1, 3, 24, 24)
     want = tower_of(model)(pixels, output_hidden_states=True).hidden_states
@@ -144,7 +148,7 @@ def test_merging_duplicates_changes_nothing(proportional: bool) -> None:
 
 @contextmanager
 def with_features(model: Any, output: Any) -> Iterator[None]:
-    """The unpatched model, with the images' features as a patched tower made them."""
+    """Return the unpatched model with the image features of a patched tower."""
     original = model.model.get_image_features
 
     @functools.wraps(original)  # generate() reads the signature
@@ -159,7 +163,7 @@ def with_features(model: Any, output: Any) -> Iterator[None]:
 
 
 def groups_of(features: list[Tensor]) -> list[list[list[int]]]:
-    """Per image the places of features that are equal to the bit. Newlines, equal too, count for themselves."""
+    """Return the indices of bit-equal features of each image. Each newline is a separate group."""
     found = []
     for image in features:
         groups: list[list[int]] = []
@@ -187,7 +191,7 @@ def expected_sources(family: Family, model: Any, inputs: Any, features: list[Ten
 
 @pytest.mark.parametrize("batch", BATCHES)
 @torch.no_grad()
-def test_the_decoder_sees_one_token_of_each_group(family: Family, model, batch: str) -> None:
+def test_decoder_gets_one_token_per_group(family: Family, model, batch: str) -> None:
     inputs = family.make_inputs(**BATCHES[batch])
     with tokenprune.patched(model, "tome", keep=0.4, record=True):
         got = model(**inputs).logits
@@ -204,7 +208,7 @@ def test_the_decoder_sees_one_token_of_each_group(family: Family, model, batch: 
     alive = survivors(cut, inputs["input_ids"].shape[1])
     assert torch.equal(alive & ~visual, real & ~visual)
     assert [row.nonzero().flatten().tolist() for row in alive & visual] == [sorted(row) for row in want]
-    # By hand: the unpatched decoder on what is left of each row, at its positions.
+    # By hand: the unpatched decoder on the kept tokens of each row, at their positions.
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     embeds[visual] = torch.cat(output.pooler_output)
     begin = real.long().cumsum(1) - 1
@@ -229,13 +233,13 @@ def test_keep_is_the_share_of_patches() -> None:
 @pytest.mark.parametrize("method", ["tome", ["tome", "fastv"], ["tome", "divprune"], ["tome", "pool", "dart"]])
 @pytest.mark.parametrize("batch", ["ragged", "one row"])
 @torch.no_grad()
-def test_generate_and_composition(family: Family, model, batch: str, method: Any) -> None:
-    """Against a run of the unpatched model on the same features, with the columns of the others masked."""
+def test_generate_and_combined_methods(family: Family, model, batch: str, method: Any) -> None:
+    """Compare with the unpatched model on the same features, with the columns of dropped tokens masked."""
     inputs = family.make_inputs(**BATCHES[batch])
     with tokenprune.patched(model, method, keep=0.5, record=True):
         logits, stats = model(**inputs).logits, tokenprune.stats(model)
         got, tokens, _ = generate_logits(model, inputs, 4)
-        # A choice that hangs on the last bit may fall otherwise in generate, which hands other masks over.
+        # generate uses other masks, so a selection that depends on the last bit may differ.
         forward_cuts, cuts = stats.cuts, tokenprune.stats(model).cuts
         output = model.model.get_image_features(**image_arguments(inputs))
     names = [method] if isinstance(method, str) else method
@@ -254,7 +258,7 @@ def test_generate_and_composition(family: Family, model, batch: str, method: Any
 
 @torch.no_grad()
 def test_beams_and_samples(family: Family, model) -> None:
-    """generate() repeats each row; the copies of a row merge as the row does."""
+    """generate() repeats each row, and the copies of a row merge like the row."""
     inputs = family.make_inputs(images=(2, 1))
     with tokenprune.patched(model, "tome", keep=0.5, record=True):
         model(**inputs)

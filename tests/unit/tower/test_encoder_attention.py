@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention scores out of vision towers, against plain loops."""
+"""Attention scores of vision towers, against plain loops."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from zoo import IMAGE, TEXT, Family
 
 PACKED = ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
 FAMILIES = ZOO | {name: OTHERS[name] for name in (*PACKED, "paligemma", "paligemma2", "llava_next_video")}
-# Which blocks of the zoo's towers are meant by a quarter of the depth, and by the last one that is read. CLIP's last
-# block is read by nobody; Qwen2.5-VL's blocks 0 and 2 attend in windows.
+# Blocks of the test models' towers: a quarter of the depth, and the last block that is read. CLIP's last
+# block is not read. Qwen2.5-VL's blocks 0 and 2 attend in windows.
 BLOCKS = {
     0.25: dict.fromkeys(FAMILIES, 0) | {"qwen2_5_vl": 1},
     -1: dict.fromkeys(FAMILIES, 2) | dict.fromkeys(("llava", "llava_next", "llava_next_video"), 1)
@@ -62,10 +62,10 @@ def attentions_of(model: Any) -> list[Any]:
 def naive_scores(
     family: Family, model: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch, layers: tuple
 ) -> tuple[list[list[int]], dict[Any, Tensor]]:
-    """Of each placeholder in reading order: tile, row, column, height, width, size; and for each layer `[tokens, H]`.
+    """Return the cell of each placeholder in reading order, and its scores in each layer, shape (tokens, heads).
 
-    From the attention maps of the unpatched eager tower. What a token is made of is found by comparing the decoder's
-    embeddings with what the projector made of the patches.
+    The scores come from the attention maps of the unpatched eager tower. The patches of a token are found by comparing
+    the decoder's embeddings with the projected patches.
     """
     attentions = attentions_of(model)
     maps: dict[int, list[Tensor]] = {id(attention): [] for attention in attentions}
@@ -115,7 +115,7 @@ def naive_scores(
             patches = candidates[place][2]
             mean = flat[layer][patches].mean(0)
             results[layer].append(torch.zeros_like(mean) if gap > 1e-4 else mean)
-    if family.name.startswith(("qwen", "glm")):  # places on the grid follow from the order of the prompt
+    if family.name.startswith(("qwen", "glm")):  # cells follow from the order of the prompt
         grids = [grid for name in ("video_grid_thw", "image_grid_thw") for grid in inputs.get(name, torch.zeros(0, 3))]
         cells = [
             [1000 * number + t, row, column, int(h) // 2, int(w) // 2, 4]
@@ -126,10 +126,10 @@ def naive_scores(
 
 
 def made_of(family: Family, model: Any, projected: list[Tensor]) -> Any:
-    """Yield (feature, cell, numbers of its patches in the order of the tower) of all that tokens may be."""
+    """Yield (feature, cell, indices of its patches in the order of the tower) of all possible tokens."""
     start = tile = 0
     for features in projected:
-        if features.ndim == 2:  # four patches to a token, one after the other
+        if features.ndim == 2:  # four consecutive patches per token
             for i, vector in enumerate(features):
                 yield vector, [0] * 6, list(range(start + 4 * i, start + 4 * i + 4))
             start += 4 * len(features)
@@ -143,7 +143,7 @@ def made_of(family: Family, model: Any, projected: list[Tensor]) -> Any:
             for i, vector in enumerate(vectors):
                 own = patches_at(i // grid, i % grid, times, side, start)
                 yield vector, [tile, i // grid, i % grid, grid, grid, times**2], own
-            if family.video and grid == side:  # frames of a video are averaged two by two
+            if family.video and grid == side:  # pairs of frames of a video are averaged
                 half, square = grid // 2, vectors.view(grid // 2, 2, grid // 2, 2, -1).mean((1, 3))
                 for row in range(half):
                     for column in range(half):
@@ -177,8 +177,8 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "batch"), CASES)
 @torch.no_grad()
-def test_scores_and_places(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a method sees is what the maps of the eager tower say, on either back end, in a forward and in generate."""
+def test_scores_and_cells_match_naive(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method sees the attention maps of the eager tower for each attention implementation, also in generate."""
     inputs = family.make_inputs(**BATCHES[batch])
     model = build(family, "eager")
     cells, scores = naive_scores(family, model, inputs, monkeypatch, (0.25, -1))
@@ -206,7 +206,7 @@ def test_scores_and_places(family: Family, batch: str, build, monkeypatch: pytes
 
 
 def packed_stand_in(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **kwargs):
-    """What a flash kernel does with several sequences on one axis."""
+    """Stand-in for a flash kernel with several sequences on one axis."""
     lengths = cu_seq_lens_q.diff().tolist()
     parts = [x.split(lengths, 2) for x in (query, key, value)]
     out = [scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in zip(*parts, strict=True)]
@@ -234,8 +234,8 @@ def test_flash_attention_in_the_tower(name: str, build) -> None:
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize(("name", "side"), [("llava", 1), ("mistral3", 2)])
 @torch.no_grad()
-def test_images_of_any_size_on_one_axis(name: str, side: int, attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pixtral's tower, in LLaVA and Mistral 3: scores are of one image's patches, not of all that a call encodes."""
+def test_packed_images_of_any_size(name: str, side: int, attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixtral's tower, in LLaVA and Mistral 3: scores compare the patches of one image only."""
     vision = dict(model_type="pixtral", hidden_size=32, num_hidden_layers=3, num_attention_heads=2, image_size=64,
                   patch_size=4, intermediate_size=32, head_dim=16)  # fmt: skip
     more = dict(spatial_merge_size=2) if side == 2 else dict(vision_feature_select_strategy="full")
@@ -281,7 +281,7 @@ def test_images_of_any_size_on_one_axis(name: str, side: int, attn: str, monkeyp
 
 @torch.no_grad()
 def test_any_block_can_be_read(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index from the front, also of a block that nobody reads; from the back of what is read; a share."""
+    """An index from the front (also of a block that the model does not read), an index from the back, and a share."""
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs()
     method, seen = make_seer((0, 1, 2, -2, 0.9))
@@ -303,7 +303,7 @@ def in_one_thread(model: Any, job: Any) -> Tensor:
     return model(**job).logits
 
 
-def test_threads(family: Family, model) -> None:
+def test_threads_do_not_mix(family: Family, model) -> None:
     """Two threads in the tower at once see their own images."""
     jobs = [family.make_inputs(seed=seed, images=images) for seed, images in enumerate([(2, 1), (1, 0)])]
     with tokenprune.patched(model, "vscan", keep=0.3):

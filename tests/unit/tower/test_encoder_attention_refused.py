@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Towers whose attention cannot be read, and what is said of it."""
+"""Towers whose attention cannot be read, and their error messages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tower_attention import make_seer
 from zoo import FAMILIES, IMAGE, TEXT
 
 
-def test_what_is_refused(build) -> None:
-    """Of the methods and families that the suite runs, every pair: no test may pass by leaving one out."""
+def test_unsupported_setups_raise(build) -> None:
+    """Every pair of the suite's methods and families, so that no test passes by skipping a pair."""
     refused = set()
     for family in FAMILIES.values():
         for method in MODEL_METHODS:
@@ -31,7 +31,7 @@ def test_what_is_refused(build) -> None:
     assert refused == set()
 
 
-def test_towers_that_are_not_known(build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_towers_raise(build, monkeypatch: pytest.MonkeyPatch) -> None:
     vision = dict(model_type="dinov2", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16,
                   patch_size=4)  # fmt: skip
     config = LlavaConfig(text_config={**TEXT, "model_type": "llama"}, vision_config=vision, image_token_id=IMAGE)
@@ -46,7 +46,7 @@ def test_towers_that_are_not_known(build, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @torch.no_grad()
-def test_features_of_an_unpatched_model(build) -> None:
+def test_features_of_unpatched_model_raise(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
     features = model.model.get_image_features(inputs["pixel_values"], vision_feature_layer=-2)
@@ -62,8 +62,8 @@ def test_features_of_an_unpatched_model(build) -> None:
 
 
 @torch.no_grad()
-def test_features_that_are_interpolated(build) -> None:
-    """So many tiles that LLaVA-OneVision makes them smaller: none is a patch any more."""
+def test_interpolated_features_raise(build) -> None:
+    """LLaVA-OneVision shrinks the features of many tiles, so features no longer correspond to patches."""
     family = FAMILIES["llava_onevision"]
     model, inputs = build(family), family.make_inputs(only=0)
     with (
@@ -76,7 +76,7 @@ def test_features_that_are_interpolated(build) -> None:
         )  # fmt: skip
 
 
-def test_not_beside_a_merge_in_the_tower(build) -> None:
+def test_reading_a_merging_tower_raises(build) -> None:
     model = build(FAMILIES["llava"])
     with pytest.raises(OptionError, match=r"vscan.*tome"):
         tokenprune.patch(model, ["tome", "vscan"], keep=0.5)
@@ -85,8 +85,8 @@ def test_not_beside_a_merge_in_the_tower(build) -> None:
 
 
 @torch.no_grad()
-def test_a_class_token_among_the_features() -> None:
-    """vision_feature_select_strategy="full": the class token is a visual token, which is no patch and stays."""
+def test_class_token_among_features() -> None:
+    """With vision_feature_select_strategy="full" the class token is a visual token without a patch, and is kept."""
     family = FAMILIES["llava"]
     model = family.build()
     model.config.vision_feature_select_strategy = "full"
@@ -108,7 +108,7 @@ def test_a_class_token_among_the_features() -> None:
 
 
 @torch.no_grad()
-def test_one_patch_in_place_of_another(build) -> None:
+def test_patching_again_with_another_keep(build) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs()
     tokenprune.patch(model, "vscan", keep=0.3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that merge in the tower afterwards, and what is refused."""
+"""The state of models that merge in the tower, and unsupported setups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 @torch.no_grad()
-def test_unpatch_gives_the_same_model_back(family: Family, model) -> None:
+def test_unpatch_restores_the_model(family: Family, model) -> None:
     inputs = family.make_inputs()
     before, was = model(**inputs).logits, snapshot(model)
     tokenprune.patch(model, "tome", keep=0.5)
@@ -43,7 +43,7 @@ def test_unpatch_gives_the_same_model_back(family: Family, model) -> None:
 
 
 @torch.no_grad()
-def test_a_failing_forward_leaves_nothing_behind(build) -> None:
+def test_failing_forward_leaves_no_state(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
     with tokenprune.patched(model, "tome", keep=0.5):
@@ -56,7 +56,7 @@ def test_a_failing_forward_leaves_nothing_behind(build) -> None:
 
 
 @torch.no_grad()
-def test_a_deep_copy_merges_on_its_own(build) -> None:
+def test_deep_copy_merges_independently(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
     with tokenprune.patched(model, "tome", keep=0.5):
@@ -100,7 +100,7 @@ def test_gradients_flow_through_merged_tokens(build) -> None:
         model(**inputs).logits[:, -1].logsumexp(-1).sum().backward()
     for name, parameter in tower_of(model).named_parameters():
         if ".layers.0." in name or ".layers.1." in name:
-            # A bias of the keys moves no softmax.
+            # A bias of the keys does not change the softmax.
             assert "k_proj.bias" in name or parameter.grad.abs().sum() > 0, name
 
 
@@ -114,10 +114,10 @@ def test_bfloat16(family: Family) -> None:
         assert 0.45 < tokenprune.stats(model).keep_ratio < 0.65
 
 
-# -- what is refused, and said -----------------------------------------------------------------------------------------
+# -- unsupported setups ------------------------------------------------------------------------------------------------
 
 
-def test_other_families_say_why() -> None:
+def test_other_families_raise_with_reason() -> None:
     model = OTHERS["vipllava"].build()
     was = snapshot(model)
     with pytest.raises(UnsupportedSetupError, match="tome cannot act in the tower of 'vipllava', where the"):
@@ -129,13 +129,13 @@ REFUSED = {
     "share too small": (dict(keep=0.1), BudgetError, "at most half"),
     "another budget": (dict(keep=Budget.from_kv_share(0.5)), BudgetError, "a share or a number of patches"),
     "a shared budget": (dict(keep=Budget(keep=0.5, per="prompt")), BudgetError, "a share or a number of patches"),
-    "contradiction": (dict(keep=1.0, r=4), OptionError, "Remove one of them"),
+    "contradiction": (dict(keep=1.0, r=4), OptionError, "Pass only one"),
     "too long": (dict(r=[1] * 4), OptionError, "the tower has 3 blocks"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_anything_changes(case: str, build) -> None:
+def test_unsupported_setups_raise_before_changes(case: str, build) -> None:
     options, error, words = REFUSED[case]
     model = build(FAMILIES["llava"])
     was = snapshot(model)
@@ -144,14 +144,14 @@ def test_refused_before_anything_changes(case: str, build) -> None:
     assert snapshot(model) == was
 
 
-def test_attention_without_a_bias_is_refused(build) -> None:
+def test_attention_without_bias_raises(build) -> None:
     model = copy.deepcopy(build(FAMILIES["llava"]))
     model.set_attn_implementation({"vision_config": "flex_attention"})
     with pytest.raises(UnsupportedSetupError, match="proportional=False"):
         tokenprune.patch(model, "tome", keep=0.5)
 
 
-def test_towers_read_at_several_layers_are_refused(build) -> None:
+def test_towers_read_at_several_layers_raise(build) -> None:
     model = copy.deepcopy(build(FAMILIES["llava"]))
     model.config.vision_feature_layer = [-2, -1]
     with pytest.raises(UnsupportedSetupError, match="several tower layers"):
@@ -159,7 +159,7 @@ def test_towers_read_at_several_layers_are_refused(build) -> None:
 
 
 @torch.no_grad()
-def test_refused_on_the_way(build) -> None:
+def test_unsupported_calls_raise(build) -> None:
     llava, onevision = FAMILIES["llava"], FAMILIES["llava_onevision"]
     model, inputs = build(llava), llava.make_inputs()
     encoded = model.model.get_image_features(inputs["pixel_values"])
@@ -169,7 +169,7 @@ def test_refused_on_the_way(build) -> None:
         plain = {name: value for name, value in inputs.items() if name != "pixel_values"}
         with pytest.raises(UnsupportedSetupError, match="not encoded by the patched model"):
             model(**plain, mm_encoder_outputs={"image": encoded})
-        model(**plain | {"input_ids": plain["input_ids"].clamp(min=16)})  # text alone
+        model(**plain | {"input_ids": plain["input_ids"].clamp(min=16)})  # text only
     model = build(onevision)
     with tokenprune.patched(model, "tome", keep=0.5):
         towers: list[Any] = []
@@ -179,14 +179,14 @@ def test_refused_on_the_way(build) -> None:
         handle.remove()
         assert not towers, "the tower ran before the refusal"
         with pytest.raises(UnsupportedSetupError, match="interpolates"):
-            # One tile's worth of features for two tiles.
+            # Features of one tile for two tiles.
             arguments = image_arguments(onevision.make_inputs(rows=1))
             model.model.get_image_features(**arguments, vision_aspect_ratio="anyres_max_1")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_is_refused(reentrant: bool, build) -> None:
-    """The re-entrant kind runs blocks without gradients, and again for those of their input."""
+def test_gradient_checkpointing_raises(reentrant: bool, build) -> None:
+    """Re-entrant checkpointing runs blocks without gradients, and again for the gradients of their input."""
     family = FAMILIES["llava"]
     model, inputs = copy.deepcopy(build(family)), family.make_inputs()
     model.train()
@@ -199,7 +199,7 @@ def test_gradient_checkpointing_is_refused(reentrant: bool, build) -> None:
 
 
 @torch.no_grad()
-def test_a_later_method_that_has_nothing_left_to_do_cuts_nothing(build) -> None:
+def test_later_method_without_surplus_drops_no_tokens(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
     with tokenprune.patched(model, ["tome", "fastv"], keep=[0.5, 20], record=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a patch leaves on an encoder's output: one record, that lives through what happens to outputs."""
+"""The record that a patch leaves on an encoder's output follows the output through copies and device moves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from families import FAMILIES
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import KEY, EncoderRecord, get_record, open_record
 
-# A method each that leaves something of its own, and the fields that a Qwen image then has.
+# Methods with different fields, and the fields of the record for a Qwen image.
 LEFT = {
     "tome": {"grids", "num_encoded", "owners", "block_tokens", "groups"},
     "vscan": {"grids", "num_encoded", "encoded"},
@@ -41,14 +41,14 @@ def written(record: EncoderRecord) -> set[str]:
 
 
 @pytest.mark.parametrize("method", LEFT)
-def test_all_that_a_patch_leaves_is_one_item(method: str) -> None:
+def test_patch_leaves_one_item(method: str) -> None:
     output = encoded(method)
     assert [name for name in output if name.startswith("tokenprune")] == [KEY]
     assert not [name for name in vars(output) if name.startswith("tokenprune") and name != KEY]
     assert written(get_record(output)) - {"looks"} == LEFT[method]
 
 
-def test_reading_leaves_an_output_alone() -> None:
+def test_reading_does_not_change_an_output() -> None:
     output = BaseModelOutputWithPooling(pooler_output=torch.zeros(1))
     assert get_record(output) == EncoderRecord() and get_record(None) == EncoderRecord()
     assert KEY not in output and not hasattr(output, KEY)
@@ -58,7 +58,7 @@ def test_reading_leaves_an_output_alone() -> None:
         open_record((torch.zeros(1),))
 
 
-def test_tensors_that_index_features_follow_an_output_to_another_device() -> None:
+def test_index_tensors_move_with_the_output() -> None:
     output = encoded("tome")
     moved = send_to_device({"mm_encoder_outputs": {"image": output}}, torch.device("meta"))
     there, here = get_record(moved["mm_encoder_outputs"]["image"]), get_record(output)
@@ -67,7 +67,7 @@ def test_tensors_that_index_features_follow_an_output_to_another_device() -> Non
     assert (there.grids, there.block_tokens) == (here.grids, here.block_tokens)
 
 
-def test_scores_stay_where_they_are_until_they_are_read() -> None:
+def test_scores_move_when_they_are_read() -> None:
     output = encoded("vscan")
     there = get_record(send_to_device(output, torch.device("meta")))
     assert there.encoded is get_record(output).encoded and get_record(output).attention is None
@@ -75,7 +75,7 @@ def test_scores_stay_where_they_are_until_they_are_read() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda output: pickle.loads(pickle.dumps(output))])
 @pytest.mark.parametrize("method", ["tome", "vscan"])
-def test_copies_of_an_output_have_a_record_of_their_own(method: str, copied: Any) -> None:
+def test_copies_of_an_output_have_separate_records(method: str, copied: Any) -> None:
     output = encoded(method)
     mine, theirs = get_record(output), get_record(copied(output))
     assert theirs is not mine and written(theirs) == written(mine)
@@ -87,7 +87,7 @@ def test_copies_of_an_output_have_a_record_of_their_own(method: str, copied: Any
 
 
 def test_each_field_has_one_writer() -> None:
-    """And nothing else is left on an output: no item or attribute with our name but the record."""
+    """The record is the only item or attribute of ours on an output."""
     names, writers = {field.name for field in fields(EncoderRecord)}, Counter()
     for path in Path(tokenprune.__file__).parent.rglob("*.py"):
         text = path.read_text()

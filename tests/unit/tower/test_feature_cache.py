@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that were asked about before: encoded once, with the answers that encoding them anew would give."""
+"""Repeated images are encoded once, and the answers match encoding them again."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from tokenprune.integrations.hf.feature_cache.part import ONE_BY_ONE
 from tokenprune.integrations.hf.sequence.record import get_record
 from zoo import FAMILIES, Family
 
-# By the tower's attention, by features, by the question, inside the decoder, inside the tower, while decoding.
+# Methods that read the tower, features or the question, or act in the decoder, in the tower or while decoding.
 KINDS: dict[str, dict[str, Any]] = {
     "vscan": {}, "divprune": {}, "cdpruner": {}, "fastv": {}, "tome": {}, "dyrate": {"layer": 2},
 }  # fmt: skip
 
 
 def told(model: Any) -> dict[str, Any]:
-    """What a call saved, but for the time and what was looked up."""
+    """Return the statistics of a call without times and cache counts."""
     return tokenprune.stats(model).as_dict() | {"feature_cache": None, "overhead_ms": None}
 
 
 @pytest.mark.few_families
 @pytest.mark.parametrize("method", KINDS)
 @torch.no_grad()
-def test_answers_are_those_of_a_model_that_encodes_anew(family: Family, model, method: str) -> None:
+def test_answers_match_encoding_again(family: Family, model, method: str) -> None:
     check_takes(family, method)
     inputs = family.make_inputs(images=(2, 1))
     questions = [inputs, inputs, another_question(inputs, 1)]
@@ -87,7 +87,7 @@ def test_the_tower_runs_once_for_ten_questions(build: Callable) -> None:
 
 
 def one_by_one(family: Family) -> tuple[dict, dict, dict]:
-    """A prompt with one image, one with two of which it is the first, and these two in one another's place."""
+    """A prompt with one image, a prompt with this image and another, and a prompt with both in reverse order."""
     first = family.make_inputs(images=(1, 1), only=0, sizes=family.sizes[:1] * 2)
     both = family.make_inputs(images=(1, 1), sizes=family.sizes[:1] * 2)
     swapped = {name: value.flip(0) for name, value in both.items()}
@@ -99,7 +99,7 @@ def one_by_one(family: Family) -> tuple[dict, dict, dict]:
 @pytest.mark.parametrize("method", ["divprune", "vscan"])
 @pytest.mark.parametrize("name", sorted(ONE_BY_ONE))
 @torch.no_grad()
-def test_only_what_is_new_in_a_prompt_is_encoded(name: str, method: str, build: Callable) -> None:
+def test_only_new_images_are_encoded(name: str, method: str, build: Callable) -> None:
     family = FAMILIES[name]
     model, (first, both, swapped) = build(family), one_by_one(family)
     with tokenprune.patched(model, method, keep=0.4):
@@ -110,7 +110,7 @@ def test_only_what_is_new_in_a_prompt_is_encoded(name: str, method: str, build: 
         entries = tokenprune.feature_cache(model).counts().entries
         close(model(**both).logits, want[1])
         assert tokenprune.feature_cache(model).counts().entries == 2 * entries
-        assert calls == [calls[0]] * 2  # as much as for the first
+        assert calls == [calls[0]] * 2  # the same as for the first
         close(model(**swapped).logits, want[2])
         assert len(calls) == 2
         assert torch.equal(model(**first).logits, alone)
@@ -118,13 +118,13 @@ def test_only_what_is_new_in_a_prompt_is_encoded(name: str, method: str, build: 
 
 
 def seen(record: Any) -> list[float] | None:
-    """What the guard saw of the images."""
+    """Return the guard's values of the images."""
     return None if record.looks is None else [record.looks.count, *record.looks.read()]
 
 
 @pytest.mark.parametrize("name", ["llava_next", "internvl", "qwen2_5_vl"])
 @torch.no_grad()
-def test_what_was_read_in_the_tower_is_joined_as_it_was(name: str, build: Callable) -> None:
+def test_tower_values_are_joined(name: str, build: Callable) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     given = {one: inputs[one] for one in ("pixel_values", "image_sizes", "image_grid_thw") if one in inputs}
@@ -141,7 +141,7 @@ def test_what_was_read_in_the_tower_is_joined_as_it_was(name: str, build: Callab
 
 
 @torch.no_grad()
-def test_an_image_that_stands_twice_in_a_batch_is_encoded_once(build: Callable) -> None:
+def test_repeated_image_is_encoded_once(build: Callable) -> None:
     family = FAMILIES["gemma3"]
     model, one = build(family), family.make_inputs(only=0)
     twice = {name: torch.cat([value, value]) for name, value in one.items()}
@@ -152,8 +152,8 @@ def test_an_image_that_stands_twice_in_a_batch_is_encoded_once(build: Callable) 
 
 
 @torch.no_grad()
-def test_padding_tiles_do_not_make_another_image(build: Callable) -> None:
-    """LLaVA-NeXT pads the tiles of a prompt's images to as many as the largest has."""
+def test_padding_tiles_hit_the_cache(build: Callable) -> None:
+    """LLaVA-NeXT pads the tiles of a prompt's images to the number of tiles of the largest image."""
     family = FAMILIES["llava_next"]
     model, inputs = build(family), family.make_inputs(only=0)
     padded = inputs | {"pixel_values": torch.nn.functional.pad(inputs["pixel_values"], (0, 0) * 3 + (0, 2))}
@@ -164,15 +164,15 @@ def test_padding_tiles_do_not_make_another_image(build: Callable) -> None:
 
 @pytest.mark.parametrize("images", [(2, 1), (2, 0)])
 @torch.no_grad()
-def test_several_images_in_a_row_of_onevision_are_another_matter(images: tuple[int, int], build: Callable) -> None:
-    """They are not cut into tiles, so that the same image becomes other features."""
+def test_several_images_in_a_row_of_onevision(images: tuple[int, int], build: Callable) -> None:
+    """Several images are not cut into tiles, so the same image has other features."""
     family = FAMILIES["llava_onevision"]
     model, inputs = build(family), family.make_inputs(images=images)
     with tokenprune.patched(model, "divprune", keep=0.5):
         want = model(**inputs).logits
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
         assert all(torch.equal(model(**inputs).logits, want) for _ in range(2))
-        assert counts(model) == (1, 1)  # the call as a whole
+        assert counts(model) == (1, 1)  # the whole call
 
 
 # -- threads, beams, copies, unpatch -----------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_two_threads(limit: int, build: Callable) -> None:
 
 
 @torch.no_grad()
-def test_beams_and_then_one_answer(build: Callable) -> None:
+def test_beams_then_single_answer(build: Callable) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     ways = [{"num_beams": 2}, {}, {"num_beams": 2}]
@@ -219,7 +219,7 @@ def test_beams_and_then_one_answer(build: Callable) -> None:
 
 
 @torch.no_grad()
-def test_unpatch_gives_the_memory_back(build: Callable) -> None:
+def test_unpatch_frees_the_memory(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
@@ -240,11 +240,11 @@ def test_unpatch_gives_the_memory_back(build: Callable) -> None:
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @torch.no_grad()
-def test_a_copy_has_a_cache_of_its_own(way: Callable) -> None:
+def test_copy_has_a_separate_cache(way: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
-    other = way(model)  # of a model that has not run: see docs/start/questions.md
+    other = way(model)  # the model has not run, see docs/start/questions.md
     want = model(**inputs).logits
     assert counts(model) == (0, 1) and counts(other) == (0, 0)
     assert all(torch.equal(other(**inputs).logits, want) for _ in range(2))
@@ -252,18 +252,18 @@ def test_a_copy_has_a_cache_of_its_own(way: Callable) -> None:
     assert counts(copy.deepcopy(other)) == (0, 0) and tokenprune.feature_cache(other).counts().limit == ROOM
 
 
-# -- refused -----------------------------------------------------------------------------------------------------------
+# -- unsupported setups ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1e9, "64 MB"])
-def test_a_limit_is_a_number_of_bytes(value: Any, build: Callable) -> None:
+def test_limit_is_in_bytes(value: Any, build: Callable) -> None:
     model = build(FAMILIES["llava"])
     with pytest.raises(tokenprune.OptionError, match=r"feature_cache=.*an int >= 1"):
         tokenprune.patch(model, "divprune", feature_cache=value)
     assert not tokenprune.is_patched(model)
 
 
-def test_models_that_encode_in_another_way(build: Callable) -> None:
+def test_models_without_get_image_features_raise(build: Callable) -> None:
     from families import FAMILIES as ALL
 
     model = build(ALL["instructblip"])
@@ -272,12 +272,12 @@ def test_models_that_encode_in_another_way(build: Callable) -> None:
     assert not tokenprune.is_patched(model)
 
 
-def test_a_setting_does_not_name_it(build: Callable) -> None:
+def test_settings_reject_the_cache(build: Callable) -> None:
     from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
     setting = {"method": "divprune", "keep": 0.5}
     for read in (tokenprune.read_config, ServedSetting.from_json):
-        with pytest.raises(tokenprune.OptionError, match="its encoder cache"):
+        with pytest.raises(tokenprune.OptionError, match="vLLM has its own cache"):
             read(setting | {"feature_cache": ROOM})
     with tokenprune.patched(build(FAMILIES["llava"]), config=setting, feature_cache=ROOM) as model:
         assert dataclasses.astuple(tokenprune.feature_cache(model).counts()) == (0, 0, 0, 0, 0, 0, ROOM)

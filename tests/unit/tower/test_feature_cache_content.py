@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes another image, or another tower, to the feature cache; and what it does not keep."""
+"""Changes that invalidate the feature cache, and outputs that it does not store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from each import each
 from tokenprune.integrations.hf.feature_cache.cache import FeatureCache
 from zoo import FAMILIES
 
-# -- what makes another image ------------------------------------------------------------------------------------------
+# -- changes that encode again -----------------------------------------------------------------------------------------
 
 
 def a_pixel(inputs: dict) -> dict:
@@ -37,7 +37,7 @@ def a_grid(inputs: dict) -> dict:
 
 @pytest.mark.parametrize("change", [a_pixel, a_dtype, a_grid])
 @torch.no_grad()
-def test_other_content_is_another_image(change: Callable, build: Callable) -> None:
+def test_other_content_is_encoded_again(change: Callable, build: Callable) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(only=0, sizes=[(8, 12)])
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
@@ -46,7 +46,7 @@ def test_other_content_is_another_image(change: Callable, build: Callable) -> No
 
 
 @torch.no_grad()
-def test_another_option_of_the_encoder_is_another_image(build: Callable) -> None:
+def test_other_encoder_options_are_encoded_again(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
@@ -65,7 +65,7 @@ def the_attention(model: Any) -> None:
 
 
 def an_adapter(model: Any) -> None:
-    model.model.vision_tower.active_adapters = ["night"]  # as PEFT notes it
+    model.model.vision_tower.active_adapters = ["night"]  # as PEFT marks it
 
 
 def a_hook(model: Any) -> None:
@@ -74,7 +74,7 @@ def a_hook(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [the_layer_read, the_attention, an_adapter, a_hook])
 @torch.no_grad()
-def test_an_encoder_that_is_set_otherwise_encodes_anew(change: Callable) -> None:
+def test_changed_encoder_encodes_again(change: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
@@ -110,7 +110,7 @@ def stepped(tower: Any) -> None:
 @each("change", [loaded, assigned, rounded, exchanged, stepped])
 @each("part", ["vision_tower", "multi_modal_projector"])
 @torch.no_grad()
-def test_other_weights_give_no_stale_answer(change: Callable, part: str) -> None:
+def test_changed_weights_invalidate_the_cache(change: Callable, part: str) -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
@@ -124,7 +124,7 @@ def test_other_weights_give_no_stale_answer(change: Callable, part: str) -> None
 
 
 @torch.no_grad()
-def test_weights_written_past_autograd_need_a_clear() -> None:
+def test_weights_written_outside_autograd_need_a_clear() -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
@@ -136,8 +136,8 @@ def test_weights_written_past_autograd_need_a_clear() -> None:
 
 
 @torch.no_grad()
-def test_offloaded_weights_are_the_same_in_the_next_call() -> None:
-    """accelerate puts empty ones in their place after each."""
+def test_offloaded_weights_hit_the_cache() -> None:
+    """accelerate replaces offloaded weights by empty tensors after each call."""
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     cpu_offload(model, execution_device=torch.device("cpu"))
@@ -147,7 +147,7 @@ def test_offloaded_weights_are_the_same_in_the_next_call() -> None:
 
 
 @torch.no_grad()
-def test_a_caller_who_writes_to_features_does_not_change_answers(build: Callable) -> None:
+def test_writing_to_features_does_not_change_answers(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
@@ -157,10 +157,10 @@ def test_a_caller_who_writes_to_features_does_not_change_answers(build: Callable
         assert torch.equal(model.model.get_image_features(inputs["pixel_values"]).pooler_output[0], want)
 
 
-# -- what is not kept --------------------------------------------------------------------------------------------------
+# -- outputs that are not stored ---------------------------------------------------------------------------------------
 
 
-def test_nothing_is_kept_while_training_or_with_gradients(build: Callable) -> None:
+def test_training_and_gradients_bypass_the_cache(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = copy.deepcopy(build(family)), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
@@ -172,12 +172,12 @@ def test_nothing_is_kept_while_training_or_with_gradients(build: Callable) -> No
     model(**inputs | {"pixel_values": inputs["pixel_values"].clone().requires_grad_()})
     found = tokenprune.feature_cache(model).counts()
     assert (found.hits, found.misses, found.not_kept, found.entries) == (0, 0, 3, 0)
-    model(**inputs), model(**inputs)  # gradients are on, and nothing asks for any
+    model(**inputs), model(**inputs)  # gradients are enabled, but no parameter requires them
     assert counts(model) == (1, 1)
 
 
-def test_what_was_made_without_gradients_for_good_stays_among_its_like(build: Callable) -> None:
-    """A tensor of inference mode cannot be used where gradients are asked for."""
+def test_inference_mode_entries_are_separate(build: Callable) -> None:
+    """Tensors of inference mode cannot be used where gradients are required."""
     family = FAMILIES["llava"]
     model, inputs = copy.deepcopy(build(family)), family.make_inputs(only=0)
     model.model.vision_tower.requires_grad_(False)
@@ -191,7 +191,7 @@ def test_what_was_made_without_gradients_for_good_stays_among_its_like(build: Ca
 
 
 @torch.no_grad()
-def test_states_of_the_tower_that_are_asked_for(build: Callable) -> None:
+def test_requested_hidden_states(build: Callable) -> None:
     family = FAMILIES["gemma3"]
     model, pixels = copy.deepcopy(build(family)), family.make_inputs(only=0)["pixel_values"]
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
@@ -201,7 +201,7 @@ def test_states_of_the_tower_that_are_asked_for(build: Callable) -> None:
 
 
 @torch.no_grad()
-def test_what_is_larger_than_the_limit_is_not_kept_and_what_is_oldest_goes(build: Callable) -> None:
+def test_limit_rejects_large_entries_and_evicts_oldest(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, images = build(family), [family.make_inputs(only=0, seed=seed) for seed in range(3)]
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
@@ -209,7 +209,7 @@ def test_what_is_larger_than_the_limit_is_not_kept_and_what_is_oldest_goes(build
         size = tokenprune.feature_cache(model).counts().bytes
         assert size == 36 * 64 * 4
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=ROOM):
-        model(**family.make_inputs())  # two, each without the memory of the other
+        model(**family.make_inputs())  # two entries without shared memory
         assert tokenprune.feature_cache(model).counts().bytes == 2 * size
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=size - 1):
         want = model(**images[0]).logits
@@ -217,7 +217,7 @@ def test_what_is_larger_than_the_limit_is_not_kept_and_what_is_oldest_goes(build
         found = tokenprune.feature_cache(model).counts()
         assert (found.hits, found.misses, found.not_kept, found.entries, found.bytes) == (0, 2, 2, 0, 0)
     with tokenprune.patched(model, "divprune", keep=0.5, feature_cache=2 * size + 5):
-        for number in (0, 1, 0, 2):  # 1 was used longest ago as 2 comes
+        for number in (0, 1, 0, 2):  # 1 is the least recently used entry when 2 is added
             model(**images[number])
         found = tokenprune.feature_cache(model).counts()
         assert (found.hits, found.misses, found.evictions, found.entries) == (1, 3, 1, 2) and found.bytes == 2 * size
@@ -228,7 +228,7 @@ def test_what_is_larger_than_the_limit_is_not_kept_and_what_is_oldest_goes(build
 
 
 @torch.no_grad()
-def test_what_methods_read_in_the_tower_is_counted(build: Callable) -> None:
+def test_tower_values_count_towards_the_limit(build: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     sizes = {}
@@ -236,7 +236,7 @@ def test_what_methods_read_in_the_tower_is_counted(build: Callable) -> None:
         with tokenprune.patched(model, method, keep=0.5, feature_cache=ROOM):
             model(**inputs)
             sizes[method] = tokenprune.feature_cache(model).counts().bytes
-    assert sizes["vscan"] > sizes["divprune"] == 36 * 64 * 4  # no states of the tower's blocks
+    assert sizes["vscan"] > sizes["divprune"] == 36 * 64 * 4  # without hidden states of the tower
 
 
 @dataclasses.dataclass
@@ -245,12 +245,12 @@ class Made:
     intact: bool = True
 
 
-def test_what_other_weights_made_meanwhile_is_not_kept() -> None:
+def test_entries_of_replaced_weights_are_not_stored() -> None:
     cache = FeatureCache(10)
     cache.renew("old weights")
     assert cache.find([b"image", b"image"]) == {}
     cache.renew("new weights")
-    cache.keep("old weights", b"image", Made(1))  # the tower was still at it
+    cache.keep("old weights", b"image", Made(1))  # the tower was still running
     assert cache.find([b"image"]) == {} and cache.counts().not_kept == 1
     cache.keep("new weights", b"image", Made(4))
     cache.keep("new weights", b"image", Made(3))  # by two threads

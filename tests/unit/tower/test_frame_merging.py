@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames that merge inside a tower, against a tower that is run frame by frame, in a loop."""
+"""Merging frames inside a tower, against a tower that runs frame by frame in a loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zoo import VIDEO, Family
 
 NAMES = ("llava_onevision", "llava_next_video")
 SET: dict[str, Any] = {"threshold": -1.0, "longest": 8, "layers": (0, 1)}
-POOLED = 4  # tokens of a frame
+POOLED = 4  # tokens per frame
 
 
 @pytest.fixture(params=NAMES)
@@ -30,7 +30,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def clips(family: Family, videos: list[bool], images: tuple[int, int] = (0, 0), frames: int = 9) -> Any:
-    """A batch whose videos drift, each in its own way, so that neighbours are more alike than ends."""
+    """Return a batch of videos that drift differently, so that neighbouring frames are most similar."""
     inputs = family.make_inputs(images=images, video=[frames if one else 0 for one in videos])
     g = torch.Generator().manual_seed(1)
     pixels = torch.empty(0)
@@ -43,7 +43,7 @@ def clips(family: Family, videos: list[bool], images: tuple[int, int] = (0, 0), 
 
 
 class Loop:
-    """A video `[F, 3, H, W]` through the tower of `model`, one frame at a time."""
+    """Run a video (F, 3, H, W) through the tower of `model`, one frame at a time."""
 
     def __init__(self, model: Any, pixels: Tensor, layers: tuple[int, ...], threshold: float, longest: int) -> None:
         base = model.model
@@ -86,7 +86,7 @@ class Loop:
         return maps.mean((0, 1))[self.class_tokens :]
 
     def kept(self, keep: int) -> tuple[list[int], Tensor]:
-        """Return the tokens of the video that stay, and their features."""
+        """Return the kept tokens of the video and their features."""
         stays = chosen(self.scores, self.groups, keep)
         return [self.times[f] * POOLED + p for f, p in stays], torch.stack([self.features[f, p] for f, p in stays])
 
@@ -97,7 +97,7 @@ def as_tensor(output: Any) -> Tensor:
 
 @contextmanager
 def entering(model: Any) -> Iterator[list[Tensor]]:
-    """Collect the input of the first decoder layer, of each call."""
+    """Record the input of the first decoder layer in each call."""
     seen: list[Tensor] = []
     layer = model.model.language_model.layers[0]
     handle = layer.register_forward_pre_hook(
@@ -114,8 +114,8 @@ def places(inputs: Any, row: int) -> list[int]:
 
 @pytest.mark.parametrize("keep", [0.2, 0.5, 0.8])
 @torch.no_grad()
-def test_equals_a_tower_run_in_a_loop(family: Family, keep: float, build) -> None:
-    """Two videos of a batch, each alone: the frames, the tokens, their features and what is counted."""
+def test_tower_matches_naive_loop(family: Family, keep: float, build) -> None:
+    """Two videos of a batch, separately: frames, tokens, features and counts."""
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=keep, record=True, **SET), entering(model) as seen:
         logits = model(**inputs).logits
@@ -139,7 +139,7 @@ def test_equals_a_tower_run_in_a_loop(family: Family, keep: float, build) -> Non
         embeds[[own[t] for t in tokens]] = features
         got = seen[0][row, -len(want) :]
         assert torch.allclose(got, embeds[want], atol=1e-5)
-        # The decoder sees these at the places that they have in the whole prompt.
+        # The decoder sees these tokens at their positions in the unpruned prompt.
         at = torch.tensor(want) - int((~real).sum())
         alone = model.model.language_model(inputs_embeds=embeds[want][None], position_ids=at[None]).last_hidden_state
         assert torch.allclose(logits[row, -1], model.lm_head(alone[0, -1]), atol=1e-4)
@@ -164,7 +164,7 @@ def test_keep_of_one_is_bit_equal(family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_a_batch_gives_what_its_rows_give_alone(family: Family, build) -> None:
+def test_batch_matches_single_rows(family: Family, build) -> None:
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=0.4, record=True, **SET):
         model(**inputs)
@@ -176,8 +176,8 @@ def test_a_batch_gives_what_its_rows_give_alone(family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_no_merge_keeps_what_attention_says_and_all_features(family: Family, build) -> None:
-    """1: of frames that are segments of their own the tower computes what it does unpatched."""
+def test_features_without_merges_are_unchanged(family: Family, build) -> None:
+    """Without merges each frame is a segment, and the tower's output matches the unpatched tower."""
     model, inputs = build(family), clips(family, [True, True])
     given = {"pixel_values_videos": inputs["pixel_values_videos"]}
     want = model.model.get_video_features(**given).pooler_output
@@ -191,8 +191,8 @@ def test_no_merge_keeps_what_attention_says_and_all_features(family: Family, bui
 
 
 @torch.no_grad()
-def test_images_are_left_alone(build) -> None:
-    """Beside a video, and by themselves: bit-equal, and the statistics say so."""
+def test_images_are_unchanged(build) -> None:
+    """Images next to a video, and alone: outputs are bit-equal, and the statistics show it."""
     family = FAMILIES["llava_onevision"]
     model = build(family)
     only = family.make_inputs(images=(2, 1))
@@ -208,13 +208,13 @@ def test_images_are_left_alone(build) -> None:
 
 
 @torch.no_grad()
-def test_generate_beams_and_another_question(family: Family, build) -> None:
-    """9: questions change nothing of what is kept; beams are copies."""
+def test_generate_beams_and_second_question(family: Family, build) -> None:
+    """The kept tokens do not depend on the question, and beams are copies."""
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=0.4, record=True, **SET):
         greedy = model.generate(**inputs, max_new_tokens=3, do_sample=False)
         kept = tokenprune.stats(model).cuts[0].kept[0]
-        if family.name == "llava_onevision":  # the other one's own beams fail on videos
+        if family.name == "llava_onevision":  # beam search of the other model fails on videos
             model.generate(**inputs, max_new_tokens=3, num_beams=2)
             assert tokenprune.stats(model).cuts[0].kept[0] == kept
         inputs["input_ids"][:, -1] += 1
@@ -223,7 +223,7 @@ def test_generate_beams_and_another_question(family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_fewer_tokens_than_asked_for_where_little_is_left(family: Family, build) -> None:
+def test_fewer_tokens_than_budget_if_few_remain(family: Family, build) -> None:
     model, inputs = build(family), clips(family, [True, False])
     loop = Loop(model, inputs["pixel_values_videos"][0], SET["layers"], SET["threshold"], SET["longest"])
     with tokenprune.patched(model, "earlytom", keep=0.99, **SET):
@@ -233,7 +233,7 @@ def test_fewer_tokens_than_asked_for_where_little_is_left(family: Family, build)
 
 
 @torch.no_grad()
-def test_a_cut_inside_the_decoder_goes_on_from_there(family: Family, build) -> None:
+def test_combined_with_a_cut_inside_the_decoder(family: Family, build) -> None:
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, [tokenprune.method("earlytom", **SET), "fastv"], keep=[0.5, 0.5], record=True):
         model(**inputs)

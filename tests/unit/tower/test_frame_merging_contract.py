@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames that merge inside a tower: what a patch leaves as it is, and what is refused."""
+"""Merging frames inside a tower: outputs that a patch does not change, and unsupported setups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 @torch.no_grad()
-def test_encoded_videos_are_found_again(family: Family, build) -> None:
+def test_encoded_videos_hit_the_cache(family: Family, build) -> None:
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
         want = model(**inputs).logits
@@ -52,7 +52,7 @@ def test_gradients_flow_through_mixed_frames(build) -> None:
 
 
 @torch.no_grad()
-def test_a_failing_forward_leaves_nothing_behind(family: Family, build) -> None:
+def test_failing_forward_leaves_no_state(family: Family, build) -> None:
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
         want = model(**inputs).logits
@@ -69,7 +69,7 @@ def test_hidden_states_have_all_frames(family: Family, build) -> None:
     model, inputs = build(family), clips(family, [True, True])
     with tokenprune.patched(model, "earlytom", keep=0.5, **SET):
         output = model.model.get_video_features(inputs["pixel_values_videos"])
-    states = [x for x in output.hidden_states if x is not None]  # transformers 5.24 keeps those alone that are used
+    states = [x for x in output.hidden_states if x is not None]  # transformers 5.24 keeps only the used states
     assert {len(x) for x in states} == {len(output.last_hidden_state)} == {18}
 
 
@@ -82,25 +82,25 @@ def test_in_half_precision(family: Family, dtype: torch.dtype) -> None:
         assert model(**inputs).logits.isfinite().all()
 
 
-# -- what is refused, and said -----------------------------------------------------------------------------------------
+# -- unsupported setups ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("llava", "prompts of 'llava' hold none"), ("qwen2_5_vl", "must be a row of a CLIP or SigLIP tower"),
+    [("llava", "which 'llava' does not support"), ("qwen2_5_vl", "must be a row of a CLIP or SigLIP tower"),
      ("video_llava", "must be a row of a CLIP or SigLIP tower")],
 )  # fmt: skip
-def test_models_without_such_a_tower_are_refused(name: str, says: str) -> None:
+def test_models_without_frame_rows_raise(name: str, says: str) -> None:
     with pytest.raises(UnsupportedSetupError, match=f"earlytom.*{says}"):
         tokenprune.patch(FAMILIES[name].build(), "earlytom", keep=0.5)
 
 
 @torch.no_grad()
-def test_refused(build) -> None:
+def test_unsupported_setups_raise(build) -> None:
     family = FAMILIES["llava_onevision"]
     model, inputs = build(family), clips(family, [True, True])
     for method, says in (
-        (["earlytom", "tome"], "act at the same place"), (["earlytom", "vscan"], "earlytom merges some of them"),
+        (["earlytom", "tome"], "both act at"), (["earlytom", "vscan"], "earlytom merges some of them"),
         (["earlytom", "evs"], "earlytom drops some of the tokens"),
     ):  # fmt: skip
         with pytest.raises(OptionError, match=says):
@@ -122,7 +122,7 @@ def test_refused(build) -> None:
 
 
 @torch.no_grad()
-def test_a_method_that_answers_wrongly_is_told(build) -> None:
+def test_invalid_results_of_a_method_raise(build) -> None:
     class Wrong(FrameMerger):
         name = "wrong"
 

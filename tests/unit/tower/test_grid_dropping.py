@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units that leave a tower whose images have grids of their own, and padding after them (SigLIP 2 as in LFM2-VL),
-against the unpatched tower with their columns masked."""
+"""Dropping units in a tower whose images have separate, padded grids (SigLIP 2 as in LFM2-VL).
+
+The reference is the unpatched tower with the columns of dropped units masked.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def encode(model: Any, inputs: Any, **options: Any) -> Any:
 
 
 def units_of(height: int, width: int) -> list[list[int]]:
-    """The patches of each unit."""
+    """Return the patches of each unit."""
     corners = [row * width + column for row in range(0, height, 2) for column in range(0, width, 2)]
     return [[corner, corner + 1, corner + width, corner + width + 1] for corner in corners]
 
@@ -64,7 +66,7 @@ def check_tower(model: Any, inputs: Any, score: str, layer: int) -> None:
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @torch.no_grad()
-def test_tower_equals_the_one_masked_from_every_block(batch: dict, score: str, build) -> None:
+def test_tower_matches_tower_masked_from_each_block(batch: dict, score: str, build) -> None:
     model, inputs = build(LFM2), LFM2.make_inputs(**batch)
     for layer in range(score == "change", len(layers_of(tower_of(model)))):
         check_tower(model, inputs, score, layer)
@@ -73,8 +75,8 @@ def test_tower_equals_the_one_masked_from_every_block(batch: dict, score: str, b
 @pytest.mark.parametrize("keep", [0.4, 5])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
-def test_blocks_run_on_what_is_left_alone(attn: str, keep: float, build) -> None:
-    """In rows as long as the longest, and with no mask where all are."""
+def test_blocks_run_only_on_kept_units(attn: str, keep: float, build) -> None:
+    """Rows have the length of the longest row. There is no mask if all rows have this length."""
     model, inputs, ran = build(LFM2, attn), LFM2.make_inputs(images=(2, 1)), []
     block = layers_of(tower_of(model))[-1]
     handles = [
@@ -99,7 +101,7 @@ def test_blocks_run_on_what_is_left_alone(attn: str, keep: float, build) -> None
 
 
 @torch.no_grad()
-def test_decoder_equals_the_one_that_got_no_others(build) -> None:
+def test_decoder_matches_decoder_on_kept_tokens(build) -> None:
     model, inputs = build(LFM2), LFM2.make_inputs(images=(2, 1))
     with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, record=True, guard="off"):
         got, stats = model(**inputs).logits, tokenprune.stats(model)
@@ -114,7 +116,7 @@ def test_decoder_equals_the_one_that_got_no_others(build) -> None:
 
 @torch.no_grad()
 def test_hidden_states_have_all_patches(build) -> None:
-    """Those of what was dropped are zeros, from the block on at whose input it left."""
+    """Hidden states of dropped patches are zero from the block at whose input they were dropped."""
     model, inputs = copy.deepcopy(build(LFM2)), LFM2.make_inputs(images=(2, 1))
     whole = encode(model, inputs, output_hidden_states=True).hidden_states
     with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, guard="off"):
@@ -127,7 +129,7 @@ def test_hidden_states_have_all_patches(build) -> None:
 
 
 @torch.no_grad()
-def test_keeping_all_changes_no_bit(build) -> None:
+def test_keeping_all_is_bit_equal(build) -> None:
     model, inputs = build(LFM2), LFM2.make_inputs(images=(2, 1))
     want = model(**inputs).logits
     for keep in (1.0, 10**4):
@@ -135,9 +137,9 @@ def test_keeping_all_changes_no_bit(build) -> None:
             assert torch.equal(model(**inputs).logits, want)
 
 
-def test_refused(build) -> None:
+def test_unsupported_setups_raise(build) -> None:
     model = build(LFM2)
-    with pytest.raises(OptionError, match="has 2 blocks, and no block 2"):
+    with pytest.raises(OptionError, match="block 2 is out of range: the vision tower has 2"):
         tokenprune.patch(model, "towerdrop", layer=2)
     with pytest.raises(UnsupportedSetupError, match="not adjacent in one sequence"):
         tokenprune.patch(model, "towerdrop", score="detail")

@@ -38,7 +38,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def encode(model: Any, inputs: Any) -> dict[str, Any]:
-    """The features of the images and videos of a batch."""
+    """Return the features of the images and videos of a batch."""
     found = {}
     for modality, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if inputs.get(pixels) is not None:
@@ -58,7 +58,7 @@ def rows_in_mlps(model: Any) -> Iterator[list[int]]:
 
 
 def order_of_windows(height: int, width: int, side: int) -> list[int]:
-    """Units of a frame, numbered row by row, in the order of windows of side x side units."""
+    """Return the raster indices of a frame's units, in the order of windows of side x side units."""
     return [
         row * width + column
         for top in range(0, height, side)
@@ -70,8 +70,11 @@ def order_of_windows(height: int, width: int, side: int) -> list[int]:
 
 @torch.no_grad()
 def naive_tower(model: Any, pixels: Tensor, grid: Tensor, plan: list[int], proportional: bool) -> tuple[Any, list]:
-    """One frame through the blocks in plain loops: features of each unit (row by row), their groups, and deepstack
-    features."""
+    """Run one frame through the blocks in plain loops.
+
+    Returns:
+        The features of each unit in raster order, their groups, and deepstack features.
+    """
     tower = model.model.visual
     _, h, w = grid.tolist()
     height, width = h // 2, w // 2
@@ -110,7 +113,7 @@ def naive_tower(model: Any, pixels: Tensor, grid: Tensor, plan: list[int], propo
         x = x + at.proj(attended).view_as(x)
         joined = sorted(
             naive(metric, r(metric) if callable(r) else r, 0)[0]
-        )  # the unit that stays comes first in its group, and keeps its place
+        )  # the kept unit is the first of its group, and keeps its index
         weight = torch.tensor([float(len(group)) for group in groups])
         x = torch.stack([(x[m] * weight[m, None, None]).sum(0) / weight[m].sum() for m in joined])
         groups = [[i for member in members for i in groups[member]] for members in joined]
@@ -120,14 +123,14 @@ def naive_tower(model: Any, pixels: Tensor, grid: Tensor, plan: list[int], propo
             deepstack.append(_spread(merger(x.flatten(0, 1)), groups, order))
     features = _spread(tower.merger(x.flatten(0, 1)), groups, order)
     groups = [sorted(order[place] for place in group) for group in groups]
-    for feature in deepstack:  # earlier blocks: not all of a group were one yet
+    for feature in deepstack:  # in earlier blocks the group was not complete
         for group in groups:
             feature[group] = feature[group].mean(0)
     return (features, deepstack), groups
 
 
 def above(metric: Tensor, threshold: float) -> int:
-    """How many units DToMe merges: those with a partner more similar than the threshold, half of them at most."""
+    """Return the number of units that DToMe merges: partners above the threshold, at most half of the units."""
     unit = metric / metric.norm(dim=-1, keepdim=True)
     best = (unit[::2] @ unit[1::2].T).amax(1) if len(metric) > 1 else metric.new_zeros(0)
     return min(int((best > threshold).sum()), len(metric) // 2)
@@ -143,12 +146,12 @@ def _spread(merged: Tensor, groups: list[list[int]], order: list[int]) -> Tensor
 @pytest.mark.parametrize("proportional", [True, False])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
-def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
+def test_tower_matches_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
     check_tower(family, build(family, attn), proportional)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
-def test_towers_of_the_same_kind_equal_the_naive_loop(name: str) -> None:
+def test_similar_towers_match_naive_loop(name: str) -> None:
     check_tower(ALL[name], ALL[name].build(), proportional=True)
 
 
@@ -199,14 +202,14 @@ def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, buil
         assert len(get_record(got).groups[image].unique()) == len(groups)
         left.append(len(groups) / len(want))
         start, total = start + patches, total + patches // UNIT
-    assert len(set(left)) > 2  # each image a share of its own
+    assert len(set(left)) > 2  # a separate share per image
     assert 0.3 < sum(left) / 4 < 0.5
     with pytest.raises(OptionError, match="only the processor"):
         calibrate(model, [torch.zeros(3, 32, 32)], processor=processor, keep=0.4)
 
 
 @torch.no_grad()
-def test_thresholds_of_one_size_leave_the_asked_number(build) -> None:
+def test_thresholds_of_one_size_keep_the_budget(build) -> None:
     model, processor = build(FAMILIES["qwen2_vl"]), small_processor()
     images = photos([(48, 64)] * 5)
     thresholds = calibrate(model, images, processor=processor, keep=0.5, batch_size=5)
@@ -218,7 +221,7 @@ def test_thresholds_of_one_size_leave_the_asked_number(build) -> None:
 
 
 @torch.no_grad()
-def test_exact_dymu_leaves_the_asked_number_of_every_image(family: Family, build) -> None:
+def test_exact_dymu_keeps_the_budget_of_each_image(family: Family, build) -> None:
     model, processor = build(family), small_processor()
     images = photos([(48, 64), (32, 56), (64, 40), (24, 24)])
     thresholds = calibrate(model, images[:1], processor=processor, keep=0.4)
@@ -230,7 +233,7 @@ def test_exact_dymu_leaves_the_asked_number_of_every_image(family: Family, build
 
 
 @torch.no_grad()
-def test_units_really_leave_between_attention_and_mlp(family: Family, model) -> None:
+def test_mlps_run_on_fewer_units(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     with tokenprune.patched(model, "tome", r=3), rows_in_mlps(model) as seen:
         model(**inputs)
@@ -242,7 +245,7 @@ def test_units_really_leave_between_attention_and_mlp(family: Family, model) -> 
 
 
 @torch.no_grad()
-def test_a_batch_equals_its_single_images(family: Family, model) -> None:
+def test_batch_matches_single_images(family: Family, model) -> None:
     inputs, start = family.make_inputs(images=(2, 2)), 0
     with tokenprune.patched(model, "tome", keep=0.4):
         batch = encode(model, inputs)["image"]
@@ -256,7 +259,7 @@ def test_a_batch_equals_its_single_images(family: Family, model) -> None:
 
 
 @torch.no_grad()
-def test_frames_of_a_video_merge_each_for_itself(family: Family, model) -> None:
+def test_frames_merge_separately(family: Family, model) -> None:
     inputs = family.make_inputs(video=True)
     grids = inputs["video_grid_thw"]
     frames, units = int(grids[0, 0]), int(grids[0, 1:].prod()) // UNIT
@@ -273,8 +276,8 @@ def test_frames_of_a_video_merge_each_for_itself(family: Family, model) -> None:
 @pytest.mark.parametrize("method", ["tome", ["tome", "fastv"], ["tome", "divprune"], ["tome", "pool", "dart"]])
 @pytest.mark.parametrize("batch", BATCHES)
 @torch.no_grad()
-def test_generate_and_composition(family: Family, model, batch: str, method: Any) -> None:
-    """Against a run of the unpatched model on the same features, with the columns of the others masked."""
+def test_generate_and_combined_methods(family: Family, model, batch: str, method: Any) -> None:
+    """Compare with the unpatched model on the same features, with the columns of dropped tokens masked."""
     inputs = family.make_inputs(**BATCHES[batch])
     with tokenprune.patched(model, method, keep=0.5, record=True):
         logits, stats = model(**inputs).logits, tokenprune.stats(model)
@@ -317,7 +320,7 @@ def with_features_of(model: Any, outputs: dict[str, Any]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def test_unpatch_gives_the_same_model_back(family: Family, model) -> None:
+def test_unpatch_restores_the_model(family: Family, model) -> None:
     inputs = family.make_inputs()
     before, was = model(**inputs).logits, snapshot(model)
     tokenprune.patch(model, "tome", keep=0.5)
@@ -332,7 +335,7 @@ def test_unpatch_gives_the_same_model_back(family: Family, model) -> None:
 
 
 @torch.no_grad()
-def test_refused(build) -> None:
+def test_unsupported_setups_raise(build) -> None:
     family = FAMILIES["qwen2_vl"]
     model = copy.deepcopy(build(family))
     inputs = family.make_inputs()
@@ -347,7 +350,7 @@ def test_refused(build) -> None:
     ):
         without = {name: value for name, value in inputs.items() if name != "pixel_values"}
         model(**without, mm_encoder_outputs=plain)
-    model.model.visual.config._attn_implementation_internal = "flash_attention_2"  # loads nothing
+    model.model.visual.config._attn_implementation_internal = "flash_attention_2"  # loads no weights
     with pytest.raises(UnsupportedSetupError, match="proportional=False"):
         tokenprune.patch(model, "tome", keep=0.5)
     model.model.visual.config._attn_implementation_internal = "sdpa"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units on their way through a packed tower: arithmetic by hand, and units that leave at the input of any block."""
+"""The state of units in a packed tower: arithmetic by hand, and units dropped at the input of any block."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tokenprune.testing import ConformanceError, check_method
 
 
 def rows(*values: float) -> Tensor:
-    """Two patches of each unit, and one number of each patch: its unit's, and ten more."""
+    """Return two patches per unit with one value each: the unit's index, and the index plus ten."""
     return torch.tensor([[value + patch] for value in values for patch in (0.0, 10.0)])
 
 
@@ -39,7 +39,7 @@ def test_units_are_dropped_and_merged_in_any_order() -> None:
     units = Units.from_packed(5, 2, torch.device("cpu"))
     units, hidden = units.apply(dropping(True, False, True, True, True), rows(0, 1, 2, 3, 4))
     assert torch.equal(hidden, rows(0, 2, 3, 4)) and units.compute_bias(True, torch.float32) is None
-    merge = build_merge(torch.tensor([[0, 0, 2, 0]]), [4], [2])  # of 0, 2, 3, 4 the first takes two
+    merge = build_merge(torch.tensor([[0, 0, 2, 0]]), [4], [2])  # out of 0, 2, 3, 4; the first absorbs two
     units, hidden = units.apply(merge, hidden)
     assert torch.equal(hidden, rows(2, 3))
     assert torch.equal(units.expand(hidden), torch.tensor([[2.0], [12], [0], [0], [2], [12], [3], [13], [2], [12]]))
@@ -47,20 +47,20 @@ def test_units_are_dropped_and_merged_in_any_order() -> None:
     units, hidden = units.apply(dropping(False, True), hidden)
     assert (units.kept.tolist(), units.owner.tolist(), units.weight.tolist()) == ([3], [[-1, -1, -1, 0, -1]], [[1.0]])
     assert torch.equal(units.expand(torch.tensor([[7.0]])), torch.tensor([[0.0], [0], [0], [7], [0]]))
-    assert torch.equal(units.expand(torch.ones(10, 1)), torch.ones(10, 1))  # what has a row for each patch
+    assert torch.equal(units.expand(torch.ones(10, 1)), torch.ones(10, 1))  # already one row per patch
 
 
-def test_borders_are_those_of_the_units_that_are_left() -> None:
+def test_cu_seqlens_of_kept_units() -> None:
     units = Units.from_packed(6, 2, torch.device("cpu"))
     ends = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
     left, hidden = units.apply(dropping(True, False, False, True, True, False), rows(*range(6)))
-    assert left.compute_cu_seqlens(ends).tolist() == [0, 2, 6]  # the second piece is empty
+    assert left.compute_cu_seqlens(ends).tolist() == [0, 2, 6]  # the second sequence is empty
     assert left.compute_cu_seqlens(ends).dtype == ends.dtype
     assert torch.equal(left.select_patches(rows(*range(6))), hidden)
 
 
 def test_rows_of_any_tower_are_dropped_and_merged() -> None:
-    """Of two rows the second one is left with fewer units: it is padded, and padding weighs nothing."""
+    """The second of two rows keeps fewer units. It is padded, and padding has zero weight."""
     x = torch.arange(8.0).view(2, 4, 1)
     units, hidden = Units.from_rows(2, 4, x.device).apply(
         build_merge(torch.tensor([[0, 1, 0, 3], [0, 1, 1, 0]]), [4, 4], [3, 2]), x
@@ -77,8 +77,8 @@ def test_rows_of_any_tower_are_dropped_and_merged() -> None:
     assert torch.equal(units.expand(hidden).flatten(), torch.tensor([0.0, 1, 0, 3, 5.5, 0, 0, 5.5]))
 
 
-def test_units_may_leave_at_several_blocks() -> None:
-    """And what each block returned gets a row for each patch back, zeros for the units that it did not have."""
+def test_units_are_dropped_at_several_blocks() -> None:
+    """The output of each block is expanded to all patches, with zeros for dropped units."""
     drops = {1: lambda hidden: dropping(True, False, True, True), 2: lambda hidden: dropping(True, True, False)}
     run = TowerRun(Units.from_packed(4, 2, torch.device("cpu")), [None] * 3, drops, [4])
     states, given = [rows(1, 2, 3, 4)], {"cu_seqlens": torch.tensor([0, 8]), "max_seqlen": 8}
@@ -97,7 +97,7 @@ def test_units_may_leave_at_several_blocks() -> None:
 
 @dataclass(frozen=True)
 class Loudest(tokenprune.selection.UnitDropper):
-    """Keep the units whose hidden states are the largest, at the input of block `at`, from the end if negative."""
+    """Keep the units with the largest hidden states at the input of block `at` (from the end if negative)."""
 
     name: ClassVar[str] = "loudest"
     sees: ClassVar[str] = "hidden"
@@ -116,7 +116,7 @@ class Loudest(tokenprune.selection.UnitDropper):
 
 @dataclass(frozen=True)
 class Fewer(Loudest):
-    """Keep one unit, whatever may stay."""
+    """Keep one unit, whatever the budget."""
 
     def keep_units(self, pixels: Tensor, most: int) -> Tensor:
         return super().keep_units(pixels, 1)
@@ -124,17 +124,17 @@ class Fewer(Loudest):
 
 @dataclass(frozen=True)
 class Some(Fewer):
-    """Say that nobody knows how many."""
+    """Declare that the content decides the number of kept units."""
 
     chooses_count: ClassVar[bool] = True
 
 
 @pytest.mark.parametrize(
     ("name", "at"), [(name, at) for name in DIFFERENT for at in (0, 1, 2, -1) if (name, at) != ("glm4v", 2)]
-)  # which has two blocks
+)  # it has two blocks
 @torch.no_grad()
-def test_units_that_leave_at_a_block_equal_the_tower_masked_from_there(name: str, at: int, build) -> None:
-    """A method that chooses by hidden states sees those of its block, in the order of rows."""
+def test_dropped_units_match_tower_masked_from_the_block(name: str, at: int, build) -> None:
+    """A method that selects by hidden states sees the states of its block, in raster order."""
     family, method = FAMILIES[name], Loudest(at)
     model, inputs, seen = build(family), drawn(family.make_inputs(images=(2, 1))), []
     tower, grids = tower_of(model), inputs["image_grid_thw"]
@@ -153,7 +153,7 @@ def test_units_that_leave_at_a_block_equal_the_tower_masked_from_there(name: str
         assert tokenprune.stats(model).visual_tokens_out == left
     assert all(map(torch.equal, get_record(got).kept, kept))
     assert get_record(got).block_tokens == [UNIT * units] * layer + [UNIT * left] * (len(tower.blocks) - layer)
-    last = units if name == "glm4v" else UNIT * units  # GLM gives what its convolution makes of them
+    last = units if name == "glm4v" else UNIT * units  # GLM returns the output of its convolution
     assert [len(x) for x in out.hidden_states] == [UNIT * units] * len(tower.blocks) + [last]
     with masked(tower, grids, kept, layer):
         want = encode(model, inputs)["image"]
@@ -163,8 +163,8 @@ def test_units_that_leave_at_a_block_equal_the_tower_masked_from_there(name: str
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_what_keeps_all_units_at_a_block_changes_nothing(name: str, build) -> None:
-    """keep=1.0 leaves the tower alone; a budget that no image reaches asks the method, and is equal to the bit, too."""
+def test_keeping_all_units_changes_no_output(name: str, build) -> None:
+    """keep=1.0 does not act. A budget above the size of every image runs the method and is bit-equal."""
     family = FAMILIES[name]
     model, inputs = build(family), drawn(family.make_inputs(images=(2, 1)))
     want = model(**inputs).logits
@@ -174,7 +174,7 @@ def test_what_keeps_all_units_at_a_block_changes_nothing(name: str, build) -> No
 
 
 def in_rows(tower: Any, grids: Tensor) -> Tensor:
-    """The places of the units, in the order of rows, in the sequence of a tower."""
+    """Return the raster index of each unit in the sequence of a tower."""
     order, start = [], 0
     for t, h, w in grids.tolist():
         side = tower.window_size // 2 // tower.patch_size if hasattr(tower, "window_size") else max(h, w)
@@ -184,12 +184,12 @@ def in_rows(tower: Any, grids: Tensor) -> Tensor:
     return torch.tensor(order).argsort()
 
 
-def test_a_method_inside_the_tower_conforms_and_what_cannot_be_is_refused(build) -> None:
+def test_method_inside_the_tower_conforms(build) -> None:
     check_method(Loudest(1))
-    with pytest.raises(OptionError, match="has 4 blocks, and no block 9"):
+    with pytest.raises(OptionError, match="block 9 is out of range: the vision tower has 4"):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), Loudest(9), keep=0.5)
     assert find_unserved_reason(Loudest(0)) is None and find_unserved_reason(tokenprune.method("pixelprune")) is None
     check_method(Some())
-    assert "the content decides how many tokens stay" in find_unserved_reason(Some())
+    assert "the number of kept tokens depends on the content" in find_unserved_reason(Some())
     with pytest.raises(ConformanceError, match=r"keeps 1 of \d+, not (\d+) to \1"):
         check_method(Fewer())

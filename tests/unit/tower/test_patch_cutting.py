@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches that a method drops inside the tower, against the whole tower with their columns masked, in plain loops."""
+"""Patches that a method drops inside the tower, against plain loops over the unpruned tower with masked columns."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ BLOCKS, LAST = 23, 21  # of the description, and the block of its last cut
 
 
 def looks(block: int, read: int) -> list[int]:
-    """Which of the description's blocks, as blocks up to the last cut, are looked at in a block of a tower."""
+    """Return the blocks of the description that a block of the tower observes, up to the last cut."""
     return [LAST - b for b in range(LAST + 1) if math.ceil((b + 0.5) / BLOCKS * read) - 1 == block]
 
 
 @torch.no_grad()
 def masked(tower: Any, pixels: Tensor, keep: int, read: int) -> tuple[list[Tensor], list[list[int]]]:
-    """One image through all blocks at full length, nobody seeing the columns of patches that were dropped: the hidden
-    states, and which patches are left behind each block, by the description's steps."""
+    """Run one image through all blocks at full length, with the columns of dropped patches masked.
+
+    Returns:
+        The hidden states, and the kept patches after each block, following the steps of the description.
+    """
     x = tower.pre_layrnorm(tower.embeddings(pixels[None]))[0]
     states, left, score, stages = [x], list(range(1, len(x))), {}, []
     for index, block in enumerate(blocks_of(tower)):
@@ -75,7 +78,7 @@ def masked(tower: Any, pixels: Tensor, keep: int, read: int) -> tuple[list[Tenso
 
 
 def sharp(model: Any) -> Any:
-    """The model with uneven attention of its class token, so that images drop different numbers early."""
+    """Return the model with uneven attention of its class token, so that images drop different numbers early."""
     model = copy.deepcopy(model)
     for block in blocks_of(tower_of(model)):
         block.self_attn.q_proj.weight.data *= 4
@@ -85,7 +88,7 @@ def sharp(model: Any) -> Any:
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("keep", [0.3, 9])
 @torch.no_grad()
-def test_tower_equals_the_masked_loop(attn: str, keep: Any, build) -> None:
+def test_tower_matches_masked_loop(attn: str, keep: Any, build) -> None:
     model = sharp(build(FAMILIES["llava"], attn))
     tower, pixels = tower_of(model), tiles(model, 3)
     count = tower.embeddings(pixels).shape[1]
@@ -111,13 +114,13 @@ def test_tower_equals_the_masked_loop(attn: str, keep: Any, build) -> None:
 
 
 @torch.no_grad()
-def test_blocks_show_of_an_image_what_they_show_of_it_alone(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images that dropped more are padded by then."""
+def test_observables_do_not_depend_on_the_batch(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images that dropped more patches are padded."""
     model = build(FAMILIES["llava"])
     pixels, shown = tiles(model, 3), []
 
     def note(self: Any, flow: Tensor, counts: list[int] | None, remaining: tuple[int, ...]) -> Merge | None:
-        """In the first block those go that are attended to most: were they seen as padding, it would be felt."""
+        """Drop the most attended patches in the first block. Treating them as padding would change the result."""
         shown.append((flow, counts or [flow.shape[2] + 1] * len(flow)))
         if len(flow[0, 0]) < patches:
             return None
@@ -142,7 +145,7 @@ def test_blocks_show_of_an_image_what_they_show_of_it_alone(build, monkeypatch: 
 @pytest.mark.parametrize("batch", [{}, {"images": (2, 1)}, {"images": (0, 2)}], ids=["left", "ragged", "text beside"])
 @pytest.mark.parametrize("name", ["llava", "llava_siglip"])
 @torch.no_grad()
-def test_decoder_equals_the_masked_one(name: str, batch: dict, build) -> None:
+def test_decoder_matches_masked_decoder(name: str, batch: dict, build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(**batch)
     if name == "llava_siglip":
@@ -165,7 +168,7 @@ def test_decoder_equals_the_masked_one(name: str, batch: dict, build) -> None:
 
 
 def siglip() -> Any:
-    """A LLaVA whose tower is SigLIP: no class token."""
+    """Return a LLaVA with a SigLIP tower, which has no class token."""
     read = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
     vision = PALIGEMMA.config["vision_config"]
     return replace(FAMILIES["llava"], config=FAMILIES["llava"].config | read | {"vision_config": vision}).build()
@@ -183,8 +186,8 @@ def test_keep_one_is_bit_equal(build) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "llava_next"])
 @torch.no_grad()
-def test_inside_where_the_tower_allows_it(name: str, build) -> None:
-    """8, 9: without the option as the authors do, which other logits tell, and after the tower elsewhere."""
+def test_acts_inside_the_tower_if_supported(name: str, build) -> None:
+    """By default the method acts as in the paper, which gives other logits, and after the tower on other families."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs()
 
@@ -197,7 +200,7 @@ def test_inside_where_the_tower_allows_it(name: str, build) -> None:
     assert site is (Site.IN_ENCODER if inside else Site.PRE_LLM) and torch.equal(got, behind) is not inside
     if inside:
         assert torch.equal(got, asked(inside=True)[0])
-    # What a tower cannot do for each image of itself.
+    # Setups in which images of a tower are not independent.
     budgets = tokenprune.Budget(keep=0.4, per="prompt"), tokenprune.Budget.from_kv_share(0.4)
     for how in ({"guard": "auto"}, *({"keep": one} for one in budgets)):
         assert asked(**how)[1] is Site.PRE_LLM
@@ -207,8 +210,8 @@ def test_inside_where_the_tower_allows_it(name: str, build) -> None:
 
 
 @torch.no_grad()
-def test_what_neither_form_can_is_refused_by_name(build) -> None:
-    """And nothing is left on the model; together with another method, in the tower too."""
+def test_unsupported_forms_raise_by_name(build) -> None:
+    """The model is unchanged after the error. Combined with another method it also acts in the tower."""
     model, family = build(FAMILIES["llava"]), FAMILIES["llava"]
     with pytest.raises(OptionError, match="flowcut"):
         tokenprune.patch(model, ["tome", "flowcut"], keep=0.5)
@@ -217,7 +220,7 @@ def test_what_neither_form_can_is_refused_by_name(build) -> None:
         assert [cut.site for cut in tokenprune.stats(model).cuts] == [Site.IN_ENCODER, Site.IN_LLM]
 
 
-def test_what_is_refused(build) -> None:
+def test_unsupported_setups_raise(build) -> None:
     for name in ("llava_next", "qwen2_vl", "internvl", "gemma3"):
         with pytest.raises(UnsupportedSetupError, match="flowcut"):
             tokenprune.patch(build(FAMILIES[name]), "flowcut", inside=True, keep=0.5)
@@ -230,7 +233,7 @@ def test_what_is_refused(build) -> None:
         tokenprune.method("flowcut", inside="yes")
 
 
-def test_it_conforms() -> None:
+def test_method_conforms() -> None:
     ((stage, _),) = tokenprune.method("flowcut", inside=True).stages(tokenprune.Budget.from_keep(0.5), 4)
     check_method(stage)
     most = Tower(tokens=578, protected=2, blocks=24, blocks_read=23)
@@ -246,7 +249,7 @@ def test_it_conforms() -> None:
             check_method(dataclass(frozen=True)(broken)())
 
 
-def test_a_merge_that_drops() -> None:
+def test_merge_with_drops() -> None:
     stays = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 0]], dtype=torch.bool)
     merge = Merge.from_kept(stays, [3, 1])
     assert merge.assign.tolist() == [[0, -1, 1, 2, -1], [-1, 0, -1, -1, -1]]
@@ -256,7 +259,7 @@ def test_a_merge_that_drops() -> None:
 
 
 @pytest.mark.parametrize("protected", [0, 1])
-def test_what_flows_does_not_depend_on_padding(protected: int) -> None:
+def test_encoder_flow_does_not_depend_on_padding(protected: int) -> None:
     g = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 7, 4, generator=g)
     mask = torch.zeros(1, 1, 1, 7).masked_fill(torch.arange(7) > 4, -torch.inf).expand(-1, -1, 7, -1)

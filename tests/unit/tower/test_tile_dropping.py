@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units that leave towers of rows or tiles, against the unpatched tower with their columns masked."""
+"""Dropping units in towers with one row per image or tile, against the unpatched tower with masked columns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tower_attention import attending_by
 from zoo import FAMILIES
 
 SCORES = ("diverse", "change", "norm")
-# One with a class token and a token for each patch, one with neither, one with both and squares, one with squares.
+# A class token and a token per patch; neither; both and squares; squares.
 NAMES = ("llava", "paligemma", "internvl", "gemma3", "smolvlm")
 KEEP = 0.4
 
@@ -42,7 +42,7 @@ def encode(model: Any, inputs: Any) -> Any:
 
 
 def squares(model: Any, patches: int) -> list[list[int]]:
-    """The patches of each unit, all counted from the first patch."""
+    """Return the patches of each unit, counted from the first patch."""
     adapter = adapter_for(model)
     side, height = adapter.family.get_unit_side(adapter.config), math.isqrt(patches)
     return [
@@ -54,8 +54,12 @@ def squares(model: Any, patches: int) -> list[list[int]]:
 
 @contextmanager
 def masked(model: Any, seen: Tensor, first: int, real: Tensor | None = None) -> Iterator[None]:
-    """Within, nothing in the tower sees tokens outside of `seen`, bool `[T, tokens]`, from the block at `first` on,
-    and before it nothing outside of `real`, None: of all."""
+    """Mask tokens in the tower within the context.
+
+    Args:
+        seen: Mask of the visible tokens from the block at `first` on, shape (tiles, tokens), bool.
+        real: Mask of the visible tokens before that block. None for all tokens.
+    """
     real = torch.ones_like(seen) if real is None else real
     before = {id(module) for block in layers_of(tower_of(model))[:first] for module in block.modules()}
 
@@ -73,7 +77,7 @@ def masked(model: Any, seen: Tensor, first: int, real: Tensor | None = None) -> 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_tower_equals_the_one_masked_from_every_block(name: str, score: str, build) -> None:
+def test_tower_matches_tower_masked_from_each_block(name: str, score: str, build) -> None:
     family = family_of(name)
     model = build(family)
     inputs, entered = family.make_inputs(images=(2, 1)), []
@@ -85,7 +89,7 @@ def test_tower_equals_the_one_masked_from_every_block(name: str, score: str, bui
     ahead = entered[0].shape[1] % 2
     units = squares(model, entered[0].shape[1] - ahead)
     side, most = math.isqrt(len(units)), round(KEEP * len(units))
-    read = len(blocks) - (name == "llava")  # of which nobody reads the last block
+    read = len(blocks) - (name == "llava")  # the last block is not read
     for layer in range(score == "change", read):
         states = [x[:, ahead:][:, units].flatten(0, 1) for x in entered]
         shown = seen_by(score, states, layer).view(len(entered[0]), side, side, -1)
@@ -105,7 +109,7 @@ def test_tower_equals_the_one_masked_from_every_block(name: str, score: str, bui
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_decoder_equals_the_masked_one(name: str, build) -> None:
+def test_decoder_matches_masked_decoder(name: str, build) -> None:
     family = family_of(name)
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, record=True, guard="off"):
@@ -121,7 +125,7 @@ def test_decoder_equals_the_masked_one(name: str, build) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_keeping_all_changes_no_bit(name: str, build) -> None:
+def test_keeping_all_is_bit_equal(name: str, build) -> None:
     family = family_of(name)
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     want = model(**inputs).logits
@@ -130,7 +134,7 @@ def test_keeping_all_changes_no_bit(name: str, build) -> None:
             assert torch.equal(model(**inputs).logits, want)
 
 
-def test_refused(build) -> None:
+def test_unsupported_setups_raise(build) -> None:
     for name in ("llava_next", "llava_onevision"):
         with pytest.raises(UnsupportedSetupError, match=r"not adjacent in one sequence.*after the tower"):
             tokenprune.patch(build(FAMILIES[name]), "towerdrop", layer=1)
@@ -142,12 +146,14 @@ def test_refused(build) -> None:
             smolvlm.model.get_image_features(pixels, half)
     with pytest.raises(UnsupportedSetupError, match="not adjacent in one sequence"):
         tokenprune.patch(build(FAMILIES["llava"]), "towerdrop", score="detail")
-    with pytest.raises(OptionError, match="and no block 2"):  # the tower's last, which LLaVA does not read
+    with pytest.raises(
+        OptionError, match="block 2 is out of range"
+    ):  # the tower's last block, which LLaVA does not read
         tokenprune.patch(build(FAMILIES["llava"]), "towerdrop", layer=2)
 
 
 def restored(y: Tensor, h: Tensor, stays: Tensor, neighbours: int) -> Tensor:
-    """All tokens of a tile, of those in `y`: each other one moves from `h` as its nearest among them did on average."""
+    """Return all tokens of a tile. A dropped token moves from `h` by the mean change of its nearest kept tokens `y`."""
     full, kept = h.clone(), h[stays]
     full[stays] = y
     for place in (~stays).nonzero().flatten().tolist():
@@ -159,8 +165,8 @@ def restored(y: Tensor, h: Tensor, stays: Tensor, neighbours: int) -> Tensor:
 @pytest.mark.parametrize("stabilise", [0, 1, 7])
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_units_that_come_back_equal_the_loop_over_tiles(name: str, stabilise: int, build) -> None:
-    """Tile by tile, by the unpatched blocks; where all attend, what the MLP makes of those that left is not used."""
+def test_restored_units_match_loop_over_tiles(name: str, stabilise: int, build) -> None:
+    """Use the unpatched blocks per tile. While all units attend, the MLP's output for dropped units is not used."""
     family = family_of(name)
     model = copy.deepcopy(build(family))
     inputs, seen = family.make_inputs(images=(2, 1)), []

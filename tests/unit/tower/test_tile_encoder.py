@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact counts where tiles are cropped after the tower and rows end with newlines: LLaVA-NeXT and LLaVA-OneVision."""
+"""Exact counts if tiles are cropped after the tower and rows end with newlines: LLaVA-NeXT and LLaVA-OneVision."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.mark.parametrize("batch", BATCHES)
 @torch.no_grad()
-def test_every_image_keeps_what_the_budget_says(family: Family, model, batch: str) -> None:
+def test_each_image_keeps_its_budget(family: Family, model, batch: str) -> None:
     inputs = family.make_inputs(**BATCHES[batch])
     for keep in (0.5, 0.61, 0.8, 30, 16, 1000):
         with tokenprune.patched(model, "tome", keep=keep, record=True):
@@ -46,7 +46,7 @@ def test_every_image_keeps_what_the_budget_says(family: Family, model, batch: st
 
 
 @torch.no_grad()
-def test_exact_dymu_keeps_what_the_budget_says(family: Family, build) -> None:
+def test_exact_dymu_keeps_the_budget(family: Family, build) -> None:
     model = build(family)
     g = torch.Generator().manual_seed(5)
     found = calibrate(
@@ -59,9 +59,11 @@ def test_exact_dymu_keeps_what_the_budget_says(family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_tiles_equal_the_naive_loop(family: Family, build) -> None:
-    """An image of 8 x 32 pixels: of its two tiles (4 x 4 patches each) the first and the last row are cropped. Half of
-    its 34 tokens is 17: two newlines, and 15 patches, shared out over 16, 8 and 8 that are shown."""
+def test_tiles_match_naive_loop(family: Family, build) -> None:
+    """An image of 8 x 32 pixels has two tiles of 4 x 4 patches, whose first and last rows are cropped.
+
+    Half of its 34 tokens is 17: two newlines and 15 patches, distributed over 16, 8 and 8 shown patches.
+    """
     model = build(family)
     inputs = family.make_inputs(rows=1, sizes=[(8, 32)])
     assert inputs.counts == [[34]]
@@ -83,8 +85,14 @@ def test_tiles_equal_the_naive_loop(family: Family, build) -> None:
 def naive_tower(
     tower: Any, pixels: Tensor, parts: list[tuple[list[int], int]], read: int
 ) -> tuple[Tensor, list[list[int]]]:
-    """One tile through the blocks in plain loops: the features of all tokens behind the last block that is read, and
-    the groups of patches. parts: the patches of each, and how many of them are to be left."""
+    """Run one tile through the blocks in plain loops.
+
+    Args:
+        parts: Patches of each part, and their number of kept patches.
+
+    Returns:
+        Features of all tokens after the last block that the model reads, and the groups of patches.
+    """
     x = tower.embeddings(pixels[None])
     classes = int(hasattr(tower, "pre_layrnorm"))
     x = (tower.pre_layrnorm(x) if classes else x)[0]
@@ -108,7 +116,7 @@ def naive_tower(
             mine = [i for i, group in enumerate(groups) if group[0] - classes in patches]
             members, _ = naive(k.mean(0)[[*range(classes), *mine]], plan[index], classes)
             joined += [[mine[i - classes] for i in group] for group in members if group[0] >= classes]
-        joined.sort()  # what stays keeps its order
+        joined.sort()  # kept units keep their order
         x = torch.stack([(x[m] * weight[m, None]).sum(0) / weight[m].sum() for m in joined])
         groups = [[i for member in members for i in groups[member]] for members in joined]
         x = x + block.mlp(block.layer_norm2(x))
@@ -118,20 +126,20 @@ def naive_tower(
     return grid, groups[classes:]
 
 
-def test_a_budget_below_one_patch_a_tile_is_refused(build) -> None:
+def test_budget_below_one_patch_per_tile_raises(build) -> None:
     family = FAMILIES["llava_next"]
     model, inputs = build(family), family.make_inputs(rows=1, sizes=[(16, 32)])
     with (
         torch.no_grad(),
         tokenprune.patched(model, "tome", keep=6),
-        pytest.raises(BudgetError, match=r"6 of an image of 52 tokens leaves 2 beside its 4 newlines.*3 tiles"),
+        pytest.raises(BudgetError, match=r"6 keeps 2 tokens besides the 4 newlines of an image of 52 tokens.*3 tiles"),
     ):
         model(**inputs)
 
 
 @torch.no_grad()
-def test_r_says_what_merges_whatever_is_cropped(build) -> None:
-    """With r= it is no budget that is to be met: tiles merge as they are."""
+def test_r_sets_merges_regardless_of_cropping(build) -> None:
+    """r= sets the number of merges, so tiles have no goals."""
     family = FAMILIES["llava_next"]
     model, inputs = build(family), family.make_inputs(rows=1, sizes=[(8, 32)])
     with tokenprune.patched(model, "tome", r=3):
@@ -139,7 +147,7 @@ def test_r_says_what_merges_whatever_is_cropped(build) -> None:
         assert tokenprune.stats(model).encoder_tokens_per_layer == [3 * n for n in (17, 14, 11)]
 
 
-def test_shares_add_up_and_follow_the_counts() -> None:
+def test_distribute_adds_up_and_follows_counts() -> None:
     rng = random.Random(0)
     for _ in range(300):
         counts = [rng.choice([0, 1, 5, 16, 576, rng.randint(1, 576)]) for _ in range(rng.randint(1, 10))]
@@ -155,11 +163,11 @@ def test_shares_add_up_and_follow_the_counts() -> None:
     assert distribute(15, [16, 8, 8]) == [7, 4, 4]
 
 
-def test_parts_merge_apart() -> None:
-    """Random rows in two parts: what each part loses, and to whom, is what it loses alone."""
+def test_parts_merge_separately() -> None:
+    """Random rows in two parts: each part merges as it would without the other part."""
     g = torch.Generator().manual_seed(0)
     part = torch.randint(0, 2, (3, 12), generator=g)
-    part[2] = 0  # one row is all of a part
+    part[2] = 0  # one row is a whole part
     keys = torch.randn(3, 13, 6, generator=g)
     counts = [[int((row == number).sum()) for number in (0, 1)] for row in part]
     wanted = [[count - min(2, count // 2) for count in row] for row in counts]

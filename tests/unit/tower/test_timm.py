@@ -47,7 +47,11 @@ def images(count: int = 3) -> Tensor:
 
 @torch.no_grad()
 def naive_features(model: Any, image: Tensor, plan: list[int], proportional: bool = True) -> tuple[Tensor, list[int]]:
-    """One image through the blocks in plain loops: the full grid behind the last block, and tokens after each."""
+    """Run one image through the blocks in plain loops.
+
+    Returns:
+        The full grid after the last block, and the number of tokens after each block.
+    """
     x = model.norm_pre(model._pos_embed(model.patch_embed(image[None])))[0]
     groups = [[i] for i in range(len(x))]
     counts = []
@@ -72,7 +76,7 @@ def naive_features(model: Any, image: Tensor, plan: list[int], proportional: boo
 @each("fused", [True, False])
 @each("kind", KINDS)
 @torch.no_grad()
-def test_logits_equal_the_naive_loop(kind: str, fused: bool) -> None:
+def test_logits_match_naive_loop(kind: str, fused: bool) -> None:
     model, x = build(kind), images()
     for block in model.blocks:
         block.attn.fused_attn = fused
@@ -109,7 +113,7 @@ def test_patch_and_unpatch(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_mlps_see_fewer_tokens() -> None:
+def test_mlps_run_on_fewer_tokens() -> None:
     model, seen = build("class token"), []
     handles = [b.mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1])) for b in model.blocks]
     with tokenprune.patched(model, "tome", r=(4, -1)):
@@ -131,14 +135,14 @@ def test_deep_copy_and_training() -> None:
     assert not torch.equal(twin.eval()(x), model(x))
 
 
-def test_refused() -> None:
+def test_unsupported_setups_raise() -> None:
     model = build("class token")
     was = snapshot(model)
     with pytest.raises(UnsupportedModelError, match="no language model, nor grids of any size, which fastv"):
         tokenprune.patch(model, ["tome", "fastv"])
     with pytest.raises(BudgetError, match="at most half"):
         tokenprune.patch(model, "tome", keep=tokenprune.Budget(tokens=1))
-    with pytest.raises(OptionError, match="Remove one of them"):
+    with pytest.raises(OptionError, match="Pass only one"):
         tokenprune.patch(model, "tome", r=2, keep=1.0)
     with pytest.raises(OptionError, match="processor"):
         tokenprune.patch(model, "tome", processor=object())
@@ -151,8 +155,8 @@ def test_refused() -> None:
 
 
 @torch.no_grad()
-def test_dropping_is_for_models_that_read_their_class_token() -> None:
-    """As on the patches that are left alone: with a threshold, of each image as many as it has alone."""
+def test_dropping_in_models_with_a_class_token() -> None:
+    """A batch matches its single images, also with a threshold."""
     model, x = build("class token"), images()
     for options in ({"layer": 1}, {"layer": 1, "threshold": 0.5, "partners": 1}):
         with tokenprune.patched(model, "saint", keep=0.4, **options):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that act in a vision tower own a reducer; they do not inherit from it."""
+"""Parts that act in a vision tower own a reducer and do not inherit from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pkgutil
 from tokenprune.integrations.shared.attachable import Attachable
 
 FOLDERS = ("shared.towers", "hf.towers", "vllm.worker")
-NEEDS_VLLM = {"models", "positions", "weights"}  # modules that import vLLM; none has tower classes
+NEEDS_VLLM = {"items", "models", "positions", "rope", "weights"}  # modules that import vLLM; they have no tower classes
 
 
 def test_towers_inherit_from_at_most_four_classes() -> None:

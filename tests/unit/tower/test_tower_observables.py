@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods see of the vision tower, against eager attention maps and hooks of the unpatched model: towers with and
-without a class token, Qwen's windows and merge groups, several images and videos."""
+"""Tower values that methods see, against eager attention maps and hooks of the unpatched model.
+
+Covers towers with and without a class token, Qwen's windows and merge groups, several images, and videos.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tokenprune.integrations.vllm.settings.servable import check_method as check
 from tokenprune.methods import registry
 from zoo import FAMILIES, Family
 
-# Families whose towers are known; of the others a method is refused.
+# Families with known towers. For other families methods raise.
 BATCHES = {"images": {"images": (1, 2)}, "video": {"video": True, "images": (1, 1)}}
 CASES = [
     pytest.param(family, batch, id=f"{name}-{batch}")
@@ -48,7 +50,7 @@ def reader(needs: tuple[str, ...], read: Any, layers: tuple = (-1,)) -> list[Any
     @tokenprune.register("reader", needs=needs)
     @dataclass(frozen=True)
     class Reader(tokenprune.Pruner):
-        """Note what it sees."""
+        """Record the values that it sees."""
 
         @property
         def encoder_layers(self) -> tuple:
@@ -63,8 +65,10 @@ def reader(needs: tuple[str, ...], read: Any, layers: tuple = (-1,)) -> list[Any
 
 @torch.no_grad()
 def naive(family: Family, model: Any, inputs: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """Of an unpatched eager model keys, queries, received attention and features, `[tokens, C]` for the placeholders in
-    reading order: means over the patches of each, 0 for newlines."""
+    """Return keys, queries, received attention and features of an unpatched eager model, shape (tokens, channels).
+
+    Values are means over the patches of each placeholder in reading order, and 0 for newlines.
+    """
     attention = attentions_of(model)[block]
     module = sys.modules[type(attention).__module__]
     original = module.eager_attention_forward
@@ -93,7 +97,7 @@ def naive(family: Family, model: Any, inputs: Any, block: int, monkeypatch: pyte
     patches = {
         "encoder_queries": [q[:, :, first:].transpose(1, 2).flatten(2) for q, _, _ in calls],
         "encoder_keys": [k[:, :, first:].transpose(1, 2).flatten(2) for _, k, _ in calls],
-        # All rows count, the class token's as well; its column is left out.
+        # All rows count, including the row of the class token. Its column is left out.
         "encoder_received_attention": [w.mean(2)[..., first:].transpose(1, 2) for _, _, w in calls],
         "encoder_features": [one if one.ndim == 3 else one[None] for one in features],
     }
@@ -127,8 +131,8 @@ def check(seen: list[Any], family: Family, model: Any, inputs: Any, want: dict[s
 
 @pytest.mark.parametrize(("family", "batch"), CASES)
 @torch.no_grad()
-def test_what_the_tower_showed(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On either back end, in a forward and in generate; the last block that the model reads, and an early one."""
+def test_tower_values_match_naive(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each attention implementation, also in generate, for the last block that is read and an early block."""
     inputs = family.make_inputs(**BATCHES[batch])
     for layer in (-1, 0.25):
         want = naive(family, build(family, "eager"), inputs, BLOCKS[layer][family.name], monkeypatch)
@@ -146,8 +150,8 @@ def test_what_the_tower_showed(family: Family, batch: str, build, monkeypatch: p
 
 
 @torch.no_grad()
-def test_the_last_block_is_read_where_the_model_does_not(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CLIP's last block, whose output LLaVA does not use: its queries and keys are there."""
+def test_last_block_is_read_if_the_model_skips_it(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLaVA does not use the output of CLIP's last block, but its queries and keys are available."""
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 2))
     last = len(attentions_of(model)) - 1
@@ -164,8 +168,8 @@ def test_the_last_block_is_read_where_the_model_does_not(build, monkeypatch: pyt
 
 
 @torch.no_grad()
-def test_one_need_alone_is_enough(family: Family, build) -> None:
-    """Whatever of the tower is needed, where the patches are comes with it."""
+def test_single_observable_is_enough(family: Family, build) -> None:
+    """Every observable of the tower also provides the cells of the patches."""
     model, inputs = build(family), family.make_inputs(images=(1, 2))
     for need in (*NEEDS, "encoder_attention", "patches"):
 
@@ -180,7 +184,7 @@ def test_one_need_alone_is_enough(family: Family, build) -> None:
         assert value is not None and tile.shape == seen[0][0].mask.shape
 
 
-def test_vllm_refuses_by_name_what_it_cannot_see() -> None:
+def test_vllm_names_unsupported_observables() -> None:
     reader(("encoder_features",), lambda tokens: tokens.encoder_features)
     with pytest.raises(OptionError, match="it needs encoder_features, which"):
         check_served(tokenprune.method("reader"))
@@ -190,10 +194,10 @@ def test_vllm_refuses_by_name_what_it_cannot_see() -> None:
 
 
 @torch.no_grad()
-def test_what_cannot_be_read_is_refused_before_anything_changes(build) -> None:
+def test_unreadable_observables_raise_before_changes(build) -> None:
     model = build(FAMILIES["llava"])
     reader(("encoder_keys",), lambda tokens: tokens.encoder_keys(9), (9,))
-    with pytest.raises(OptionError, match="there is no block 9"):
+    with pytest.raises(OptionError, match="block 9 does not exist"):
         tokenprune.patch(model, "reader", keep=0.5)
     assert not tokenprune.is_patched(model)
     for name in ("blip-2", "fuyu", "deepseek_vl_hybrid"):
@@ -207,14 +211,14 @@ def test_what_cannot_be_read_is_refused_before_anything_changes(build) -> None:
         assert snapshot(model) == before and model(**inputs) is not None
 
 
-def test_options_that_read_less_are_named(build) -> None:
-    """Where a tower cannot be read, an error names the option under which the method needs nothing of it, if one is."""
+def test_errors_name_options_that_read_less(build) -> None:
+    """If a tower cannot be read, the error names the option with which the method does not need it, if there is one."""
     model = EVERY_FAMILY["blip-2"].build()
     for name, given, told in (
         ("mmtok", {}, "mmtok with features='projected'"),
         ("prunesid", {"form": "llava"}, "prunesid with form='qwen'"),
         ("divprune", {"center": "tower"}, "divprune with center='standardised'"),
-        ("vispruner", {}, None),  # needs the tower's attention all the same
+        ("vispruner", {}, None),  # still needs the tower's attention
         ("scope", {"features": "tower"}, None),
         ("fastervlm", {}, None),
     ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units of patches that leave ahead of a packed tower, against the unpatched tower with their columns masked."""
+"""Dropping units before a packed tower, against the unpatched tower with the columns of dropped units masked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tokenprune.models.families import SUPPORTED
 from tower_attention import attending_by
 
 NAMES = sorted(name for name, family in FAMILIES.items() if SUPPORTED[family.kind].tower_rows == "all images")
-# One of each way that a tower is made: whole images, windows, deepstack, a convolution before the merger.
+# One tower of each kind: full attention, windows, deepstack, a convolution before the merger.
 DIFFERENT = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
 UNIT = 4
 MODALITIES = {"image": "pixel_values", "video": "pixel_values_videos"}
@@ -33,7 +33,7 @@ BATCHES = {"left": {}, "ragged": {"images": (2, 1)}, "text beside": {"images": (
 
 
 def drawn(inputs: Any, seed: int = 0) -> Any:
-    """The same inputs, of images in which much repeats: areas of one colour, and units of noise here and there."""
+    """Return the same inputs with repetitive images: areas of one colour, and some units of noise."""
     g, inputs = torch.Generator().manual_seed(seed), copy.copy(inputs)
     for modality, name in MODALITIES.items():
         if inputs.get(name) is None:
@@ -61,7 +61,7 @@ def tower_of(model: Any) -> Any:
 
 
 def encode(model: Any, inputs: Any) -> dict[str, Any]:
-    """What the model makes of the images and videos of a batch."""
+    """Return the features of the images and videos of a batch."""
     return {
         modality: getattr(base_of(model), f"get_{modality}_features")(inputs[name], inputs[f"{modality}_grid_thw"])
         for modality, name in MODALITIES.items()
@@ -70,7 +70,7 @@ def encode(model: Any, inputs: Any) -> dict[str, Any]:
 
 
 def kept_by(method: Any, inputs: Any, most: Any = lambda units: 10**6) -> dict[str, list[Tensor]]:
-    """Which units the method keeps of each image, told by the pixels alone."""
+    """Return the mask of the units that the method keeps of each image, computed from the pixels."""
     found = {}
     for modality, name in MODALITIES.items():
         if inputs.get(name) is None:
@@ -86,8 +86,10 @@ def kept_by(method: Any, inputs: Any, most: Any = lambda units: 10**6) -> dict[s
 
 @contextmanager
 def masked(tower: Any, grids: Tensor, keep: list[Tensor], first: int = 0) -> Iterator[None]:
-    """Within, nothing in `tower` sees the patches of units that are not kept, from the block at `first` on; they see
-    all that they saw, and so does nobody else. The pieces of each block come in the order of its sequence."""
+    """Mask the patches of dropped units in `tower` within the context, from the block at `first` on.
+
+    Dropped patches still attend to everything. The sequences of each block are in the order of its input.
+    """
     side = tower.window_size // 2 // tower.patch_size if hasattr(tower, "window_size") else 10**6
     order = []
     for (t, h, w), units in zip(grids.tolist(), keep, strict=True):
@@ -112,7 +114,7 @@ def masked(tower: Any, grids: Tensor, keep: list[Tensor], first: int = 0) -> Ite
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The features that a model counts on, one row for each unit: those of the last block, and of deepstack."""
+    """Return the features that a model uses, one row per unit: features of the last block and of deepstack layers."""
     pooled = output.pooler_output
     deep = list(getattr(output, "deepstack_features", None) or [])
     return [one if isinstance(one, Tensor) else torch.cat(list(one)) for one in (pooled, *deep)]
@@ -120,7 +122,7 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize(("name", "keep"), [*((name, None) for name in NAMES), *((name, 0.4) for name in DIFFERENT)])
 @torch.no_grad()
-def test_tower_on_kept_units_equals_the_masked_tower(name: str, keep: float | None, build) -> None:
+def test_tower_on_kept_units_matches_masked_tower(name: str, keep: float | None, build) -> None:
     family = FAMILIES[name]
     model, method = build(family), tokenprune.method("pixelprune")
     batches = [family.make_inputs(images=(2, 1))]
@@ -139,13 +141,13 @@ def test_tower_on_kept_units_equals_the_masked_tower(name: str, keep: float | No
                 want = encode(model, inputs)[modality]
             for mine, theirs in zip(tensors_of(got[modality]), tensors_of(want), strict=True):
                 close(mine[kept], theirs[kept])
-                assert torch.equal(mine[~kept], mine[~kept][:1].expand_as(mine[~kept]))  # what zeros become
+                assert torch.equal(mine[~kept], mine[~kept][:1].expand_as(mine[~kept]))  # the output for zeros
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_blocks_and_merger_run_on_kept_units_alone(name: str, attn: str, build) -> None:
+def test_blocks_and_merger_run_only_on_kept_units(name: str, attn: str, build) -> None:
     family = FAMILIES[name]
     model, inputs = build(family, attn), drawn(family.make_inputs(images=(2, 1)))
     tower, rows, pieces = tower_of(model), [], []
@@ -175,11 +177,11 @@ def test_blocks_and_merger_run_on_kept_units_alone(name: str, attn: str, build) 
 
 
 @torch.no_grad()
-def test_a_window_that_is_empty_leaves(build) -> None:
+def test_empty_window_is_removed(build) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs, found = build(family), drawn(family.make_inputs(only=0)), []
     inputs["pixel_values"] = torch.full_like(inputs["pixel_values"], 0.5)
-    inputs["pixel_values"][-1] = 1.0  # the first unit stays, and the last
+    inputs["pixel_values"][-1] = 1.0  # the first and the last unit are kept
     tower = tower_of(model)
     handle = tower.blocks[0].register_forward_hook(
         lambda m, args, kwargs, out: found.append(kwargs["cu_seqlens"].tolist()), with_kwargs=True
@@ -197,8 +199,8 @@ def test_a_window_that_is_empty_leaves(build) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_decoder_equals_the_masked_one(name: str, batch: str, method: Any, build) -> None:
-    """Against a run of the unpatched model on the same features, with the columns of the others masked."""
+def test_decoder_matches_masked_decoder(name: str, batch: str, method: Any, build) -> None:
+    """Compare with the unpatched model on the same features, with the columns of dropped tokens masked."""
     family = FAMILIES[name]
     if batch == "video" and not family.mixes:
         inputs = drawn(family.make_inputs(images=(0, 0), video=True))
@@ -223,7 +225,7 @@ def test_decoder_equals_the_masked_one(name: str, batch: str, method: Any, build
 
 @contextmanager
 def as_encoded(model: Any, outputs: dict[str, Any]) -> Iterator[None]:
-    """The unpatched model, with the features that a patched tower made of images and videos."""
+    """Return the unpatched model with the image and video features of a patched tower."""
     base = base_of(model)
     if "video" in outputs:
         base.get_video_features = lambda pixel_values_videos, video_grid_thw=None, **kwargs: copy.copy(outputs["video"])
@@ -239,14 +241,14 @@ def as_encoded(model: Any, outputs: dict[str, Any]) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_kept_tokens_have_the_places_of_the_full_prompt(name: str, build) -> None:
+def test_kept_tokens_keep_their_positions(name: str, build) -> None:
     family = FAMILIES[name]
     model, inputs, places = build(family), drawn(family.make_inputs(images=(2, 1))), []
 
     def note(module: Any, args: tuple, kwargs: dict) -> None:
         places.append(kwargs["position_ids"])
 
-    model(**inputs)  # rope_deltas are remembered
+    model(**inputs)  # rope_deltas are stored on the model
     decoder = model.get_submodule(family.decoder)
     with tokenprune.patched(model, "pixelprune", record=True):
         handle = decoder.register_forward_pre_hook(note, with_kwargs=True)
@@ -262,7 +264,7 @@ def test_kept_tokens_have_the_places_of_the_full_prompt(name: str, build) -> Non
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_an_image_is_chosen_from_by_itself(name: str, build) -> None:
+def test_selection_does_not_depend_on_other_images(name: str, build) -> None:
     family, start = FAMILIES[name], 0
     model, inputs = build(family), drawn(family.make_inputs(images=(2, 2), sizes=((8, 12), (8, 12), (6, 10))))
     first = inputs["image_grid_thw"][0].prod()
@@ -281,8 +283,8 @@ def test_an_image_is_chosen_from_by_itself(name: str, build) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @torch.no_grad()
-def test_what_repeats_nowhere_is_left_alone(name: str, build) -> None:
-    """Noise keeps all units: the output is that of the unpatched model, to the bit, and so it is with keep=1.0."""
+def test_images_without_repetition_are_unchanged(name: str, build) -> None:
+    """Noise keeps all units: the output is bit-equal to the unpatched model, as with keep=1.0."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     want = model(**inputs).logits
@@ -294,13 +296,13 @@ def test_what_repeats_nowhere_is_left_alone(name: str, build) -> None:
     want = model(**inputs).logits
     with tokenprune.patched(model, "pixelprune", keep=1.0):
         assert torch.equal(model(**inputs).logits, want)
-    with tokenprune.patched(model, "pixelprune", keep=10**4):  # more than any image has: no bound
+    with tokenprune.patched(model, "pixelprune", keep=10**4):  # more than any image has, so no limit
         assert not torch.equal(model(**inputs).logits, want)
 
 
 @torch.no_grad()
-def test_colours_are_those_of_the_processor(build) -> None:
-    """A threshold is one of colours in 0..1, whatever a processor makes of them."""
+def test_colours_match_the_processor(build) -> None:
+    """A threshold refers to colours in 0..1, for any normalization of the processor."""
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(only=0)
     mean, std = [0.3, 0.4, 0.5], [0.1, 0.2, 0.4]
@@ -315,7 +317,7 @@ def test_colours_are_those_of_the_processor(build) -> None:
         method = tokenprune.method("pixelprune", threshold=threshold, anchored=False)
         with tokenprune.patched(model, method, processor=processor):
             kept.append(int(get_record(encode(model, inputs)["image"]).kept[0].sum()))
-    # Along a row one step, from row to row as many as a row has: the first unit stays, and that of each row.
+    # Neighbours in a row differ by one step, rows by a row's length: the first unit of each row is kept.
     assert kept == [h * w // UNIT, h // 2]
     with pytest.raises(OptionError, match=r"threshold=0.02 is a distance of color values.*Pass processor="):
         tokenprune.patch(model, "pixelprune", threshold=0.02)

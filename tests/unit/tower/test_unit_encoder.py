@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging in towers behind which a square of patches becomes one visual token, against plain loops over one tile."""
+"""Merging in towers after which a square of patches becomes one visual token, against plain loops over one tile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tokenprune.integrations.shared.towers.squares import Squares
 from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 
-SIDE = 2  # patches on a side of a unit, in all families of the zoo
+SIDE = 2  # patches on a side of a unit, in all test models
 GRID = 8  # patches on a side of a tile
 BATCHES = {"ragged": {"images": (2, 1)}, "text beside": {"images": (0, 2)}, "one row": {"only": 1}}
 
@@ -41,7 +41,7 @@ def tiles(count: int = 2, seed: int = 0) -> Tensor:
 
 
 def mixed(seed: int = 0) -> Tensor:
-    """Four tiles that lose different numbers of units."""
+    """Return four tiles that lose different numbers of units."""
     pixels = tiles(4, seed)
     pixels[1] = pixels[1, :, :, :1]  # stripes
     pixels[2, :, 16:] = 0.3
@@ -49,19 +49,23 @@ def mixed(seed: int = 0) -> Tensor:
 
 
 def encode(model: Any, pixels: Tensor, mask: Tensor | None = None) -> Any:
-    """The features of tiles `[T, 3, 32, 32]`, each of which counts as an image. mask: bool `[T, 32, 32]` of pixels."""
+    """Return the features of tiles.
+
+    Args:
+        mask: Mask of the pixels, shape (T, 32, 32), bool.
+    """
     if "vision_model" not in dict(model.model.named_children()):
         return model.model.get_image_features(pixels)
     return model.model.get_image_features(pixels[None], None if mask is None else mask[None].long())
 
 
 def features_of(output: Any, tile: int) -> Tensor:
-    """Those of one tile, `[units, D]`: transformers 5.24 joins the tiles of a prompt."""
+    """Return the features of one tile, shape (units, channels). transformers 5.24 joins the tiles of a prompt."""
     return torch.cat(list(output.pooler_output)).view(-1, (GRID // SIDE) ** 2, output.pooler_output[0].shape[-1])[tile]
 
 
 def project(family: Family, model: Any, unit: Tensor) -> Tensor:
-    """What becomes of one unit, `[4, D]` in order of rows: pixel shuffle joins its patches, pooling averages them."""
+    """Project one unit (4, channels) in raster order: pixel shuffle joins its patches, pooling averages them."""
     if family.name == "gemma3":
         projector = model.model.multi_modal_projector
         return projector.mm_soft_emb_norm(unit.mean(0)) @ projector.mm_input_projection_weight
@@ -80,11 +84,15 @@ def naive_tower(
     proportional: bool,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, list[list[int]]]:
-    """One tile through the blocks in plain loops: the feature of each merged unit, and its members (units in order of
-    rows).
+    """Run one tile through the blocks in plain loops.
 
-    plan: for each block how many units merge, or what says which (units that become one, in their new order).
-    mask: bool `[patches]`; the others are padding."""
+    Args:
+        plan: Number of merged units of each block, or a function that returns the merged units in their new order.
+        mask: Mask of the patches, shape (patches,), bool. The others are padding.
+
+    Returns:
+        The feature of each merged unit, and its members (units in raster order).
+    """
     tower, classes = tower_of(model), int(family.name == "internvl")
     mask = torch.ones(GRID**2, dtype=torch.bool) if mask is None else mask
     if "vision_model" in dict(model.model.named_children()):
@@ -92,7 +100,10 @@ def naive_tower(
     else:
         embedded = tower.embeddings(pixels[None])[0]
     x, patches = embedded[:classes], embedded[classes:]
-    units, weights = [], []  # of each unit left [4, D], and how many patches each of its places is made of
+    units, weights = (
+        [],
+        [],
+    )  # per kept unit: values (4, channels), and the number of patches in each of its four positions
     for row in range(0, GRID, SIDE):
         for column in range(0, GRID, SIDE):
             members = [(row + i) * GRID + column + j for i in range(SIDE) for j in range(SIDE)]
@@ -140,7 +151,7 @@ def check_tile(features: Tensor, groups: Tensor, want: tuple[Tensor, list[list[i
 @pytest.mark.parametrize("proportional", [True, False])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
-def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
+def test_tower_matches_naive_loop(family: Family, build, attn: str, proportional: bool) -> None:
     model, pixels, plan = build(family, attn), tiles(), [5, 0, 3]
     with tokenprune.patched(model, "tome", r=plan, proportional=proportional):
         got = encode(model, pixels)
@@ -153,12 +164,12 @@ def test_tower_equals_the_naive_loop(family: Family, build, attn: str, proportio
 @pytest.mark.parametrize("proportional", [True, False])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
-def test_padded_patches_weigh_nothing(build, attn: str, proportional: bool) -> None:
-    """Idefics3 and SmolVLM mask patches of a tile that hold padding alone."""
+def test_padded_patches_have_zero_weight(build, attn: str, proportional: bool) -> None:
+    """Idefics3 and SmolVLM mask patches that contain only padding."""
     family = FAMILIES["smolvlm"]
     model, pixels, plan = build(family, attn), tiles(), [5, 0, 3]
     mask = torch.ones(2, 32, 32, dtype=torch.bool)
-    mask[0, 20:], mask[0, :, 28:] = False, False  # 5 x 7 patches are left: units are cut through
+    mask[0, 20:], mask[0, :, 28:] = False, False  # 5 x 7 patches remain, so some units are incomplete
     pixels = pixels * mask[:, None]
     plain = encode(model, pixels, mask)
     with tokenprune.patched(model, "tome", r=plan, proportional=proportional):
@@ -168,11 +179,11 @@ def test_padded_patches_weigh_nothing(build, attn: str, proportional: bool) -> N
         want = naive_tower(family, model, pixels[tile], plan, proportional, patches)
         check_tile(features_of(got, tile), get_record(got).groups[tile], want)
         unmerged, _ = naive_tower(family, model, pixels[tile], [0] * 3, proportional, patches)
-        close(features_of(plain, tile), unmerged)  # the loop itself is right
+        close(features_of(plain, tile), unmerged)  # the loop itself is correct
 
 
 @torch.no_grad()
-def test_units_really_leave_and_counts_are_exact(family: Family, model) -> None:
+def test_mlps_run_on_fewer_units_and_counts_are_exact(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     count, classes = sum(map(sum, inputs.counts)), int(family.name == "internvl")
     for keep, left in ((0.5, 8), (0.3, 5), (7, 7), (1.0, 16), (16, 16), (1000, 16)):
@@ -193,7 +204,7 @@ def test_units_really_leave_and_counts_are_exact(family: Family, model) -> None:
 
 
 @torch.no_grad()
-def test_keep_1_is_the_model_itself(family: Family, model) -> None:
+def test_keep_one_matches_unpatched(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     want = model(**inputs).logits
     for keep in (1.0, 16):
@@ -202,7 +213,7 @@ def test_keep_1_is_the_model_itself(family: Family, model) -> None:
 
 
 @torch.no_grad()
-def test_a_batch_equals_its_single_tiles(family: Family, model) -> None:
+def test_batch_matches_single_tiles(family: Family, model) -> None:
     pixels = tiles(3)
     with tokenprune.patched(model, "tome", keep=0.4):
         batch = encode(model, pixels)
@@ -215,8 +226,8 @@ def test_a_batch_equals_its_single_tiles(family: Family, model) -> None:
 @pytest.mark.parametrize("method", ["tome", ["tome", "fastv"]])
 @pytest.mark.parametrize("batch", BATCHES)
 @torch.no_grad()
-def test_generate_and_composition(family: Family, model, batch: str, method: Any) -> None:
-    """Against a run of the unpatched model on the same features, with the columns of the others masked."""
+def test_generate_and_combined_methods(family: Family, model, batch: str, method: Any) -> None:
+    """Compare with the unpatched model on the same features, with the columns of dropped tokens masked."""
     inputs = family.make_inputs(**BATCHES[batch])
     with tokenprune.patched(model, method, keep=0.5, record=True):
         logits, stats = model(**inputs).logits, tokenprune.stats(model)
@@ -225,7 +236,7 @@ def test_generate_and_composition(family: Family, model, batch: str, method: Any
         arguments = {name: inputs[name] for name in ("pixel_values", "pixel_attention_mask") if name in inputs}
         output = model.model.get_image_features(**arguments)
     assert cuts[0].site == Site.IN_ENCODER
-    # One of each group of features that are equal to the bit, with the places of the others as its sources.
+    # The first index of each group of bit-equal features, with the other indices as its sources.
     sizes = sorted(len(sources) for row in cuts[0].sources for sources in row.values())
     features = output.pooler_output.flatten(0, 1)
     alike = sorted(features.unique(dim=0, return_counts=True)[1].tolist())
@@ -242,8 +253,8 @@ def test_generate_and_composition(family: Family, model, batch: str, method: Any
 
 @each("name", "paligemma aya_vision cohere2_vision qianfan_ocr qwen3_vl_moe qwen3_5".split())
 @torch.no_grad()
-def test_towers_of_the_same_kind_in_other_families(name: str) -> None:
-    """What merged is equal to the bit behind projector and shuffle, so that units are what the family makes of them."""
+def test_same_tower_in_other_families(name: str) -> None:
+    """Merged features are bit-equal after projector and pixel shuffle, so units match the family's tokens."""
     family = ALL[name]
     model, inputs = family.build(), family.make_inputs(images=(2, 1))
     before = model(**inputs).logits
@@ -259,7 +270,7 @@ def test_towers_of_the_same_kind_in_other_families(name: str) -> None:
     assert stats.visual_tokens_out == len(alike) == sum(round(0.5 * len(tile)) for tile in tiles)
     length = inputs["input_ids"].shape[1]
     alive = survivors(cut, length)
-    if name != "qwen3_5":  # whose layers with a state cannot leave masked tokens out
+    if name != "qwen3_5":  # its stateful layers cannot skip masked tokens
         with with_features(model, output), reduced(family, model, stats.cuts, length):
             close(logits[alive], model(**inputs).logits[alive])
     assert torch.equal(model(**inputs).logits, before)
@@ -268,7 +279,7 @@ def test_towers_of_the_same_kind_in_other_families(name: str) -> None:
 @torch.no_grad()
 def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, build) -> None:
     model, pixels = build(family), mixed()
-    # Of other tiles: a threshold is the similarity of a pair of its own.
+    # From other tiles: a threshold is the similarity of a pair of their units.
     found = calibrate(model, list(mixed(seed=1)), keep=0.5, batch_size=4, progress=False)
     rules = [partial(naive_match, tau=value, protected=0) for value in found.values[0.5].tolist()]
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found):
@@ -278,14 +289,14 @@ def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, buil
         want = naive_tower(family, model, image, rules, True)
         check_tile(got.pooler_output[tile], get_record(got).groups[tile], want)
         left.append(len(want[1]))
-    assert len(set(left)) > 1 and 20 < sum(left) < 48  # each tile a number of its own, about half of them on average
+    assert len(set(left)) > 1 and 20 < sum(left) < 48  # a different number per tile, about half on average
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=True):
         assert [len(groups.unique()) for groups in get_record(encode(model, pixels)).groups] == [8] * 4
 
 
 @torch.no_grad()
 def test_virtual_unmerging_of_units(build) -> None:
-    """vtu: the decoder attends to all positions, and computes on the merged tokens alone."""
+    """vtu: the decoder attends to all positions, and computes only on the merged tokens."""
     family = FAMILIES["internvl"]
     model, inputs = build(family), family.make_inputs()
     found = calibrate(model, list(tiles(4)), keep=0.5, batch_size=4, progress=False)
@@ -295,23 +306,23 @@ def test_virtual_unmerging_of_units(build) -> None:
 
 
 @torch.no_grad()
-def test_pixels_of_another_size(build) -> None:
-    """InternVL takes tiles of other sizes, with interpolated places; their units are found all the same."""
+def test_other_image_sizes(build) -> None:
+    """InternVL takes tiles of other sizes with interpolated positions, and their units are found."""
     model = build(FAMILIES["internvl"])
     with tokenprune.patched(model, "tome", keep=0.5):
         got = encode(model, torch.nn.functional.interpolate(tiles(), 48))
         assert [len(groups.unique()) for groups in get_record(got).groups] == [18, 18]
-        with pytest.raises(UnsupportedSetupError, match=r"25 patches.*no square grid of units of 2 x 2"):
+        with pytest.raises(UnsupportedSetupError, match=r"25 patches.*not a square grid of 2 x 2 units"):
             encode(model, torch.nn.functional.interpolate(tiles(), 20))
 
 
-def test_units_of_a_grid() -> None:
+def test_squares_of_a_grid() -> None:
     units = Squares(3, 2)
     assert (units.size, units.count_units(2 + 36), units.to_unit_counts([2 + 18, 2 + 9])) == (9, 4, [2, 1])
     order = units.build_order(2 + 36, torch.device("cpu")).view(4, 9)
     assert order[1].tolist() == [3, 4, 5, 9, 10, 11, 15, 16, 17]
     for tokens in (2 + 35, 2 + 25, 2, 0):
-        with pytest.raises(UnsupportedSetupError, match="no square grid"):
+        with pytest.raises(UnsupportedSetupError, match="not a square grid"):
             units.count_units(tokens)
 
 
@@ -325,7 +336,7 @@ def test_gradients_flow_through_merged_units(family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_refused(build) -> None:
+def test_unsupported_setups_raise(build) -> None:
     family = FAMILIES["smolvlm"]
     model = copy.deepcopy(build(family))
     with pytest.raises(BudgetError, match="cannot keep 1 of 16 patches"):

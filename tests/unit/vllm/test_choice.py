@@ -35,8 +35,8 @@ def test_it_keeps_what_it_keeps_of_copies(name: str, counts: list[int]) -> None:
         segments = before_llm.build_segments(counts, None, modality, rows.device, frames=frames)
         with pytest.MonkeyPatch.context() as patch:
             if not in_order:
-                patch.setattr(before_llm, "_all_in_order", lambda segments: False)
-            encoded = before_llm._made_up(method, counts)
+                patch.setattr(before_llm, "_is_contiguous", lambda segments: False)
+            encoded = before_llm._draw_values(method, counts)
             keep = [min(count, method.resolve_count(count, 12)) for count in counts]
             kept, merged = before_llm.choose(method, given, 8, segments, keep, encoded=encoded)
         assert torch.equal(given, rows)  # they go on to the language model

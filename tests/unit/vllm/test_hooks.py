@@ -220,7 +220,7 @@ def test_what_is_lacking_is_named(script: Any, made: Path, monkeypatch: pytest.M
         "no model Three",
     ]
     own = "tokenprune.integrations.vllm.in_llm.scheduler:WholeImages"
-    replaced = {"vllm:Outer.inherited": f"{own}._cut_back", "vllm:Outer.told": f"{own}._cut_back"}
+    replaced = {"vllm:Outer.inherited": f"{own}._shorten_hits", "vllm:Outer.told": f"{own}._shorten_hits"}
     monkeypatch.setattr(script, "REPLACED", replaced)
     assert script.lacks(has, {}, []) == []  # ours has stars
     narrow = "tokenprune.integrations.vllm.compat:require_hooks"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of all parts of a patch: they put hooks on a model, and take all of them away again."""
+"""Base class of the parts of a patch. A part installs hooks on a model and removes all hooks on `detach`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 
 
 class Attachable:
-    """Base of the parts of a patch. A subclass installs everything in `_attach`, and only by the methods below. Entered
-    as a context, a part is attached within."""
+    """Base class of the parts of a patch.
+
+    A subclass installs its hooks in `_attach`, using only the methods of this class. As a context manager, a part is
+    attached within the context.
+    """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
         self.hooked: list[Any] = []  # modules, while attached
 
     def attach(self) -> None:
-        """Install all hooks; on any error those already installed are removed again."""
+        """Install all hooks. On an error, remove the hooks that were already installed."""
         try:
             self._attach()
         except BaseException:
@@ -31,7 +34,7 @@ class Attachable:
             raise
 
     def detach(self) -> None:
-        """Remove everything that `attach` installed, in reverse; nothing where that was done already."""
+        """Undo everything that `attach` installed, in reverse order. Do nothing if the part is not attached."""
         self.hooked.clear()
         while self._undo:
             self._undo.pop()()
@@ -47,33 +50,41 @@ class Attachable:
         raise NotImplementedError
 
     def on_detach(self, undo: Callable[[], object]) -> None:
-        """Have `undo` called by `detach`."""
+        """Register a function that `detach` calls."""
         self._undo.append(undo)
 
     def hook(self, register: Callable[..., Any], function: Callable, *, eager: bool = True, **options: Any) -> None:
-        """Register `function` as a hook by `register(function, **options)`, until `detach`.
+        """Register a hook until `detach`.
 
-        eager: whether it runs outside of the graphs of torch.compile.
+        Args:
+            register: Method that registers the hook, such as `module.register_forward_hook`.
+            function: The hook.
+            eager: Whether the hook runs outside the graphs of torch.compile.
+            **options: Keyword arguments of `register`.
         """
         if eager:
-            from tokenprune.integrations.shared.eager import run_eagerly  # torch, without which a patch can be planned
+            # Imported here because the module imports torch, which planning a patch does not need.
+            from tokenprune.integrations.shared.eager import run_eagerly
 
             function = partial(run_eagerly, function)
         self._undo.append(register(function, **options).remove)
         self.hooked.append(getattr(register, "__self__", None))
 
     def attach_part(self, part: Any) -> None:
-        """Attach something that has `attach` and `detach` itself."""
+        """Attach an object that has its own `attach` and `detach`."""
         part.attach()
         self._undo.append(part.detach)
         self.hooked += getattr(part, "hooked", ())
 
     def wrap(self, module: nn.Module, name: str, make: Callable[[Any], Any]) -> None:
-        """Put `make(method)` in place of the method `name` of the instance `module`. Several parts may wrap the same
-        method, and go in any order: the others then stand on what is left."""
-        # What torch.compile returns hands assignments on to the module in it, and holds nothing itself.
+        """Replace the method `name` of the instance `module` by `make(method)`.
+
+        Several parts may wrap the same method and may detach in any order. The remaining wrappers are then rebuilt on
+        the method below them.
+        """
+        # torch.compile returns a proxy that forwards assignments to its module.
         module = getattr(module, "_orig_mod", module)
-        # Partials, not closures, here and as `make`: a deep copy of the model gets its own.
+        # Use partials instead of closures, here and for `make`, so that `deepcopy(model)` copies their arguments.
         wrapped = module.__dict__.setdefault(_WRAPPED, {})
         if name not in wrapped:
             wrapped[name] = _Wrapped(module, name)
@@ -81,114 +92,123 @@ class Attachable:
         wrapped[name].add(make)
 
     def swap_class(self, instance: Any, cls: type) -> None:
-        """Make `instance` one of `cls`, a subclass of its own; it gets back the class that it has now."""
+        """Change the class of `instance` to `cls`, a subclass of its class, until `detach`."""
         self._undo.append(swap_class(instance, cls))
 
 
-# Where a module keeps what is wrapped of it.
+# Attribute of a module that holds its wrapped methods.
 _WRAPPED = "_tokenprune_wrapped"
 
 
 @dataclass(eq=False)
 class _Wrapper:
-    """A wrapper that one part put around a method. found: the value before it; own: True if that was the instance's
-    own."""
+    """A wrapper that one part put around a method.
+
+    Attributes:
+        make: Function that builds the wrapper from the method below it.
+        below: The method that was wrapped.
+        is_own: Whether `below` was an attribute of the instance, not of its class.
+        value: The wrapper.
+    """
 
     make: Callable[[Any], Any]
-    found: Any
-    own: bool
+    below: Any
+    is_own: bool
     value: Any
 
 
 class _Wrapped:
-    """One wrapped method of a module, and its wrappers, each over the one before it."""
+    """A wrapped method of a module and its wrappers, from the innermost to the outermost."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
         self.wrappers: list[_Wrapper] = []
 
     def add(self, make: Callable[[Any], Any]) -> None:
-        found = getattr(self.module, self.name)
-        value = make(found)
-        self.wrappers.append(_Wrapper(make, found, self.name in self.module.__dict__, value))
+        below = getattr(self.module, self.name)
+        value = make(below)
+        self.wrappers.append(_Wrapper(make, below, self.name in self.module.__dict__, value))
         setattr(self.module, self.name, value)
 
     def remove(self, make: Callable[[Any], Any]) -> None:
-        at = next(index for index, one in enumerate(self.wrappers) if one.make == make)
-        gone = self.wrappers.pop(at)
-        self._join(self.wrappers[at:], gone)
+        position = next(index for index, wrapper in enumerate(self.wrappers) if wrapper.make == make)
+        removed = self.wrappers.pop(position)
+        self._rebuild(self.wrappers[position:], removed)
         if not self.wrappers:
             wrapped = self.module.__dict__[_WRAPPED]
             del wrapped[self.name]
             if not wrapped:
                 delattr(self.module, _WRAPPED)
 
-    def _join(self, above: list[_Wrapper], gone: _Wrapper) -> None:
-        """Let the wrappers above one that goes stand on what was below it."""
-        was, now, own = gone.value, gone.found, gone.own
-        for one in above:
-            if one.found is not was:
-                return  # on a wrapper of somebody else, which holds on to what it stands on
-            one.found, one.own = now, own
-            was, one.value = one.value, one.make(now)
-            now, own = one.value, True
+    def _rebuild(self, above: list[_Wrapper], removed: _Wrapper) -> None:
+        """Rebuild the wrappers above a removed wrapper on the method below it."""
+        old, new, is_own = removed.value, removed.below, removed.is_own
+        for wrapper in above:
+            if wrapper.below is not old:
+                return  # it wraps a wrapper of another library, which cannot be rebuilt
+            wrapper.below, wrapper.is_own = new, is_own
+            old, wrapper.value = wrapper.value, wrapper.make(new)
+            new, is_own = wrapper.value, True
         if self.name not in self.module.__dict__:
-            return  # somebody took away what he had once put there himself, and ours with it
-        if own:
-            setattr(self.module, self.name, now)
+            return  # another library restored the method that it had replaced, and removed our wrappers with it
+        if is_own:
+            setattr(self.module, self.name, new)
         else:
             delattr(self.module, self.name)
 
 
 def refuse_replica(module: nn.Module, original: nn.Module) -> None:
-    """Raise UnsupportedSetupError if `module` shares the hooks of `original`, but has other submodules.
+    """Raise UnsupportedSetupError if `module` is a replica of `original`, as made by `nn.DataParallel`.
 
-    The parts of a patch hold modules of the original, and would run its weights in place of the replica's.
+    A replica shares the hooks of the original but has other submodules. The parts of a patch hold modules of the
+    original, so they would run the original's weights.
     """
     if module._modules is not original._modules:
         from tokenprune.errors import UnsupportedSetupError
 
         raise UnsupportedSetupError(
-            f"This {type(module).__name__} is a replica of the patched model, as nn.DataParallel makes it for each "
-            "GPU. Use DistributedDataParallel (torchrun), or let the process see one GPU."
+            f"This {type(module).__name__} is a replica that nn.DataParallel made of the patched model. Use "
+            "DistributedDataParallel (torchrun), or make one GPU visible to the process."
         )
 
 
 def remove_wrappers(model: nn.Module) -> None:
-    """Take away all that is wrapped of the modules of `model`, a copy: it has what its original has, but no part that
-    would detach it."""
+    """Remove all wrappers from the modules of `model`, a copy of a patched model.
+
+    The copy has the wrappers of its original, but no part that would detach them.
+    """
     for module in model.modules():
         for wrapped in list(module.__dict__.get(_WRAPPED, {}).values()):
-            for one in list(wrapped.wrappers):
-                wrapped.remove(one.make)
+            for wrapper in list(wrapped.wrappers):
+                wrapped.remove(wrapper.make)
 
 
 def swap_class(instance: Any, cls: type) -> Callable[[], None]:
-    """Make `instance` one of `cls`, a subclass of its own, and return what gives back the class that it has now."""
+    """Change the class of `instance` to `cls`, a subclass of its class, and return a function that undoes it."""
     undo = partial(restore_class, instance, type(instance), cls)
     instance.__class__ = cls
     return undo
 
 
-def restore_class(instance: Any, found: type, put: type) -> None:
-    """Make `instance`, which was made one of `put`, one of the class `found` again."""
-    # If another library replaced the class after us, leave it alone.
-    if isinstance(instance, put):
-        instance.__class__ = found
+def restore_class(instance: Any, original: type, swapped: type) -> None:
+    """Change the class of `instance` from `swapped` back to `original`."""
+    # Another library may have replaced the class since.
+    if isinstance(instance, swapped):
+        instance.__class__ = original
 
 
 def get_hidden_states(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the first argument of a block or layer of transformers, its hidden states."""
+    """Return the hidden states from the arguments of a block or layer of transformers."""
     return args[0] if args else kwargs["hidden_states"]
 
 
 def replace_hidden_states(hidden: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return the arguments of such a call with `hidden` in the place of its hidden states."""
+    """Return the arguments of a block or layer with `hidden` as its hidden states."""
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
 def change_output(change: Callable[[Any], Any], output: Any) -> Any:
-    """Return the output of a block, a layer or a decoder with `change` applied to its hidden states."""
+    """Apply `change` to the hidden states in the output of a block, a layer or a decoder, and return the output."""
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])
     if hasattr(output, "last_hidden_state"):
@@ -198,9 +218,9 @@ def change_output(change: Callable[[Any], Any], output: Any) -> Any:
 
 
 def get_thread_states() -> MutableMapping[Any, Any]:
-    """Return the state of each part in this thread's forward; threads share the parts.
+    """Return the states of this thread's forward by part. Threads share the parts.
 
-    A state ends with its part, since another part may later get the same id.
+    An entry is removed with its part, because another part may later get the same id.
     """
     return _thread.__dict__.setdefault("states", WeakKeyDictionary())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patch that a model carries: its parts, and how to find it on a model or on a wrapper of the model."""
+"""The patch of a model: its parts, and functions that find it on a model or on a wrapper of the model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ _ATTRIBUTE = "_tokenprune_patch"
 
 
 class Attachment(Attachable):
-    """The parts that `patch` attached to a model; the last one, the engine, has the statistics.
+    """The parts that `patch` attached to a model. The last part is the engine, which has the statistics.
 
-    While it is attached, it stands in the module that the engine acts on: wrappers come and go around that, and all of
-    them find it there.
+    The attachment is stored on the module that the engine acts on. It can be found through any wrapper of this module.
+
+    Args:
+        methods: The methods, in the order in which they act.
+        budgets: The budget of each method.
+        parts: The parts, in the order in which they are attached.
+        feature_cache: Size of the feature cache, or None without a cache.
     """
 
     def __init__(
@@ -37,7 +42,7 @@ class Attachment(Attachable):
         self.on_detach(partial(delattr, self.engine.owner, _ATTRIBUTE))
 
     def add(self, part: Attachable) -> None:
-        """Attach one more part, which goes with the patch and comes back with it."""
+        """Attach one more part, which is then detached and attached together with the patch."""
         self.attach_part(part)
         self.parts.append(part)
 
@@ -45,8 +50,7 @@ class Attachment(Attachable):
         return partial(_append_lines, extra_repr, self.format_lines())
 
     def format_lines(self) -> list[str]:
-        """Return what `print(model)` shows of the patch: a line for each method, one for encoded images, one for the
-        guard."""
+        """Return the lines that `print(model)` shows: one per method, and one for each optional feature."""
         lines = [
             f"tokenprune: {method!r}, keep={budget.format_short()}, site={method.site}"
             for method, budget in zip(self.methods, self.budgets, strict=True)
@@ -59,30 +63,39 @@ class Attachment(Attachable):
         return lines + [f"tokenprune: {part.line}" for part in getattr(self.engine, "parts", ()) if part.line]
 
     def describe(self) -> str:
+        """Return the methods and budgets in one line, for messages."""
         return " + ".join(
             f"{method.name} ({budget})" for method, budget in zip(self.methods, self.budgets, strict=True)
         )
 
 
 def _append_lines(extra_repr: Callable[[], str], lines: list[str]) -> str:
-    """Return what a module says of itself, with `lines` below it."""
+    """Return the `extra_repr` of a module with `lines` below it."""
     return "\n".join([*filter(None, [extra_repr()]), *lines])
 
 
 def find_attachment(model: Any) -> Attachment | None:
-    """Return what `patch` left on a model, or on one that it wraps; None if there is no patch."""
+    """Return the patch of a model, or of a model that it wraps, or None."""
     modules = model.modules() if hasattr(model, "modules") else ()
-    return next((vars(one)[_ATTRIBUTE] for one in modules if _ATTRIBUTE in vars(one)), None)
+    return next((vars(module)[_ATTRIBUTE] for module in modules if _ATTRIBUTE in vars(module)), None)
 
 
 def get_attachment(model: Any) -> Attachment:
-    """Return what `patch` left on the model; raises NotPatchedError."""
+    """Return the patch of a model. Raise NotPatchedError if there is none."""
     attachment = find_attachment(model)
     if attachment is None:
-        raise NotPatchedError(f"this {type(model).__name__} is not patched: call tokenprune.patch(model, ...) first")
+        raise NotPatchedError(f"This {type(model).__name__} is not patched. Call tokenprune.patch(model, ...) first.")
     return attachment
 
 
 def is_patched(model: Any) -> bool:
-    """Return whether the model carries a patch, as a whole or in what it wraps."""
+    """Return True if a model, or a model that it wraps, is patched.
+
+    Example:
+        >>> tokenprune.is_patched(model)
+        False
+        >>> with tokenprune.patched(model, "divprune", keep=0.25):
+        ...     tokenprune.is_patched(model)
+        True
+    """
     return find_attachment(model) is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep what a patch does out of the graphs of torch.compile."""
+"""Run functions outside the graphs of torch.compile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 
 def run_eagerly(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)`; torch.compile traces neither it nor what it calls, and ends its graph here:
-    choosing tokens asks the device how many there are, and keeps notes outside of tensors."""
+    """Return `function(*args, **kwargs)`. torch.compile does not trace the call and ends its graph before it.
+
+    Token selection cannot be traced: it reads sizes from the device, and it records state outside of tensors.
+    """
     if torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
         return _untraced(function, *args, **kwargs)
     return function(*args, **kwargs)
@@ -21,11 +23,11 @@ _untraced = torch.compiler.disable(lambda f, *a, **k: f(*a, **k), reason="tokenp
 
 
 def run_with_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any:
-    """Return `run_eagerly(function, call, *args)` where `current()` is a call, else None, as `run_in_call`."""
+    """Return `run_eagerly(function, call, *args)` for the call that `current()` returns, or None if there is none."""
     call = current()
     return None if call is None else run_eagerly(function, call, *args)
 
 
 def run_in_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any:
-    """Return `run_eagerly(function, *args)` where `current()` is a call, else None: the graph goes on there."""
+    """Return `run_eagerly(function, *args)` if `current()` returns a call, else None without ending the graph."""
     return None if current() is None else run_eagerly(function, *args)

@@ -112,15 +112,13 @@ def build_pool(
 def forage(scores: Scores, anchors: torch.Tensor, num_kept: int, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the fixed tokens and a first selection that contains them, both bool (N,)."""
     smell, lock, jump, task, detail, anchored = scores
-    windows = math.prod(grid.num_windows)
+    windows, anchor_share = math.prod(grid.num_windows), grid.average_by_window(anchors)
     top_two = grid.group_by_window(smell).topk(2, dim=1).values
-    strength = torch.where(top_two[:, 1] > -torch.inf, top_two.mean(1), top_two[:, 0]) + 0.20 * grid.average_by_window(
-        anchors
-    )
+    strength = torch.where(top_two[:, 1] > -torch.inf, top_two.mean(1), top_two[:, 0]) + 0.20 * anchor_share
     num_active = max(2, min(round(num_kept / max(1.15 * len(smell) / windows, 1)), windows, num_kept))
     active = top_tokens(strength, num_active, torch.ones_like(strength, dtype=torch.bool))
     near_active = torch.nn.functional.max_pool2d(active.float().view(1, *grid.num_windows), 3, 1, 1).flatten() > 0
-    is_candidate = (near_active | (grid.average_by_window(anchors) > 0))[grid.window]
+    is_candidate = (near_active | (anchor_share > 0))[grid.window]
 
     scaffold = grid.group_by_window(0.55 * smell + 0.45 * lock).argmax(1)
     fixed = anchors | (active[grid.window] & (grid.slot == scaffold[grid.window]))
@@ -132,12 +130,10 @@ def forage(scores: Scores, anchors: torch.Tensor, num_kept: int, grid: Grid) -> 
 
     deficit = (1 - grid.average_by_window(selected))[grid.window]
     num_recovered = num_jumps.clamp(max=round(0.05 * num_kept))
-    selected = selected | top_tokens(
-        0.55 * jump + 0.30 * detail + 0.25 * task + 0.15 * deficit, num_recovered, ~selected
-    )
-    jump_score = (
-        jump + 0.50 * deficit + 0.20 * (~is_candidate).float() + 0.35 * task + 0.16 * (1.25 * anchored + 0.10 * deficit)
-    )
+    recover_score = 0.55 * jump + 0.30 * detail + 0.25 * task + 0.15 * deficit
+    selected = selected | top_tokens(recover_score, num_recovered, ~selected)
+    jump_score = jump + 0.50 * deficit + 0.20 * (~is_candidate).float() + 0.35 * task
+    jump_score = jump_score + 0.16 * (1.25 * anchored + 0.10 * deficit)
     selected = selected | top_tokens(jump_score, num_jumps - num_recovered, ~selected)
     fill_score = lock + 0.25 * deficit + 0.20 * task + 0.08 * anchored
     return fixed, selected | top_tokens(fill_score, (num_kept - selected.sum()).clamp(min=0), ~selected)

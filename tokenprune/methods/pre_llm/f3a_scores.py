@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tokenprune.kernels.compact import partition
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.host_random import normal
 from tokenprune.kernels.pairs import is_finite
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
@@ -171,9 +171,8 @@ def pick_anchors(count: int, num_kept: int, device: torch.device) -> torch.Tenso
     angle = torch.arange(_NUM_ANGLES, dtype=torch.float32, device=device) * (-1 / _NUM_ANGLES)
     phase = token[:, None] * torch.pow(10000.0, angle)
     candidates = torch.ones(count, dtype=torch.bool, device=device)
-    anchors = top_tokens(phase.cos().sum(1), num_per_part, candidates) | top_tokens(
-        phase.sin().sum(1), num_per_part, candidates
-    )
+    anchors = top_tokens(phase.cos().sum(1), num_per_part, candidates)
+    anchors = anchors | top_tokens(phase.sin().sum(1), num_per_part, candidates)
     return anchors & (anchors.cumsum(0) <= num_anchors)
 
 
@@ -182,9 +181,8 @@ def compute_scores(
 ) -> Scores:
     """Return the scores of standardized tokens (N, D) for a standardized text mean (D,)."""
     task = score_in_open_heads(x, text_mean, matrices)
-    aligned = torch.nn.functional.normalize(x @ matrices.tokens_aligned.T, dim=1) @ torch.nn.functional.normalize(
-        matrices.cue_aligned @ text_mean, dim=0
-    )
+    aligned_text = torch.nn.functional.normalize(matrices.cue_aligned @ text_mean, dim=0)
+    aligned = torch.nn.functional.normalize(x @ matrices.tokens_aligned.T, dim=1) @ aligned_text
     relevance = 0.65 * rescale(task) + 0.35 * rescale((aligned.clamp(-1, 1) + 1) / 2)
     coarse, fine = (score_position_agreement(relevance, basis) for basis in build_position_features(grid.position))
     relevance = rescale(relevance + 0.18 * coarse)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from tokenprune.kernels.drawn import uniform
+from tokenprune.kernels.host_random import uniform
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Pruner, Site

@@ -97,7 +97,7 @@ class HoliTom(TwoCutMerger):
         budget = videos.budget - static_patches.unmerged.sum((1, 2))
         heads, moving = static_patches.heads, static_patches.moving
         sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: static and moving tokens per frame
-        counts = split_budget(sizes.flatten(1), budget, sizes.flatten(1), least=1).view_as(sizes)
+        counts = split_budget(sizes.flatten(1), budget, sizes.flatten(1), min_tokens=1).view_as(sizes)
 
         attention = get_tower_attention(videos).flatten(0, 1)
         picked = top_mask(attention, moving.flatten(0, 1), counts[..., 1].flatten(), moving.shape[2]).view_as(moving)

@@ -99,7 +99,7 @@ class TwoCutMerger(VideoMerger):
     def __post_init__(self) -> None:
         super().__post_init__()
         is_consistent = self.layer is None or self.inner
-        self._check(is_consistent, f"layer={self.layer} sets the second cut, but inner=False. Remove one of them.")
+        self._check(is_consistent, f"layer={self.layer} sets the second cut, but inner=False. Pass only one.")
 
     @property
     def query_aware(self) -> bool:
@@ -237,7 +237,7 @@ def split_in_segments(
     frames = first.shape[1]
     is_member = first.unsqueeze(1) == torch.arange(frames, device=first.device)[:, None]  # [V, segment, frame]
     weight, capacity = ((is_member * tensor.unsqueeze(1)).flatten(0, 1) for tensor in (weight, capacity))
-    return split_budget(weight, total.flatten(), capacity, least=1).view_as(is_member).sum(1)
+    return split_budget(weight, total.flatten(), capacity, min_tokens=1).view_as(is_member).sum(1)
 
 
 def cluster_frames(

@@ -90,8 +90,8 @@ class PruneVid(TwoCutMerger):
         sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: static and moving tokens per frame
         room = videos.budget - static_patches.unmerged.sum((1, 2))
         halved = torch.where(sizes > _MAX_UNCLUSTERED, sizes // 2, sizes)
-        # `least=1` assigns one token each first. Subtract it, so that the paper's total gives the paper's split.
-        counts = split_budget((halved - 1).flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
+        # `min_tokens=1` assigns one token each first. Subtract it, so that the paper's total gives the paper's split.
+        counts = split_budget((halved - 1).flatten(1), room, sizes.flatten(1), min_tokens=1).view_as(sizes)
 
         _, cluster = cluster_frames(static_patches.compute_means(), heads, counts[..., 0], max_kept, capped=False)
         num_members = gather_flat(count_members(cluster, heads), cluster)

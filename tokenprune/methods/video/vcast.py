@@ -41,7 +41,7 @@ class VCast(VideoPruner):
         mask = videos.mask
         means = frame_means(videos.hidden, mask)
         turn = curvature(means, videos.num_frames).masked_fill(videos.sizes == 0, -torch.inf)
-        num_kept = split_budget((turn / _TEMPERATURE).softmax(1), videos.budget, videos.sizes, least=1)
+        num_kept = split_budget((turn / _TEMPERATURE).softmax(1), videos.budget, videos.sizes, min_tokens=1)
 
         norm = videos.hidden.norm(dim=-1)
         low = norm.masked_fill(~mask, torch.inf).amin(2, keepdim=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of model families: one row a family, one row a vision tower, and the models that are refused."""
+"""The table of model families: rows of model types, rows of vision towers, and unsupported models."""
 
 from __future__ import annotations
 
@@ -30,17 +30,22 @@ __all__ = [
     "get_tower_type",
 ]
 
-# Model types of transformers, and architectures of vLLM.
+# Rows by model type of transformers, and rows by architecture of vLLM.
 SUPPORTED = {name: row for name, row in FAMILIES.items() if row.since is not None}
 SERVED = {row.vllm.architecture: row for row in FAMILIES.values() if row.vllm.architecture}
 
 
 def get_family(model_type: str) -> Family:
-    """Return the row of a model type; one of the common contract where there is none."""
+    """Return the row of a model type. Types without a row get the defaults of the common contract.
+
+    Example:
+        >>> get_family("qwen2_5_vl").patches
+        'runs'
+    """
     return FAMILIES.get(model_type) or Family(model_type)
 
 
 def get_config_family(config: Any) -> Family:
-    """Return the row of a model, with the way in which the tower of its config makes visual tokens (`patches`)."""
+    """Return the row of a model's config, with `patches` set for the vision tower of this config."""
     row = get_family(config.model_type)
     return replace(row, patches=row.layout(config))

@@ -73,7 +73,7 @@ def apply_selection(call: Call, step: Step, selection: Selection, hidden: Tensor
         keep = selection.keep & segments.mask
     flat_indices, merge = state.flat_indices(), None
     if selection.assign is not None:
-        merge = partial(merge_tokens, selection=selection, segments=segments, places=flat_indices)
+        merge = partial(merge_tokens, selection=selection, segments=segments, flat_indices=flat_indices)
         hidden = merge(hidden)
     padding = call.prompt.padding_to_drop if state.layout.valid is None else None
     call.state, slots = state.cut(keep, num_kept, flat_indices, padding, partial(adapter.cut_extras, merge=merge))

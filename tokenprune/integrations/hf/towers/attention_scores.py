@@ -47,7 +47,7 @@ from tokenprune.kernels.observation import Observation
 from tokenprune.kernels.transfer import to_device
 from tokenprune.models.families import TOWERS
 from tokenprune.selection.method import Pruner
-from tokenprune.selection.observable import TowerInput, TowerOutput
+from tokenprune.selection.observable_bases import TowerInput, TowerOutput
 from tokenprune.selection.observable_registry import find_observable
 from tokenprune.selection.segments import Patches, Segments
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of method x family x engine x cache, before anything changes.
+"""Check a method against a family, an engine and a kind of cache before anything changes.
 
-patch(), the vLLM plugin, `tokenprune families`, `recommend` and the pages call it. Its facts come from tables: of a
-family and its vision tower in `models.families`, of an observable in its own class, of a cache in `hf.py`. Checks that
-need a loaded model, a server or the tensors of a call are beside these.
+`patch()`, the vLLM plugin, `tokenprune families`, `recommend` and the generated pages call these functions. The facts
+come from tables: families and vision towers in `models.families`, observables in their own classes, caches in `hf.py`.
+Checks that need a loaded model, a server or the tensors of a call are in other files.
 """
 
 from __future__ import annotations
@@ -41,14 +41,23 @@ def find_unsupported_reason(
     method: Method, family: Family | str | None = None, engine: Backend = Backend.HF, cache: Cache = DYNAMIC,
     config: Any = None,
 ) -> str | None:  # fmt: skip
-    """Return why `method` is not supported on `family` in `engine` with `cache`, or None if it is supported.
+    """Return why a method is not supported, or None if it is supported.
 
     Args:
-        method: The method. In transformers all its stages must be supported, or those of its preferred variant.
-        family: A model type, an architecture of vLLM, or a row. None asks about the method only.
+        method: The method. In transformers all its stages must be supported, or all stages of its preferred variant.
+        family: A model type, an architecture of vLLM, or a row of the family table. None checks the method only.
         engine: The engine that runs the model.
         cache: The kind of cache.
         config: The model's config, for facts about its vision tower.
+
+    Returns:
+        A message for the user, or None.
+
+    Example:
+        >>> find_unsupported_reason(tokenprune.method("divprune"), "llava") is None
+        True
+        >>> print(find_unsupported_reason(tokenprune.method("fastv"), engine=Backend.VLLM))
+        fastv cannot be served by vLLM: it acts inside the language model...
     """
     if engine is not Backend.HF:
         error = _find_error(method, family, engine, cache, config, acts=True)
@@ -64,22 +73,41 @@ def find_unsupported_reason(
 def check(
     method: Method, family: Family | str, engine: Backend = Backend.HF, config: Any = None, acts: bool = True
 ) -> None:
-    """Raise an error if one stage of a method is not supported; see `find_unsupported_reason`.
+    """Raise an error if a stage of a method is not supported; see `find_unsupported_reason`.
 
-    acts: False for a stage whose budget removes nothing. It then needs nothing from the family.
+    Args:
+        method: The method of the stage.
+        family: A model type, an architecture of vLLM, or a row of the family table.
+        engine: The engine that runs the model.
+        config: The model's config, for facts about its vision tower.
+        acts: False for a stage whose budget keeps all tokens. Such a stage needs nothing from the family.
+
+    Raises:
+        TokenPruneError: The error, of the class that fits the reason.
+
+    Example:
+        >>> check(tokenprune.method("divprune"), "llava")
     """
     if (error := _find_error(method, family, engine, DYNAMIC, config, acts)) is not None:
         raise error
 
 
 def check_cache(site: Site, family: Family | str, cache: Cache, name: str = "A method") -> None:
-    """Raise UnsupportedSetupError if methods at `site` are not supported on `family` with `cache`."""
+    """Raise UnsupportedSetupError if methods at `site` are not supported on a family with a kind of cache.
+
+    Example:
+        >>> check_cache(Site.PRE_LLM, "llava", STATIC)
+    """
     if (error := hf.find_cache_error(site, family, cache, name)) is not None:
         raise error
 
 
 def check_together(methods: Sequence[Method]) -> None:
-    """Raise OptionError if `methods`, in the order in which data meets them, cannot be combined in one model."""
+    """Raise OptionError if `methods`, in the order in which they act, cannot be combined in one model.
+
+    Example:
+        >>> check_together([tokenprune.method("tome"), tokenprune.method("divprune")])
+    """
     if (error := hf.find_combination_error(methods)) is not None:
         raise error
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a method on a family in transformers, with a kind of cache, and beside other methods."""
+"""Checks of a method in transformers: on a family, with a kind of cache, and combined with other methods."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ from tokenprune.selection.sites.units import UnitDropper
 class Cache:
     """A kind of cache.
 
-    sites: where methods may act with it. every_family: it works with any decoder, otherwise only with those whose row
-    has `static_cache`. fix: the sentence that tells what to use elsewhere.
+    Attributes:
+        name: Name for messages.
+        sites: Sites at which methods may act with this cache.
+        every_family: Whether every decoder supports it. If not, only families with `static_cache` in their row do.
+        fix: Sentence of error messages with the remedy.
     """
 
     name: str
@@ -47,20 +50,20 @@ STATIC = Cache(
     fix='Leave out cache_implementation="static", or use a dynamic cache.',
 )
 
-# Observables of decoder layers. No layer has run at the decoder's entry.
+# Observables of decoder layers. At the decoder's entry no layer has run yet.
 _LATER = (ObservedAt.LAYER_BEFORE, ObservedAt.NEXT_LAYER, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED, ObservedAt.OWN)
 
 
 def find_error(method: Method, family: Family | str | None, config: Any, acts: bool) -> TokenPruneError | None:
-    """Return an error if `method` is not supported on `family` in transformers; see `checks.check`."""
+    """Return an error if a method is not supported on a family in transformers; see `checks.check`."""
     if (error := _find_declared_error(method)) is not None or family is None:
         return error
     row = family if isinstance(family, Family) else get_family(family)
-    uncut = row.name in PIXELS_ONLY and row.name not in FAMILIES  # a user's adapter may register a row for it
+    uncut = row.name in PIXELS_ONLY and row.name not in FAMILIES  # an adapter of a user may register a row
     if (acts and method.site is not Site.PRE_ENCODER) if uncut else family in REFUSED:
         return UnsupportedModelError(f"Model type {row.name!r} is not supported: {REFUSED[row.name]}.")
     if row.since is None:
-        return UnsupportedModelError(f"Only vLLM has model type {row.name!r}. Serve it with the vLLM plugin.")
+        return UnsupportedModelError(f"transformers does not have model type {row.name!r}. Use the vLLM plugin.")
     error = _find_site_error(method, row, acts)
     if error is not None or not acts:
         return error
@@ -74,8 +77,8 @@ def _find_declared_error(method: Method) -> TokenPruneError | None:
     name = method.name
     if missing := list_unserved(method.needs, Backend.HF):
         return OptionError(f"{name} needs {', '.join(missing)}, which models of transformers do not provide.")
-    if method.site is Site.PRE_LLM and (seen := [one.name for one in select_observables(method.needs, *_LATER)]):
-        return OptionError(f"{name}: a PRE_LLM method cannot need {seen}, because no layer has run yet.")
+    if method.site is Site.PRE_LLM and (later := [item.name for item in select_observables(method.needs, *_LATER)]):
+        return OptionError(f"{name}: a PRE_LLM method cannot need {later}, because no layer has run yet.")
     if problem := find_missing_base(type(method), method.site):
         return OptionError(f"{name}: {problem}")
     if isinstance(method, EncoderMethod) and method.vtu not in VTU_FORMS:
@@ -84,13 +87,13 @@ def _find_declared_error(method: Method) -> TokenPruneError | None:
 
 
 def _find_site_error(method: Method, row: Family, acts: bool) -> TokenPruneError | None:
-    """Return an error if a family has no decoding, or no videos, for a method that needs them."""
+    """Return an error if a method needs decoding or videos and the family has none."""
     name, family, on_videos = method.name, row.name, compares_frames(method)
     if method.site is Site.DECODE and (row.stateful or row.vectors):
         why = "has layers with a state instead of keys" if row.stateful else "writes no answer"
         return OptionError(f"{name} acts while decoding, and {family!r} {why}. Use a PRE_LLM or IN_LLM method.")
     if row.videos == "none" and (method.site is Site.ATTENTION or (on_videos and acts)):
-        return UnsupportedSetupError(f"{name} acts on videos, and prompts of {family!r} hold none. {ON_IMAGES_TOO}")
+        return UnsupportedSetupError(f"{name} acts on videos, which {family!r} does not support. {ON_IMAGES_TOO}")
     if acts and on_videos and row.after_frames is None:
         return UnsupportedSetupError(
             f"{name} compares the frames of a video, and the tokens of a frame are not known for {family!r}. Use a "
@@ -104,7 +107,7 @@ def _find_tower_error(method: Method, row: Family, config: Any) -> TokenPruneErr
     name, family, packed = method.name, row.name, row.tower_rows == "all images"
     if isinstance(method, UnitDropper):
         own_grids = row.tower_rows == "one image"
-        # In other layouts tiles share a budget, or are not rows of the tower.
+        # In other layouts the tiles share a budget, or are not rows of the tower.
         in_rows = own_grids or (row.merges and row.layout(config) not in ("packed", "sized"))
         if not (packed or (in_rows and method.sees != "pixels")):
             return UnsupportedSetupError(
@@ -128,8 +131,8 @@ def _find_tower_error(method: Method, row: Family, config: Any) -> TokenPruneErr
         )
     if isinstance(method, ResizeMethod) and row.resizing is None:
         return UnsupportedSetupError(
-            f"{name} has no effect on {family!r}, whose processor makes as many tokens of a small image as of a large "
-            'one. Use method="pool" for a baseline without fine detail.'
+            f"{name} does not shorten prompts of {family!r}: small and large images get the same number of tokens. "
+            'Use method="pool" for a baseline without fine detail.'
         )
     if isinstance(method, (EncoderMethod, FrameMerger, UnitDropper)):
         return find_joined_layers_error(method, config)
@@ -137,7 +140,7 @@ def _find_tower_error(method: Method, row: Family, config: Any) -> TokenPruneErr
 
 
 def find_cache_error(site: Site, family: Family | str | None, cache: Cache, name: str) -> TokenPruneError | None:
-    """Return an error if the method `name` at `site` is not supported on `family` with `cache`."""
+    """Return an error if the method `name` at `site` is not supported on a family with a kind of cache."""
     if site not in cache.sites:
         decoding = f"{name} drops tokens while decoding, and a {cache.name} cache keeps its slots."
         in_blocks = f"Pruning with a {cache.name} cache and attention in blocks is not supported."
@@ -151,13 +154,13 @@ def find_cache_error(site: Site, family: Family | str | None, cache: Cache, name
 
 
 def find_combination_error(methods: Sequence[Method]) -> TokenPruneError | None:
-    """Return an error if `methods`, in the order in which data meets them, cannot be combined in one model."""
+    """Return an error if `methods`, in the order in which they act, cannot be combined in one model."""
     for method in methods:
         later = [other.name for other in methods if other.site.order > Site.IN_ENCODER.order]
         if isinstance(method, EncoderMethod) and method.vtu != "off" and later:
             return OptionError(
-                f'{method.name} with vtu="{method.vtu}" cannot be composed with {", ".join(later)}, because the '
-                'decoder attends to other tokens than its layers hold. Use vtu="off".'
+                f'{method.name} with vtu="{method.vtu}" cannot be combined with {", ".join(later)}, because virtual '
+                'unmerging changes the tokens that the decoder attends to. Use vtu="off".'
             )
         inside = [other.name for other in methods if other.site.order > Site.PRE_LLM.order]
         if isinstance(method, Pruner) and method.weighs_attention and inside:
@@ -167,11 +170,12 @@ def find_combination_error(methods: Sequence[Method]) -> TokenPruneError | None:
             )
     decoding = [method.name for method in methods if method.site is Site.DECODE]
     if len(decoding) > 1:
-        return OptionError(f"{decoding[0]}: only one of the composed methods can act while decoding.")
+        return OptionError(f"{decoding[0]}: only one of the combined methods can act while decoding.")
     blocks = [method.name for method in methods if method.site is Site.ATTENTION]
-    if blocks and (ranks := [one.name for one in methods if any(of.all_rows for of in select_observables(one.needs))]):
+    ranking = [method.name for method in methods if any(item.all_rows for item in select_observables(method.needs))]
+    if blocks and ranking:
         return OptionError(
-            f"{ranks[0]} ranks tokens by the attention they receive from all others, but with {blocks[0]} the tokens "
-            "of a block never see another block. Use a method that reads the last token's attention, or none."
+            f"{ranking[0]} ranks tokens by the attention they receive from all others, but with {blocks[0]} tokens "
+            "attend only within their block. Use a method that reads the last token's attention, or none."
         )
     return None

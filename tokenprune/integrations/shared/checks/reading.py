@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that both engines share: which parts of a model a method reads."""
+"""Checks of both engines: does a family provide what a method reads?"""
 
 from __future__ import annotations
 
@@ -17,29 +17,41 @@ ON_IMAGES_TOO = "Use a method that also acts on images, such as divprune."
 
 
 def reads_tower(method: Method | None) -> bool:
-    """Return True if a method reads values of the vision tower."""
+    """Return True if a method reads values of the vision tower.
+
+    Example:
+        >>> reads_tower(tokenprune.method("fastervlm")), reads_tower(tokenprune.method("divprune"))
+        (True, False)
+    """
     return method is not None and bool(_tower_observables(method))
 
 
 def find_missing_observable(method: Method, row: Family) -> str | None:
-    """Return the first value that a method needs and a family does not have, in words; None if it has all."""
-    return next((why for seen in select_observables(method.needs) if (why := seen.find_obstacle(row))), None)
+    """Return a description of the first value that a method needs and a family does not provide, or None."""
+    return next(
+        (why for observable in select_observables(method.needs) if (why := observable.find_obstacle(row))), None
+    )
 
 
 def find_reading_error(
     method: Method, row: Family, name: str, tower: str | None, write: Callable[[Any], str] = repr, more: str = ""
 ) -> TokenPruneError | None:
-    """Return an error if `method` reads values that a family does not provide.
+    """Return an error if a method reads values that a family does not provide.
 
-    name: of the family, for the user. tower: more words about its vision tower, None if it is known how the patches
-    become visual tokens. write: formats the value of an option. more: another solution.
+    Args:
+        method: The method.
+        row: Row of the family.
+        name: Name of the family, for the user.
+        tower: Further words about the vision tower if patches cannot be traced to visual tokens, else None.
+        write: Formats the value of an option.
+        more: Another solution, appended to the message.
     """
     if tower is not None and reads_tower(method):
         options = method.fallback_hint(_tower_observables(method), write)
         fix = AFTER_THE_TOWER[:-1] + (f", or {method.name} with {options}" if options else "") + more
         return UnsupportedSetupError(
-            f"{method.name} reads the vision tower, and how the patches of {row.name!r}{tower} become visual tokens is "
-            f"not known. {fix}."
+            f"{method.name} reads the vision tower, and the patches of {row.name!r}{tower} cannot be traced to visual "
+            f"tokens. {fix}."
         )
     if missing := find_missing_observable(method, row):
         fix = "reads only the tower, such as fastervlm" if reads_tower(method) else "does not, such as divprune"
@@ -50,7 +62,10 @@ def find_reading_error(
 
 
 def find_joined_layers_error(method: Method, config: Any) -> TokenPruneError | None:
-    """Return an error if the features of a tower come from several layers, where `method` leaves different tokens."""
+    """Return an error if the visual tokens join the features of several tower layers.
+
+    `method` would leave different tokens in each of these layers.
+    """
     if isinstance(layer := getattr(config, "vision_feature_layer", -1), int):
         return None
     return UnsupportedSetupError(
@@ -60,4 +75,6 @@ def find_joined_layers_error(method: Method, config: Any) -> TokenPruneError | N
 
 
 def _tower_observables(method: Method) -> list[str]:
-    return [seen.name for seen in select_observables(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)]
+    return [
+        observable.name for observable in select_observables(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
+    ]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging and dropping in vision towers, for every engine."""
+"""Merging and dropping in vision towers, for all engines."""

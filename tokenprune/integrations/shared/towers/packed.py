@@ -53,7 +53,7 @@ class PackedLayout(TowerLayout):
         if isinstance(method, UnitDropper):
             self.acts_mid_block = not method.removes
             return
-        # The number of units depends on the image: 1 is a placeholder.
+        # 1 is a placeholder: the number of units depends on the image.
         self.budget = keep if isinstance(keep, Budget) else Budget.from_number(keep)
         self.shape = Tower(1, 0, len(self.blocks), len(self.blocks), tower) if shape is None else shape
         check_method(method, self.budget, self.shape.unit, shows=False)
@@ -63,7 +63,7 @@ class PackedLayout(TowerLayout):
     def to_unit_grids(self, grid_thw: Any) -> Grids:
         """Convert the grids of images and videos, (frames, height, width), from patches to units."""
         rows = torch.as_tensor(grid_thw, device="cpu").tolist()
-        return [(t, h // self.side, w // self.side) for t, h, w in rows]
+        return [(frames, height // self.side, width // self.side) for frames, height, width in rows]
 
     # -- a forward
 
@@ -71,11 +71,11 @@ class PackedLayout(TowerLayout):
         """Return the state of a forward that merges units. For `order` see `TowerRun`."""
         sizes = [math.prod(grid) for grid in grids]
 
-        def plan_of_frame(count: int, keep: float | int) -> Plan:
+        def build_plan(count: int, keep: float | int) -> Plan:
             return method.plan(Budget.from_number(keep), self.shape.with_tokens(count))
 
         assert self.budget.keep is not None  # see `check_method`
-        parts = build_frame_matcher(grids, self.budget.keep, plan_of_frame)
+        parts = build_frame_matcher(grids, self.budget.keep, build_plan)
         units = Units.from_packed(sum(sizes), self.patches, device)
         return TowerRun(units, parts.plan(len(self.blocks)), sizes=sizes, order=order)
 
@@ -89,10 +89,10 @@ class PackedLayout(TowerLayout):
             method: The method.
             grids: (frames, height, width) of each image or video, in units.
             num_kept: Maximum number of kept units of each image.
-            order: Returns `TowerRun.order`; only called if units leave.
+            order: Returns `TowerRun.order`. Only called if units are dropped.
             device: Device of the tower.
-            chosen: Mask of the kept units, bool `[units]` on the host, in the order of rows, if they were chosen before
-                the tower.
+            chosen: Mask of the kept units, if they were chosen before the tower: shape (units,), bool, on the host, in
+                raster order.
         """
         sizes, depth = [math.prod(grid) for grid in grids], len(self.blocks)
         run = TowerRun(Units.from_packed(sum(sizes), self.patches, device), [None] * depth, sizes=sizes)
@@ -111,10 +111,10 @@ class PackedLayout(TowerLayout):
     def find_merge(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
         return match(keys.view(1, run.units.num_units[0], -1), None)
 
-    # -- the mergers, which turn units into visual tokens
+    # -- mergers: the modules that turn units into visual tokens
 
     def attach(self, reducer: TowerReducer) -> None:
-        """Let `reducer` expand the inputs or outputs of the mergers to all units."""
+        """Expand the inputs or outputs of the mergers to all units."""
         for merger in self.mergers:
             if self.fills:
                 reducer.add_hooks(merger, partial(self._enter_merger, reducer))
@@ -131,9 +131,13 @@ class PackedLayout(TowerLayout):
 
 
 def find_first_units(owners: Sequence[Tensor]) -> list[Tensor]:
-    """Return, per image of a packed tower, the index of the first unit in each unit's group; long `[units]`.
+    """Return, for each image of a packed tower, the index of the first unit in the group of each unit.
 
-    For `owners` see `TowerRun.owners`.
+    Args:
+        owners: Group of each unit; see `TowerRun.get_owners`.
+
+    Returns:
+        One int64 tensor per image, shape (units,).
     """
-    units = sum(map(len, owners))  # at least the number of groups
-    return [find_first_of_group(of_image[None], units)[0] for of_image in owners]
+    num_groups = sum(map(len, owners))  # upper bound
+    return [find_first_of_group(owner[None], num_groups)[0] for owner in owners]

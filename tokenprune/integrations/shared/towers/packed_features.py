@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The final place of each feature of a tower's tiles, for models that crop, reorder and separate features."""
+"""Trace the features of tiles through a model's packing, which crops, reorders and separates them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,33 @@ _thread = threading.local()
 
 
 def find_first_of_group(owner: Tensor, groups: int) -> Tensor:
-    """long `[B, N]` of group numbers below `groups` -> long `[B, N]`: the lowest place with the same number; -1 stays
-    (dropped)."""
-    places = torch.arange(owner.shape[1], device=owner.device).expand_as(owner)
-    # One group more than there are takes what is in none.
-    group = owner.masked_fill(out := owner < 0, groups)
+    """Return the lowest index with the same group number.
+
+    Args:
+        owner: Group number of each token, shape (batch, tokens), int64, -1 for dropped tokens.
+        groups: Upper bound of the group numbers.
+
+    Returns:
+        Index of the first token of each token's group, shape (batch, tokens), int64, -1 for dropped tokens.
+    """
+    indices = torch.arange(owner.shape[1], device=owner.device).expand_as(owner)
+    # Dropped tokens go to one extra group.
+    group = owner.masked_fill(is_dropped := owner < 0, groups)
     first = owner.new_full((owner.shape[0], groups + 1), owner.shape[1])
-    return first.scatter_reduce(1, group, places, "amin").gather(1, group).masked_fill(out, -1)
+    return first.scatter_reduce(1, group, indices, "amin").gather(1, group).masked_fill(is_dropped, -1)
 
 
 def pop_packed_features() -> PackedFeatures | None:
-    """Return what this thread's last `PackRecorder` noted, and forget it."""
+    """Return the result of this thread's last `PackRecorder` call, and clear it."""
     packed, _thread.packed = getattr(_thread, "packed", None), None
     return packed
 
 
 class PackRecorder:
-    """Stands in for a model's `pack_image_features`, and packs the numbers of the features beside the features.
+    """Replacement for a model's `pack_image_features` that also packs an id for each feature.
 
-    What comes out tells where each feature ended up, whatever the family does with tiles, padding and newlines. The
-    numbers are packed on the host, where looking at them costs nothing.
+    The packed ids show the final position of each feature, for any handling of tiles, padding and newlines. The ids are
+    packed on the host, so reading them does not synchronize with the device.
     """
 
     def __init__(self, original: Any) -> None:
@@ -49,63 +56,75 @@ class PackRecorder:
         bound = self.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()
         result = self.original(*bound.args, **bound.kwargs)
-        numbers, start = [], 0
+        ids, start = [], 0
         for image in bound.arguments["image_features"]:
             tiles, tokens = image.shape[:2]
-            numbers.append(build_feature_ids(tiles, tokens, torch.device("cpu"), start))
+            ids.append(build_feature_ids(tiles, tokens, torch.device("cpu"), start))
             start += tiles * tokens
-        bound.arguments["image_features"] = numbers
+        bound.arguments["image_features"] = ids
         bound.arguments["image_sizes"] = torch.as_tensor(bound.arguments["image_sizes"], device="cpu")
         if bound.arguments.get("image_newline") is not None:
-            bound.arguments["image_newline"] = build_newline_id(numbers[0].device)
+            bound.arguments["image_newline"] = build_newline_id(ids[0].device)
         images = self.original(*bound.args, **bound.kwargs)[0]
-        _thread.packed = PackedFeatures(list(images), numbers[0].shape[1])
+        _thread.packed = PackedFeatures(list(images), ids[0].shape[1])
         return result
 
 
 class PackedFeatures:
-    """images: float64 `[features, 2]` each, the numbers of the features that were packed, on the host; tokens:
-    features a tile."""
+    """Ids of the features after packing.
+
+    Args:
+        images: Packed ids of each image, shape (features, 2), float64, on the host.
+        tokens_per_tile: Number of features of a tile.
+    """
 
     def __init__(self, images: list[Tensor], tokens_per_tile: int) -> None:
         self.images, self.tokens_per_tile = images, tokens_per_tile
 
     def map_groups(self, groups: Tensor, packed: Tensor) -> Tensor:
-        """Return long `[features]`, the first feature of each feature's group in an image as it was packed; -1 stays.
+        """Return the index of the first feature in the group of each feature of a packed image.
 
-        groups: long `[tiles, tokens]`, first of each feature's group in its tile. packed: the image's numbers.
+        Args:
+            groups: First feature of each feature's group within its tile, shape (tiles, tokens), int64, -1 for dropped.
+            packed: Packed ids of the image, an entry of `images`.
+
+        Returns:
+            Indices into the packed image, shape (features,), int64, -1 for dropped features.
         """
         ids = to_device(self.get_feature_ids(packed), groups.device)
         tile, token = ids // self.tokens_per_tile, ids % self.tokens_per_tile
-        places = torch.arange(len(ids), dtype=torch.long, device=ids.device)
-        own = groups[tile.clamp(min=0), token]
-        # Newlines: each for itself.
-        group = torch.where(
-            ids < 0, groups.numel() + places, torch.where(own < 0, -1, tile * self.tokens_per_tile + own)
-        )
+        indices = torch.arange(len(ids), dtype=torch.long, device=ids.device)
+        first = groups[tile.clamp(min=0), token]
+        group = torch.where(first < 0, -1, tile * self.tokens_per_tile + first)
+        # Each newline is a separate group.
+        group = torch.where(ids < 0, groups.numel() + indices, group)
         return find_first_of_group(group[None], groups.numel() + len(ids))[0]
 
     @staticmethod
     def get_feature_ids(packed: Tensor) -> Tensor:
-        """long `[features]`: for each feature of an image the number of the one that was packed, -1 for a newline."""
+        """Return the id of each feature of a packed image, shape (features,), int64, -1 for newlines.
+
+        Raises:
+            UnsupportedSetupError: If the model interpolated the features.
+        """
         ids = packed[:, 0].round().long()
         if not torch.equal(packed[:, 1], _check(ids.double())):
             raise UnsupportedSetupError(
-                "This image has so many tiles that the model interpolates its features, so they are no patches of the "
-                "tower. Use a smaller image, or a method that acts after the tower."
+                "This image has so many tiles that the model interpolates its features. Use a smaller image, or a "
+                "method that acts after the tower."
             )
         return ids
 
 
 def build_feature_ids(tiles: int, tokens: int, device: torch.device, start: int = 0) -> Tensor:
-    """float64 `[tiles, tokens, 2]`: what stands for the features of an image while it is packed."""
+    """Return the ids that replace the features of an image while it is packed, shape (tiles, tokens, 2), float64."""
     ids = torch.arange(start, start + tiles * tokens, dtype=torch.float64, device=device)
-    # A second channel, so that interpolated numbers do not pass for numbers.
+    # The second channel is a checksum that detects interpolated ids.
     return torch.stack([ids, _check(ids)], -1).view(tiles, tokens, 2)
 
 
 def build_newline_id(device: torch.device) -> Tensor:
-    """float64 `[2]`: what stands for a newline."""
+    """Return the id that replaces a newline, shape (2,), float64."""
     return torch.tensor([-1, _check(-1)], dtype=torch.float64, device=device)
 
 

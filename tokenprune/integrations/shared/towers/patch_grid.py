@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From patches of a vision tower to visual tokens: what a token is made of, and where on the grid it was."""
+"""Trace visual tokens to the patches of the vision tower: the patches of each token, and its cell in the grid."""
 
 from __future__ import annotations
 
@@ -21,17 +21,26 @@ if TYPE_CHECKING:
 
 
 class PatchSource:
-    """A model, as far as it is asked how the patches of its vision tower become visual tokens.
+    """A model, as the source of facts about its patches.
 
-    base: the module that joins images and text. config: the model's. family: the row of its type, as its config has it.
+    Args:
+        base: Module that joins images and text.
+        config: Config of the model.
+
+    Attributes:
+        family: Row of the model type in the family table.
     """
 
     def __init__(self, base: nn.Module, config: Any) -> None:
         self.base, self.config, self.family = base, config, get_config_family(config)
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
-        """Return (frames, height, width) in tokens of each image, from the arguments of `get_image_features` or
-        `get_video_features`; None where they do not tell."""
+        """Return (frames, height, width) in tokens of each image, or None if the arguments do not contain them.
+
+        Args:
+            modality: "image" or "video".
+            arguments: Arguments of `get_image_features` or `get_video_features`.
+        """
         sizes = arguments.get(f"{modality}_grid_thw")
         if sizes is None:
             return None
@@ -41,26 +50,34 @@ class PatchSource:
 
 
 def find_image_grid(row: Family, count: int, config: Any, whole_image: bool = False) -> tuple[int, int, int] | None:
-    """Return (1, height, width) of an image of `count` tokens whose data tells none; None where it is not known.
+    """Return (1, height, width) of an image without grid data, or None if it is not known.
 
-    config: of the model. whole_image: see `Family.is_square`.
+    Args:
+        row: Row of the family.
+        count: Number of tokens of the image.
+        config: Config of the model.
+        whole_image: See `Family.is_square`.
     """
     return square_grid(count) if row.is_square(count, config, whole_image) else None
 
 
 def count_patches(vision: Any) -> int:
-    """Return the patches of an image of the size that a tower's config names."""
-    image, patch = ((of, of) if isinstance(of, int) else tuple(of) for of in (vision.image_size, vision.patch_size))
-    return math.prod(pixels // of for pixels, of in zip(image, patch, strict=True))
+    """Return the number of patches of an image of the size in the tower's config."""
+    sizes = (vision.image_size, vision.patch_size)
+    image, patch = ((size, size) if isinstance(size, int) else tuple(size) for size in sizes)
+    return math.prod(pixels // side for pixels, side in zip(image, patch, strict=True))
 
 
 @dataclass(frozen=True)
 class TracedTokens:
-    """Visual tokens of all images of a call, end to end.
+    """Visual tokens of all images of a call, traced to their patches.
 
-    scores: `[tokens, C]`, means over each token's patches, 0 for what is no patch.
-    cells: long `[tokens, 6]`: tile or frame, row, column, height, width, size (see `Patches`); tiles are numbered
-    through, -1 is no patch. tiles: how many there are. key: all that cells follow from, None where that is not known.
+    Attributes:
+        scores: Mean scores of each token's patches, shape (tokens, channels), 0 for tokens without a patch.
+        cells: Cell of each token, shape (tokens, 6), int64: tile or frame, row, column, height, width and size (see
+            `Patches`). Tiles of all images are numbered consecutively; -1 for tokens without a patch.
+        tiles: Number of tiles.
+        key: All values that determine `cells`, or None if they are not known.
     """
 
     scores: Tensor
@@ -77,16 +94,17 @@ def trace_tokens(
     layers: Sequence[Tensor],
     packed: PackedFeatures | None,
 ) -> TracedTokens:
-    """Average scores of patches over the visual tokens that the patches become.
+    """Average scores of patches over the visual tokens.
 
     Args:
+        source: The model.
         modality: "image" or "video".
         arguments: Arguments of `get_image_features` or `get_video_features`.
         total: Number of features that this function returned.
         layers: Scores of each layer that was read, shape (rows of the tower, patches, channels); they are joined along
             the channels. In the layout "runs" a layer may have one score per visual token instead: the output of a
-            tower that merges patches itself, such as GLM-4V's.
-        packed: The reordering that `pack_image_features` did.
+            tower that merges patches itself, such as GLM-4V.
+        packed: Order of the features after `pack_image_features`.
 
     Raises:
         UnsupportedSetupError: If the scores do not fit the visual tokens.
@@ -94,34 +112,43 @@ def trace_tokens(
     layout = source.family.patches
     scores = torch.cat(list(layers), dim=-1) if len({layer.shape[:-1] for layer in layers}) == 1 else None
     if layout == "runs":
-        placed = _runs(source, source.grids(modality, arguments), [layer.flatten(0, 1) for layer in layers])
+        traced = _runs(source, source.grids(modality, arguments), [layer.flatten(0, 1) for layer in layers])
     elif scores is None:
-        placed = None
+        traced = None
     elif modality == "video":
-        placed = _pooled(source, arguments, scores)
+        traced = _pooled(source, arguments, scores)
     elif layout == "sized":
-        placed = _sized(source, arguments, scores.flatten(0, 1))
+        traced = _sized(source, arguments, scores.flatten(0, 1))
     elif layout == "packed":
-        placed = _packed(source, arguments, scores, packed)
+        traced = _packed(source, arguments, scores, packed)
     else:
-        placed = _tiles(source, arguments, total, scores)
-    if placed is None:
+        traced = _tiles(source, arguments, total, scores)
+    if traced is None:
         raise UnsupportedSetupError(
             f"The {modality} features of this {source.config.model_type!r} cannot be traced to patches of the vision "
             "tower. Leave them out of the prompt, or use a method that acts after the tower."
         )
-    return placed
+    return traced
 
 
 _CELLS = FIFOCache()
 
 
 def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.device, first: int = 0) -> Tensor:
-    """long `[tiles * height * width, 6]`, of tiles from number `first` on. Images of one size share it."""
+    """Return the cells of tiles, shape (tiles * height * width, 6), int64. Images of one size share the tensor.
+
+    Args:
+        tiles: Number of tiles.
+        height: Rows of a tile.
+        width: Columns of a tile.
+        size: Number of patches of a token.
+        device: Device of the cells.
+        first: Number of the first tile.
+    """
 
     def make() -> Tensor:
         sides = ((first, first + tiles), (0, height), (0, width))
-        axes = [torch.arange(*one, device=device) for one in sides]
+        axes = [torch.arange(*side, device=device) for side in sides]
         cells = torch.cartesian_prod(*axes).view(-1, 3)
         return torch.cat([cells, to_device([height, width, size], device).expand(len(cells), 3)], dim=1)
 
@@ -129,16 +156,16 @@ def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.de
 
 
 def _no_patch(cells: Tensor) -> Tensor:
-    """long `[1, 6]`: the cell of a token that is no patch, beside `cells`."""
+    """Return the cell of a token without a patch, shape (1, 6), int64, in the style of `cells`."""
     return torch.cat([cells.new_full((1, 1), -1), torch.zeros_like(cells[:1, 1:3]), cells[:1, 3:]], dim=1)
 
 
 def _patch_grid(source: PatchSource, arguments: dict[str, Any], patches: int) -> tuple[int, int] | None:
-    """Return (height, width) of the tower's grid: the pixels tell, where they may be of any size."""
+    """Return (height, width) of the tower's grid. If pixels may have any size, it follows from the pixels."""
     pixels, patch = arguments.get("pixel_values"), source.config.vision_config.patch_size
     sides = (patch, patch) if isinstance(patch, int) else tuple(patch)
     if isinstance(pixels, torch.Tensor) and pixels.ndim >= 4:
-        height, width = (side // of for side, of in zip(pixels.shape[-2:], sides, strict=True))
+        height, width = (length // side for length, side in zip(pixels.shape[-2:], sides, strict=True))
         if height * width == patches:
             return height, width
     side = math.isqrt(patches)
@@ -151,7 +178,7 @@ def _tiles(source: PatchSource, arguments: dict[str, Any], total: int | None, sc
     if not total or total % rows or grid is None:
         return None
     tokens = total // rows
-    leading = int(tokens == patches + 1)  # the class token is a feature, too
+    leading = int(tokens == patches + 1)  # the class token is also a feature
     side = math.isqrt(patches // (tokens - leading)) if tokens > leading else 0
     if not side or side * side * (tokens - leading) != patches or grid[0] % side or grid[1] % side:
         return None
@@ -182,7 +209,13 @@ def _packed(
 def _runs(
     source: PatchSource, grids: list[tuple[int, int, int]] | None, layers: Sequence[Tensor]
 ) -> TracedTokens | None:
-    """layers: scores of each layer, shape (patches or visual tokens, channels)."""
+    """Trace the tokens of packed towers.
+
+    Args:
+        source: The model.
+        grids: (frames, height, width) in tokens of each image.
+        layers: Scores of each layer, shape (patches or visual tokens, channels).
+    """
     vision = source.config.vision_config
     size = vision.spatial_merge_size**2
     total = 0 if grids is None else sum(map(math.prod, grids))
@@ -191,13 +224,13 @@ def _runs(
     tokens = torch.cat([layer.view(total, -1, layer.shape[-1]).mean(1) for layer in layers], dim=-1)
     of_images, start = [], 0
     for frames, height, width in grids:
-        # Frames of all images are numbered through.
+        # Frames of all images are numbered consecutively.
         of_images.append(_grid_cells(frames, height, width, size, tokens.device, start))
         start += frames
     cells = torch.cat(of_images)
     window = getattr(vision, "window_size", None)
     if window and getattr(vision, "fullatt_block_indexes", None) is not None:
-        # Inside the tower tokens stand window by window; each window, and each token in it, in raster order.
+        # The tower processes tokens window by window. Windows, and the tokens of a window, are in raster order.
         side = window // vision.spatial_merge_size // vision.patch_size
         keys = [cells[:, 2], cells[:, 1], cells[:, 2] // side, cells[:, 1] // side, cells[:, 0]]
         order = torch.arange(len(cells), device=cells.device)
@@ -216,11 +249,12 @@ def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Tr
     if sum(map(math.prod, grids)) != len(scores):
         return None
     means, cells = [], []
-    for number, ((height, width), own) in enumerate(zip(grids, scores.split(list(map(math.prod, grids))), strict=True)):
-        down, across = height // side, width // side
-        whole = own.view(height, width, -1)[: down * side, : across * side]
-        means.append(whole.reshape(down, side, across, side, -1).mean((1, 3)).flatten(0, 1))
-        cells.append(_grid_cells(1, down, across, side * side, scores.device, number))
+    pairs = zip(grids, scores.split(list(map(math.prod, grids))), strict=True)
+    for index, ((height, width), patches) in enumerate(pairs):
+        rows, columns = height // side, width // side
+        cropped = patches.view(height, width, -1)[: rows * side, : columns * side]
+        means.append(cropped.reshape(rows, side, columns, side, -1).mean((1, 3)).flatten(0, 1))
+        cells.append(_grid_cells(1, rows, columns, side * side, scores.device, index))
     return TracedTokens(torch.cat(means), torch.cat(cells), len(grids))
 
 
@@ -231,8 +265,11 @@ def image_sizes(arguments: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> TracedTokens | None:
-    """Videos, whose frames are pooled: of LLaVA-NeXT-Video ahead of the projector, of LLaVA-OneVision like images, and
-    a newline follows each video there."""
+    """Trace the tokens of videos whose frames are pooled.
+
+    LLaVA-NeXT-Video pools before the projector. LLaVA-OneVision pools features like images and appends a newline to
+    each video.
+    """
     pool, stride = getattr(source.base, "apply_pooling", None), getattr(source.config, "spatial_pool_stride", None)
     videos, side = arguments.get("pixel_values_videos"), math.isqrt(scores.shape[1])
     if videos is None or len(scores) % len(videos) or side * side != scores.shape[1]:
@@ -254,7 +291,7 @@ def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> T
 
 
 def _squares(scores: Tensor, side: int, stride: int) -> Tensor:
-    """Means over squares of `stride` patches of square frames; patches that fill none are left out, as by a pooling."""
-    whole, count = side // stride * stride, side // stride
-    grid = scores.view(len(scores), side, side, -1)[:, :whole, :whole]
+    """Average over squares of `stride` patches of square frames. Incomplete squares are dropped, as by pooling."""
+    cropped_side, count = side // stride * stride, side // stride
+    grid = scores.view(len(scores), side, side, -1)[:, :cropped_side, :cropped_side]
     return grid.reshape(len(scores), count, stride, count, stride, -1).mean((2, 4)).flatten(0, 2)

@@ -62,11 +62,11 @@ class TowerLayout:
 
 
 class Host:
-    """The library that runs the blocks. This base uses PyTorch hooks, and its blocks take no bias.
+    """The library that runs the blocks. This base class uses PyTorch hooks, and its blocks do not take a bias.
 
     Attributes:
         takes_bias: Whether blocks take the bias of their attention logits as an argument.
-        adds_in_place: Whether blocks add their tokens to the output of the MLP in place.
+        adds_in_place: Whether blocks add their input to the output of the MLP in place.
     """
 
     takes_bias = False
@@ -169,7 +169,7 @@ class TowerReducer(Attachable):
         if merge is None:
             return None
         if (residual := kwargs.get("residual")) is not None:
-            # Qwen2.5-VL in vLLM: the norm adds the residual and returns the sum, to which the block adds the MLP.
+            # Qwen2.5-VL in vLLM: the norm adds the residual and returns the sum. The block adds the MLP to this sum.
             merged = run.apply(merge, args[0] + residual)
             return (merged,), {"residual": torch.zeros_like(merged)}
         run.shape_before_merge, run.merged = args[0].shape, run.apply(merge, args[0])
@@ -213,12 +213,12 @@ class TowerReducer(Attachable):
 def check_checkpointing(block: nn.Module, hidden: Tensor) -> None:
     """Raise UnsupportedSetupError if `block`, called with `hidden`, would run a second time in the backward pass.
 
-    Checkpointing of the re-entrant kind calls it without gradients, and runs it again for the input's.
+    Re-entrant checkpointing runs a block without gradients, and runs it again for the gradient of its input.
     """
     if not (block.training and getattr(block, "gradient_checkpointing", False)):
         return
-    learns = torch.is_grad_enabled() and any(one.requires_grad for one in block.parameters())
-    if learns or hidden.requires_grad:
+    has_trainable = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in block.parameters())
+    if has_trainable or hidden.requires_grad:
         raise UnsupportedSetupError(
             "Gradient checkpointing runs the blocks of the tower a second time, without the state of their merges. "
             "Switch it off for the vision tower."

@@ -86,7 +86,7 @@ class RowLayout(TowerLayout):
         self.plan(shape.tokens)  # raises for a budget that cannot be reached
 
     def plan(self, count: int) -> Plan:
-        """Return the matcher of each block for `count` tokens per row; None if a block merges nothing."""
+        """Return the matcher of each block for `count` tokens per row, or None for a block without merges."""
         shape = self.shape if count == self.shape.tokens else self.shape.with_tokens(count)
         return self.method.plan(self.budget, shape)
 
@@ -121,12 +121,12 @@ class RowLayout(TowerLayout):
         return [shape.count_kept(self.budget)] * rows
 
     def _plan_drops(self, run: TowerRun, method: UnitDropper, rows: int, count: int) -> None:
-        """Set the drops of a forward. Rows lose equally many units, so none is padded; class tokens stay."""
+        """Set the drops of a forward. All rows lose the same number of units, and class tokens are kept."""
         squares = self.squares or Squares(1, self.shape.protected)
         shape = self.shape.with_tokens(count if self.squares is None else squares.count_units(count))
-        units, kept = shape.patches, self.num_kept(rows, shape)
+        units, num_kept = shape.patches, self.num_kept(rows, shape)
         side = math.isqrt(units)
-        if min(kept) >= units:
+        if min(num_kept) >= units:
             return
 
         def fold(hidden: Tensor) -> Tensor:
@@ -134,8 +134,8 @@ class RowLayout(TowerLayout):
             return squares.fold(hidden, order).reshape(rows * units, squares.size, -1)
 
         def choose(x: Tensor, size: int) -> Merge:
-            stays = choose_units(method, x, [(1, side, units // side)] * rows, kept, size)
-            merge = Merge.from_kept(to_device(stays.view(rows, units), x.device), list(kept))
+            kept_units = choose_units(method, x, [(1, side, units // side)] * rows, num_kept, size)
+            merge = Merge.from_kept(to_device(kept_units.view(rows, units), x.device), list(num_kept))
             return squares.spread(merge, squares.build_order(count, x.device))
 
         block = method.block(shape.blocks_read)

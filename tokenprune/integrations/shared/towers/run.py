@@ -39,7 +39,7 @@ class TowerRun:
 
     Attributes:
         units: The units that are kept so far.
-        plan: Matcher of each block; None if the block merges nothing.
+        plan: Matcher of each block, or None for a block without merges.
         drops: By block index, a function from the hidden states to the drop at the input of the block, or None.
         sizes: Packed towers: number of units of each image that entered, in the order of rows.
         order: Packed towers: long `[N]`, unit index at each position of the tower's sequence; None if these are equal.
@@ -104,14 +104,14 @@ class TowerRun:
         self.units, self._carried = replace(self.history[0], restoration=self.units.restoration), {}
         return hidden
 
-    def update_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def update_arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a block that change with the kept units; see `Units.update_arguments`."""
-        return self.units.update_arguments(given, self._carried)
+        return self.units.update_arguments(kwargs, self._carried)
 
     def restore_states(self, output: Any) -> None:
         """Expand the hidden states in a tower's output to all units that entered."""
-        if (found := getattr(output, "hidden_states", None)) is not None:
-            pairs = zip([*self.history, self.units], found, strict=False)
+        if (states := getattr(output, "hidden_states", None)) is not None:
+            pairs = zip([*self.history, self.units], states, strict=False)
             output.hidden_states = tuple(None if x is None else units.expand(x) for units, x in pairs)
 
     def get_owners(self) -> list[Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units that leave a tower at the input of a block, as a method says of each image, video or tile by itself."""
+"""Drop units at the input of a tower's block. A method chooses the units of each image, video or tile separately."""
 
 from __future__ import annotations
 
@@ -21,19 +21,26 @@ from tokenprune.selection.sites.units import UnitDropper
 Grids = Sequence[tuple[int, int, int]]  # (frames, height, width) in units of each image or video
 
 
-def choose_units(method: UnitDropper, x: Tensor, grids: Grids, most: Sequence[int], patches: int) -> Tensor:
-    """Return which units stay of images or videos, end to end, bool `[units]` on the host.
+def choose_units(method: UnitDropper, x: Tensor, grids: Grids, max_units: Sequence[int], patches: int) -> Tensor:
+    """Return the mask of the kept units of images or videos, shape (units,), bool, on the host.
 
-    x: `[all patches, P]` of what `method` sees, unit by unit in the order of rows, `patches` in each. most: how many
-    units of each may stay.
+    Args:
+        method: The method.
+        x: Values that the method sees, shape (all patches, channels), unit by unit in raster order.
+        grids: (frames, height, width) of each image or video, in units.
+        max_units: Maximum number of kept units of each image or video.
+        patches: Number of patches of a unit.
+
+    Raises:
+        TokenPruneError: If the method returns anything but a boolean mask of the grid.
     """
     kept = []
     sizes = [math.prod(grid) * patches for grid in grids]
-    for one, grid, number in zip(x.float().split(sizes), grids, most, strict=True):
-        keep = method.keep_units(one.reshape(*grid, -1), number)
-        if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.shape != grid:
-            raise TokenPruneError(f"{method.name}.keep_units() must return a bool tensor {list(grid)}")
-        kept.append(keep.flatten())
+    for values, grid, count in zip(x.float().split(sizes), grids, max_units, strict=True):
+        mask = method.keep_units(values.reshape(*grid, -1), count)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != grid:
+            raise TokenPruneError(f"{method.name}.keep_units() must return a bool tensor of shape {list(grid)}.")
+        kept.append(mask.flatten())
     return torch.cat(kept).cpu()
 
 
@@ -43,10 +50,13 @@ def plan_drops(
     fold: Callable[[Tensor], Tensor],
     choose: Callable[[Tensor, int], Merge],
 ) -> dict[int, Callable[[Tensor], Merge | None]]:
-    """Return the drops of a run, see `TowerRun`, of a method that sees states.
+    """Return the drops of a forward for a method that sees hidden states; see `TowerRun.drops`.
 
-    block: the method's. fold: returns of hidden states those of each unit, `[N, patches, D]`, in the order of rows.
-    choose: gets what the method sees of them, `[N * k, D]`, and k.
+    Args:
+        method: The method.
+        block: Index of the block at whose input units are dropped.
+        fold: Groups hidden states by unit: shape (units, patches, channels), in raster order.
+        choose: Returns the drop, given the values that the method sees, shape (units * k, channels), and k.
     """
     before: list[Tensor] = []
 
@@ -58,33 +68,38 @@ def plan_drops(
             rows = rows.norm(dim=2, keepdim=True)
         return choose(rows.flatten(0, 1), rows.shape[1])
 
-    def note(hidden: Tensor) -> None:
-        before.append(hidden.clone())  # norms of vLLM may write into what they read
+    def record(hidden: Tensor) -> None:
+        before.append(hidden.clone())  # norms of vLLM may write into their input
 
-    return {block - 1: note, block: drop} if method.sees == "change" else {block: drop}
+    return {block - 1: record, block: drop} if method.sees == "change" else {block: drop}
 
 
 def plan_packed_drops(
-    run: TowerRun, method: UnitDropper, grids: Grids, most: Sequence[int], patches: int
+    run: TowerRun, method: UnitDropper, grids: Grids, max_units: Sequence[int], patches: int
 ) -> dict[int, Callable[[Tensor], Merge | None]]:
-    """Return the drops of a run of a packed tower, which note in `run.kept` which units stay."""
+    """Return the drops of a forward of a packed tower. They set `run.kept`."""
 
     def fold(hidden: Tensor) -> Tensor:
         rows = hidden.reshape(-1, patches, hidden.shape[-1])
         return rows if run.order is None else rows[to_device(run.order, rows.device).argsort()]
 
     def choose(x: Tensor, size: int) -> Merge:
-        stays = choose_units(method, x, grids, most, size)
-        run.kept = list(stays.split(run.sizes))
-        return build_drop(stays, run.order, x.device)
+        kept = choose_units(method, x, grids, max_units, size)
+        run.kept = list(kept.split(run.sizes))
+        return build_drop(kept, run.order, x.device)
 
     return plan_drops(method, method.block(len(run.plan)), fold, choose)
 
 
 def add_restoration(run: TowerRun, method: UnitDropper, block: int, read: int, rows: Sequence[int]) -> None:
-    """Have the units that leave at `block` by the drops of a run come back.
+    """Wrap the drops of a forward so that the units dropped at `block` are restored later.
 
-    read: how many blocks there are whose output is read. rows: of each image or tile, in the order of the tower.
+    Args:
+        run: State of the forward.
+        method: The method.
+        block: Index of the block at whose input units are dropped.
+        read: Number of blocks whose output the model reads.
+        rows: Number of patches of each image or tile, in the order of the tower.
     """
     choose = run.drops[block]
     attending = range(block, min(block + method.stabilise, read))
@@ -93,13 +108,13 @@ def add_restoration(run: TowerRun, method: UnitDropper, block: int, read: int, r
         drop = choose(hidden)
         if drop is None:
             return None
-        numbers = torch.arange(sum(rows), device=hidden.device)
-        _, left = run.units.apply(drop, numbers.view(*hidden.shape[:-1], 1))
-        stayed = left.flatten()
-        gone = numbers[torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, stayed, False)]
-        guides, widths = _guides(method, hidden.flatten(0, -2), stayed, gone, rows)
+        indices = torch.arange(sum(rows), device=hidden.device)
+        _, remaining = run.units.apply(drop, indices.view(*hidden.shape[:-1], 1))
+        kept = remaining.flatten()
+        dropped = indices[torch.ones_like(indices, dtype=torch.bool).index_fill_(0, kept, False)]
+        guides, widths = _find_guides(method, hidden.flatten(0, -2), kept, dropped, rows)
         run.restoration = Restoration(
-            drop, attending, read - 1, hidden, stayed, gone, guides, widths.cumsum(0) - widths
+            drop, attending, read - 1, hidden, kept, dropped, guides, widths.cumsum(0) - widths
         )
         run.units = replace(run.units, restoration=run.restoration)
         return None if attending else drop
@@ -107,23 +122,28 @@ def add_restoration(run: TowerRun, method: UnitDropper, block: int, read: int, r
     run.drops = {**run.drops, block: leave}
 
 
-def _guides(
-    method: UnitDropper, hidden: Tensor, stayed: Tensor, gone: Tensor, rows: Sequence[int]
+def _find_guides(
+    method: UnitDropper, hidden: Tensor, kept: Tensor, dropped: Tensor, rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return `WayBack.guides`, and how many each row has that is gone; image by image."""
+    """Return `Restoration.guides`, and the number of guides of each dropped row, image by image."""
     ends = to_device(list(accumulate(rows)), hidden.device)
-    counts = [torch.bucketize(x, ends, right=True).bincount(minlength=len(rows)).tolist() for x in (stayed, gone)]
-    found, widths, start = [], [], 0
-    for left, lost in zip(stayed.split(counts[0]), gone.split(counts[1]), strict=True):
-        guides = method.choose_guides(hidden[lost].float(), hidden[left].float())
-        found.append((guides + start).flatten())
-        widths.append(torch.full_like(lost, guides.shape[1]))
-        start += len(left)
-    return torch.cat(found), torch.cat(widths)
+    counts = [torch.bucketize(x, ends, right=True).bincount(minlength=len(rows)).tolist() for x in (kept, dropped)]
+    indices, widths, num_before = [], [], 0
+    for kept_rows, dropped_rows in zip(kept.split(counts[0]), dropped.split(counts[1]), strict=True):
+        guides = method.choose_guides(hidden[dropped_rows].float(), hidden[kept_rows].float())
+        indices.append((guides + num_before).flatten())
+        widths.append(torch.full_like(dropped_rows, guides.shape[1]))
+        num_before += len(kept_rows)
+    return torch.cat(indices), torch.cat(widths)
 
 
-def build_drop(stays: Tensor, order: Tensor | None, device: torch.device) -> Merge:
-    """Return what drops all units but some. stays: bool `[N]` on the host, in the order of rows; order: see
-    `TowerRun`."""
-    stays = stays if order is None else stays[order.cpu()]
-    return Merge.from_kept(to_device(stays[None], device), [int(stays.sum())])
+def build_drop(kept: Tensor, order: Tensor | None, device: torch.device) -> Merge:
+    """Return a merge that drops units.
+
+    Args:
+        kept: Mask of the kept units, shape (units,), bool, on the host, in raster order.
+        order: See `TowerRun.order`.
+        device: Device of the tower.
+    """
+    kept = kept if order is None else kept[order.cpu()]
+    return Merge.from_kept(to_device(kept[None], device), [int(kept.sum())])

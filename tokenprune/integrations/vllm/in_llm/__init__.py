@@ -2,16 +2,16 @@
 """Experimental: drop visual tokens inside the language model, at the input of a decoder layer. See
 docs/serving/start.md.
 
-How it works. vLLM's scheduler counts the tokens of the full prompt for all layers, and so does its KV cache, unless the
-server asks for memory back (`kv_cache`). But a layer looks its block table, slots and lengths up by its own name, so
-the layers after the cut see fewer tokens (`layout`). Hooks on the decoder's layers let the method choose and take rows
-out (`reducer`, `select`); a wrapper of the runner says what a step holds (`runner`). How many tokens an item loses
-follows from its shape, so nothing has to be remembered from step to step: preemption and recomputation need no care.
+vLLM's scheduler and KV cache count the tokens of the unpruned prompt for all layers, unless the server frees the KV
+cache of dropped tokens (`kv_cache`). But each layer looks up its block table, slots and lengths by its name, so layers
+after the cut can process fewer tokens (`layout`). Hooks on the decoder's layers run the method and drop rows
+(`reducer`). A wrapper of the runner describes each step (`runner`). The number of dropped tokens of an item depends
+only on its shape. No state is carried from step to step, so preemption and recomputation need no special handling.
 
-With prefix caching an item loses whole blocks of the KV cache. Then every token after it keeps the slot that it has in
-the full prompt, and what a block holds depends on nothing but the prompt up to the block's end and the images that
-begin there, which is what its hash stands for. Packing the tokens without gaps instead would write one request's text
-into blocks that others share.
+With prefix caching an item loses complete blocks of the KV cache. Each later token then keeps the slot that it has in
+the unpruned prompt, and the content of a block depends only on the prompt up to the end of the block and on the images
+that begin there. This is what the hash of a block assumes. Packing the tokens without gaps would write the text of one
+request into blocks that other requests share.
 
-Nothing here is loaded, and nothing of vLLM's runner or scheduler is changed, unless a server asks for it.
+This package is imported, and vLLM's runner and scheduler are changed, only if the server's setting enables it.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set up a server that drops tokens inside the language model: its configuration, its requests, its model."""
+"""Configure a server that drops tokens inside the language model, check its requests, and attach to its model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tokenprune.selection.method import Pruner
 
 
 class RefusedRequestError(VLLMValidationError, OptionError):
-    """A request that this server cannot answer; vLLM makes HTTP 400 of it."""
+    """A request that this server cannot answer. vLLM returns it as HTTP 400."""
 
 
 def configure(vllm_config: Any) -> None:
-    """Check the whole configuration of a server, and choose its scheduler."""
-    setting, free_kv = _asked(vllm_config)
+    """Check the configuration of a server and set its scheduler."""
+    setting, free_kv = _read_setting(vllm_config)
     if free_kv:
         require_hooks(missing_hooks("free_kv"))
     limits.check_engine(vllm_config, setting, free_kv)
@@ -30,31 +30,34 @@ def configure(vllm_config: Any) -> None:
     scheduler.scheduler_cls = limits.SCHEDULERS[bool(scheduler.async_scheduling)]
 
 
-def _asked(vllm_config: Any) -> tuple[ServedSetting, bool]:
-    """Return the server's setting, and True if layers after the cut free the KV cache of dropped tokens."""
+def _read_setting(vllm_config: Any) -> tuple[ServedSetting, bool]:
+    """Return the server's setting, and whether layers after the cut free the KV cache of dropped tokens."""
     model_config = vllm_config.model_config
     return ServedSetting.from_json(configured(model_config)), get_server_config(model_config).free_kv
 
 
 def check_request(params: Any) -> None:
-    """Raise RefusedRequestError if log-probabilities of the prompt are asked for. params: a request, or its sampling
-    parameters."""
+    """Raise RefusedRequestError if a request wants log-probabilities of the prompt.
+
+    Args:
+        params: A request, or its sampling parameters.
+    """
     if getattr(params, "prompt_logprobs", None) is not None:
         refused: Any = RefusedRequestError  # vLLM's error takes the parameter
         raise refused(
-            f"{IN_LLM} takes tokens of the prompt out before the last layer, so they have no log-probabilities: leave "
-            "prompt_logprobs (or echo with logprobs) out",
+            f"{IN_LLM} drops prompt tokens before the last layer, so prompt log-probabilities are not available. "
+            "Leave out prompt_logprobs (or echo with logprobs).",
             parameter="prompt_logprobs",
         )
 
 
 def attach(model: Any, vllm_config: Any) -> Any:
-    """Attach the reduction to a new model, and return the object that the runner calls before each pass."""
-    setting, free_kv = _asked(vllm_config)
+    """Attach the hooks to a new model, and return the object that the runner calls before each pass."""
+    setting, free_kv = _read_setting(vllm_config)
     require_hooks(missing_hooks("in_llm_worker"))
     limits.check_engine(vllm_config, setting, free_kv)
     if vllm_config.scheduler_config.scheduler_cls not in limits.SCHEDULERS.values():
-        raise UnsupportedSetupError(f"{IN_LLM} needs its own scheduler, which was replaced: leave --scheduler-cls out")
+        raise UnsupportedSetupError(f"{IN_LLM} needs its own scheduler. Leave out --scheduler-cls.")
     from tokenprune.integrations.vllm.in_llm import runner
     from tokenprune.integrations.vllm.in_llm.reducer import Reducer, get_decoder
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache of the kept tokens: the layers after the cut hold no blocks for dropped ones (`experimental_free_kv`).
+"""KV cache of the kept tokens: layers after the cut hold no blocks for dropped tokens (`experimental_free_kv`).
 
-vLLM puts layers of one kind of KV cache into groups that share block tables, and all groups take blocks from one pool.
-The layers before and after the cut declare two kinds (`CutSpec`), so no group has layers of both. Our manager
-(`CutManager`) keeps the blocks of each group. The number of tokens an item loses follows from its shape, so the
-manager knows it when a request comes in: it never takes the blocks, instead of giving them back later. With
-prefix caching they are gaps in the request's table, which hold vLLM's null block and count as found in the cache;
-without it the table is shorter. `layout` reads the table in the same way in both cases, freed or not.
+vLLM puts layers with one kind of KV cache into groups that share block tables. All groups take blocks from one pool.
+The layers before and after the cut declare two kinds (`CutSpec`), so no group has layers of both. `CutManager` manages
+the blocks of each group. The number of dropped tokens of an item depends only on its shape. So the manager knows it
+when a request arrives, and never allocates the blocks. With prefix caching they are gaps in the table of the request,
+which contain vLLM's null block and count as cache hits. Without prefix caching the table is shorter. `layout` reads the
+table in the same way, whether blocks are freed or not.
 """
 
 from __future__ import annotations
@@ -27,32 +27,37 @@ from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.in_llm.layout import CutBlocks, get_plans, split_pieces
 from tokenprune.integrations.vllm.settings.servable import FREE_KV
 
-# Gaps in the table of the request for which the prefix cache is being searched: vLLM asks a class, without a request.
+# Gaps of the request that the prefix cache is searched for. vLLM calls a class method that does not get the request.
 _gaps: ContextVar[frozenset[int]] = ContextVar("gaps", default=frozenset())
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutSpec(FullAttentionSpec):
-    """Full attention of a layer before or after the cut. The two kinds never share a group. behind: True after it."""
+    """Full attention of a layer before or after the cut. The two kinds never share a group.
+
+    Attributes:
+        behind: Whether the layer is after the cut.
+    """
 
     behind: bool = False
 
     @classmethod
     def merge(cls, specs: list[CutSpec]) -> CutSpec:
-        """Return one for all; raises AssertionError, as vLLM expects, if there are layers of both kinds."""
+        """Return one spec for all layers. Raise AssertionError, as vLLM expects, if a layer is on the other side."""
         sides = {getattr(spec, "behind", None) for spec in specs}
         if len(sides) != 1:
-            raise AssertionError("layers before and after the cut do not share a KV cache group")
+            raise AssertionError("Layers before and after the cut cannot share a KV cache group.")
         return dataclasses.replace(super().merge(specs), behind=sides.pop())
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        return all(isinstance(one, CutSpec) and one.behind == self.behind for one in kv_cache_specs.values())
+        return all(isinstance(spec, CutSpec) and spec.behind == self.behind for spec in kv_cache_specs.values())
 
 
 class CutManager(FullAttentionManager):
-    """Blocks of a group of layers, before or after the cut.
+    """Blocks of a group of layers before or after the cut.
 
-    held: by the id of a request with images, the blocks that the layers after the cut hold. Empty before the cut.
+    Attributes:
+        held: Request id -> blocks that the layers after the cut hold. Empty before the cut.
     """
 
     def __init__(self, kv_cache_spec: CutSpec, **kwargs: Any) -> None:
@@ -65,18 +70,18 @@ class CutManager(FullAttentionManager):
         held = self.held.get(request_id)
         if held is None:
             return super().get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, *args, **kwargs)
-        there = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
-        wanted = range(there, held.count_columns(num_tokens, self.block_size))
-        return held.count_blocks(wanted) + self._get_num_evictable_blocks(new_computed_blocks)
+        num_columns = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
+        new_columns = range(num_columns, held.count_columns(num_tokens, self.block_size))
+        return held.count_blocks(new_columns) + self._get_num_evictable_blocks(new_computed_blocks)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
         held = self.held.get(request_id)
         if held is None:
             return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         blocks = self.req_to_blocks[request_id]
-        wanted = range(len(blocks), held.count_columns(num_tokens, self.block_size))
-        fresh = iter(self.block_pool.get_new_blocks(held.count_blocks(wanted)))
-        new = [self._null_block if column in held.gaps else next(fresh) for column in wanted]
+        new_columns = range(len(blocks), held.count_columns(num_tokens, self.block_size))
+        fresh = iter(self.block_pool.get_new_blocks(held.count_blocks(new_columns)))
+        new = [self._null_block if column in held.gaps else next(fresh) for column in new_columns]
         blocks.extend(new)
         return new
 
@@ -100,44 +105,50 @@ class CutManager(FullAttentionManager):
             return super().find_longest_cache_hit(
                 block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
             )
-        found: tuple[list[Any], ...] = tuple([] for _ in kv_cache_group_ids)
+        hits: tuple[list[Any], ...] = tuple([] for _ in kv_cache_group_ids)
         for column in range(max_length // kv_cache_spec.block_size):
             if column in gaps:
-                blocks = [block_pool.null_block] * len(found)
+                blocks = [block_pool.null_block] * len(hits)
             else:
                 blocks = block_pool.get_cached_block(block_hashes[column], kv_cache_group_ids)
             if not blocks:
                 break
-            for one, block in zip(found, blocks, strict=True):
-                one.append(block)
-        return found, len(found[0]) * kv_cache_spec.block_size
+            for group_blocks, block in zip(hits, blocks, strict=True):
+                group_blocks.append(block)
+        return hits, len(hits[0]) * kv_cache_spec.block_size
 
 
 class CutBlockTracker:
-    """Engine process: give the managers after the cut each request's `Held`, before vLLM asks them for blocks."""
+    """Engine process: gives the managers after the cut the `CutBlocks` of each request.
+
+    The managers need them before vLLM allocates the blocks of the request.
+
+    Args:
+        kv_cache_manager: vLLM's manager.
+        block: Size of the blocks if items lose complete blocks, or None if tokens are packed.
+    """
 
     def __init__(self, kv_cache_manager: Any, block: int | None) -> None:
-        """block: size of the blocks of which items lose whole ones, or None where tokens are packed."""
         managers = kv_cache_manager.coordinator.single_type_managers
         sides = [manager.kv_cache_spec.behind for manager in managers if isinstance(manager, CutManager)]
         if len(sides) != len(managers) or set(sides) != {False, True}:
             raise UnsupportedSetupError(
-                f"{FREE_KV} needs the layers before and after the cut in KV cache groups of their own, and vLLM made "
-                f"others of this model's layers: leave {FREE_KV} out"
+                f"{FREE_KV} needs separate KV cache groups before and after the cut, which vLLM did not make for this "
+                f"model. Leave out {FREE_KV}."
             )
         self._block = block
         self._held: dict[str, CutBlocks] = {}
         for manager in managers:
             if manager.kv_cache_spec.behind:
-                manager.held = self._held  # one for all groups; the first that frees a request takes it out
+                manager.held = self._held  # shared: the first group that frees a request removes its entry
         self._allocate = kv_cache_manager.allocate_slots
         kv_cache_manager.allocate_slots = self._allocate_held
 
     def _allocate_held(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        self._of(request)
+        self._find_held(request)
         return self._allocate(request, *args, **kwargs)
 
-    def _of(self, request: Any) -> CutBlocks:
+    def _find_held(self, request: Any) -> CutBlocks:
         features = request.mm_features
         held = self._held.get(request.request_id, CutBlocks())
         if held.items != len(features):
@@ -149,29 +160,29 @@ class CutBlockTracker:
     @contextmanager
     def search(self, request: Any) -> Iterator[None]:
         """Search the prefix cache for this request within the context."""
-        before = _gaps.set(self._of(request).gaps)
+        token = _gaps.set(self._find_held(request).gaps)
         try:
             yield
         finally:
-            _gaps.reset(before)
+            _gaps.reset(token)
 
 
 def declare_cut(decoder: Any, layer: int) -> None:
     """Worker: let each layer of a decoder declare its side of a cut at the input of `layer`."""
-    for number, one in enumerate(decoder.layers):
-        attention = one.self_attn.attn
-        attention.get_kv_cache_spec = functools.partial(_spec, attention.get_kv_cache_spec, number >= layer)
+    for index, module in enumerate(decoder.layers):
+        attention = module.self_attn.attn
+        attention.get_kv_cache_spec = functools.partial(_build_spec, attention.get_kv_cache_spec, index >= layer)
 
 
-def _spec(original: Any, behind: bool, vllm_config: Any) -> CutSpec:
+def _build_spec(original: Any, behind: bool, vllm_config: Any) -> CutSpec:
     spec = original(vllm_config)
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedModelError(
-            f"{FREE_KV} knows full attention, and a layer of this model has {type(spec).__name__}: leave {FREE_KV} out"
+            f"{FREE_KV} needs full attention, and a layer of this model has {type(spec).__name__}. Leave out {FREE_KV}."
         )
     values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.init}
     return CutSpec(**values, behind=behind)
 
 
-KVCacheSpecRegistry._ensure_registered()  # else vLLM takes ours for all that there are
+KVCacheSpecRegistry._ensure_registered()  # otherwise vLLM does not register its own specs
 KVCacheSpecRegistry.register(CutSpec, CutManager, CutSpec)

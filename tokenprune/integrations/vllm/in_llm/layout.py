@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of a step's tokens in the layers after the cut: integers and block tables, no model."""
+"""Layout of a step's tokens in the layers after the cut: integers and block tables, without a model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ from tokenprune.integrations.vllm.settings.settings import ServedSetting
 class VisualPiece:
     """Visual tokens of a prompt that share a budget: an image, a video, or a tile.
 
-    places: their places in the prompt, ascending. keep: how many of them go on after the cut. item: number of the
-    multimodal item. ordinal: index of this piece in its prompt.
+    Attributes:
+        indices: Indices of the tokens in the prompt, ascending.
+        keep: Number of tokens after the cut.
+        item: Index of the multimodal item.
+        ordinal: Index of this piece in its prompt.
+        modality: Modality of the item.
     """
 
     indices: tuple[int, ...]
@@ -44,37 +48,55 @@ class VisualPiece:
 
 
 def count_kept(setting: ServedSetting, count: int, block: int | None) -> int:
-    """Return how many of `count` visual tokens go on after the cut.
+    """Return the number of visual tokens after the cut, out of `count`.
 
-    block: size of the blocks of which an item loses whole ones, or None to keep exactly what the setting asks for. At
-    least a block stays: then the blocks that go lie within the item, wherever it begins.
+    Args:
+        setting: The server's setting.
+        count: Number of visual tokens.
+        block: Block size if an item loses complete blocks, or None to keep exactly the budget. At least one block is
+            kept, so the dropped blocks are within the item, wherever it begins.
     """
     if setting.method is None:
         return count
-    wanted = setting.wanted(count)
+    budget = setting.wanted(count)
     if block is None:
-        return wanted
-    return count - block * max(0, min((count - wanted) // block, count // block - 1))
+        return budget
+    return count - block * max(0, min((count - budget) // block, count // block - 1))
 
 
 def get_plans(features: Sequence[Any]) -> list[tuple[Plan, int, str]]:
-    """Return plan, place and modality of vLLM's features of a prompt, one for each multimodal item."""
-    plans = [(Plan.of_feature(one), one.mm_position.offset, one.modality) for one in features]
+    """Return (plan, offset, modality) of each multimodal item of a prompt.
+
+    Args:
+        features: vLLM's features of the items.
+
+    Raises:
+        PlaceholderMismatchError: If a plan does not fit the placeholders of its item.
+    """
+    plans = [(Plan.of_feature(feature), feature.mm_position.offset, feature.modality) for feature in features]
     for (plan, *_), feature in zip(plans, features, strict=True):
         if plan.length != feature.mm_position.length:
-            raise PlaceholderMismatchError(f"the plan of an item ({feature.modality}) does not fit its place")
+            raise PlaceholderMismatchError(
+                f"The plan of an item ({feature.modality}) has {plan.length} tokens, and its placeholders "
+                f"{feature.mm_position.length}."
+            )
     return plans
 
 
 def split_pieces(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> list[VisualPiece]:
-    """Return the pieces of a prompt. plans: of each multimodal item in order, with its place and modality."""
+    """Return the pieces of a prompt.
+
+    Args:
+        plans: (plan, offset, modality) of each multimodal item, in order.
+        block: See `count_kept`.
+    """
     pieces: list[VisualPiece] = []
     for item, (plan, offset, modality) in enumerate(plans):
-        places = [offset + place for embed, one in plan.stretches if embed for place in one]
+        indices = [offset + index for embed, span in plan.stretches if embed for index in span]
         for count in plan.counts:
             keep = count_kept(plan.setting, count, block)
-            pieces.append(VisualPiece(tuple(places[:count]), keep, item, len(pieces), modality))
-            places = places[count:]
+            pieces.append(VisualPiece(tuple(indices[:count]), keep, item, len(pieces), modality))
+            indices = indices[count:]
     return pieces
 
 
@@ -82,10 +104,10 @@ def split_pieces(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> l
 class CutBlocks:
     """The blocks of the KV cache that the layers after the cut hold for a request.
 
-    gaps:  columns of the request's full block table without a block.
-    drops: (end, number) of the tokens that each piece loses, where tokens are packed without gaps: the table gets
-           shorter instead.
-    items: number of multimodal items of the request when this was computed; a session of vLLM may add some.
+    Attributes:
+        gaps: Columns of the request's unpruned block table without a block.
+        drops: (end, number of dropped tokens) of each piece, if tokens are packed. The table is then shorter.
+        items: Number of multimodal items of the request so far. A session of vLLM may add items.
     """
 
     gaps: frozenset[int] = frozenset()
@@ -94,24 +116,32 @@ class CutBlocks:
 
     @staticmethod
     def from_pieces(pieces: Sequence[VisualPiece], block: int | None, items: int) -> CutBlocks:
-        """See `count_kept` for `block`."""
+        """Return the blocks for pieces; see `count_kept` for `block`."""
         if block is None:
             return CutBlocks(drops=tuple((piece.end, piece.drop) for piece in pieces if piece.drop), items=items)
-        return CutBlocks(frozenset(column for piece in pieces for column in _columns_out(piece, block)), items=items)
+        return CutBlocks(
+            frozenset(column for piece in pieces for column in _find_dropped_columns(piece, block)), items=items
+        )
 
     def count_columns(self, tokens: int, block: int) -> int:
-        """Return how many columns the table has when `tokens` of the prompt and answer have a slot."""
-        return -(-(tokens - sum(number for end, number in self.drops if end <= tokens)) // block)
+        """Return the number of columns of the table for `tokens` tokens of the prompt and answer."""
+        return -(-(tokens - sum(count for end, count in self.drops if end <= tokens)) // block)
 
     def count_blocks(self, columns: Collection[int]) -> int:
-        """Return how many of these columns hold a block."""
+        """Count the columns that hold a block."""
         return sum(column not in self.gaps for column in columns)
 
 
 @dataclass(frozen=True)
 class RequestStep:
-    """One request's share of a step: tokens `computed` to `end` of its prompt and answer. prompt: tokens of its prompt,
-    where that is known."""
+    """The tokens of one request in a step: tokens `computed` to `end` of its prompt and answer.
+
+    Attributes:
+        computed: Number of tokens computed before.
+        end: End of the step's tokens.
+        pieces: Pieces of the prompt.
+        prompt: Number of tokens of the prompt, if known.
+    """
 
     computed: int
     end: int
@@ -120,41 +150,43 @@ class RequestStep:
 
     @cached_property
     def cut_pieces(self) -> list[VisualPiece]:
-        """The pieces that lose tokens in this step; raises TokenPruneError if one is only partly in it."""
+        """The pieces that lose tokens in this step. Raises TokenPruneError if the step has only a part of a piece."""
         pieces = [piece for piece in self.pieces if piece.drop and piece.end > self.computed and piece.start < self.end]
         for piece in pieces:
             if piece.start < self.computed or piece.end > self.end:
                 raise TokenPruneError(
-                    f"visual tokens {piece.start} to {piece.end} of a prompt came in parts (tokens {self.computed} to "
-                    f"{self.end}); report this with the server's configuration"
+                    f"Visual tokens {piece.start} to {piece.end} of a prompt were split over steps (tokens "
+                    f"{self.computed} to {self.end}). Report this with the server's configuration."
                 )
         return pieces
 
     @cached_property
     def past_pieces(self) -> list[VisualPiece]:
-        """The pieces that have lost tokens before this step."""
+        """The pieces that lost tokens before this step."""
         return [piece for piece in self.pieces if piece.drop and piece.end <= self.computed]
 
     @property
     def num_before(self) -> int:
-        """Number of tokens of this request that the layers after the cut hold before this step."""
+        """Number of tokens of this request in the layers after the cut, before this step."""
         return self.computed - sum(piece.drop for piece in self.past_pieces)
 
     @property
     def num_queries(self) -> int:
-        """Number of the step's tokens that go through the layers after the cut."""
+        """Number of the step's tokens that pass the layers after the cut."""
         return self.end - self.computed - sum(piece.drop for piece in self.cut_pieces)
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """A step after the cut, of R requests and T' tokens. All arrays are numpy, made without synchronising the device.
+    """A step after the cut, with R requests and T tokens. All arrays are numpy arrays on the host.
 
-    lengths:  int64 `[R]`, tokens of each request after the cut, this step included.
-    starts:   int32 `[R + 1]`, index of each request's first token.
-    columns:  int64 `[R, W]`, for each column of the table after the cut, its column in the full block table.
-    row, column, offset: int64 `[T']`, the request of each token, the column (after the cut) of its block, and its
-    place in the block.
+    Attributes:
+        lengths: Number of tokens of each request after the cut, including this step, shape (R,), int64.
+        starts: Index of each request's first token, shape (R + 1,), int32.
+        columns: Column in the unpruned block table for each column of the table after the cut, shape (R, W), int64.
+        row: Request of each token, shape (T,), int64.
+        column: Column after the cut of each token's block, shape (T,), int64.
+        offset: Offset of each token in its block, shape (T,), int64.
     """
 
     lengths: np.ndarray
@@ -165,43 +197,46 @@ class StepLayout:
     offset: np.ndarray
 
 
-def lay_out(shares: Sequence[RequestStep], width: int, block_size: int, aligned: bool) -> StepLayout:
+def lay_out(steps: Sequence[RequestStep], width: int, block_size: int, aligned: bool) -> StepLayout:
     """Lay out a step after the cut.
 
-    width: columns of the full block table. aligned: whether items lose whole blocks, which are left out of the table;
-    else tokens are packed without gaps.
+    Args:
+        steps: The tokens of each request in the step.
+        width: Number of columns of the unpruned block table.
+        block_size: Block size of the KV cache.
+        aligned: Whether items lose complete blocks, which are removed from the table. If not, tokens are packed.
     """
-    before = np.array([share.num_before for share in shares], dtype=np.int64)
-    queries = np.array([share.num_queries for share in shares], dtype=np.int64)
-    columns = np.tile(np.arange(width, dtype=np.int64), (len(shares), 1))
+    before = np.array([step.num_before for step in steps], dtype=np.int64)
+    queries = np.array([step.num_queries for step in steps], dtype=np.int64)
+    columns = np.tile(np.arange(width, dtype=np.int64), (len(steps), 1))
     if aligned:
-        for request, share in enumerate(shares):
-            for first, blocks in _blocks_out(itertools.chain(share.past_pieces, share.cut_pieces), block_size):
+        for request, step in enumerate(steps):
+            for first, blocks in _find_dropped_blocks(itertools.chain(step.past_pieces, step.cut_pieces), block_size):
                 columns[request, first:] += blocks
     ends = queries.cumsum()
-    row = np.repeat(np.arange(len(shares)), queries)
-    place = np.arange(int(queries.sum())) - np.repeat(ends - queries, queries) + before[row]
+    row = np.repeat(np.arange(len(steps)), queries)
+    slot = np.arange(int(queries.sum())) - np.repeat(ends - queries, queries) + before[row]
     return StepLayout(
         before + queries,
         np.concatenate([[0], ends]).astype(np.int32),
         columns.clip(max=width - 1),
         row,
-        place // block_size,
-        place % block_size,
+        slot // block_size,
+        slot % block_size,
     )
 
 
-def _blocks_out(pieces: itertools.chain[VisualPiece], block_size: int) -> list[tuple[int, int]]:
-    """(first, number) of the blocks that each piece loses, counted as the table stands after those before it."""
-    out, shift = [], 0
+def _find_dropped_blocks(pieces: itertools.chain[VisualPiece], block_size: int) -> list[tuple[int, int]]:
+    """Return (first, count) of the blocks that each piece loses, relative to the table after the previous pieces."""
+    blocks, shift = [], 0
     for piece in pieces:
-        columns = _columns_out(piece, block_size)
-        out.append((columns.start - shift, len(columns)))
+        columns = _find_dropped_columns(piece, block_size)
+        blocks.append((columns.start - shift, len(columns)))
         shift += len(columns)
-    return out
+    return blocks
 
 
-def _columns_out(piece: VisualPiece, block_size: int) -> range:
-    """Columns of the full block table whose blocks a piece loses: all within it."""
+def _find_dropped_columns(piece: VisualPiece, block_size: int) -> range:
+    """Return the columns of the unpruned block table whose blocks a piece loses. They are within the piece."""
     first = piece.start // block_size + 1
     return range(first, first + piece.drop // block_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: hooks on the decoder's layers. They do nothing outside a step that was prepared (see `runner`)."""
+"""Worker: hooks on the decoder's layers. They have an effect only in a step that `runner` prepared."""
 
 from __future__ import annotations
 
@@ -23,27 +23,35 @@ from tokenprune.selection.segments import LayerInput
 
 @dataclass(frozen=True)
 class RequestCut:
-    """One request whose images lose tokens in this step.
+    """A request whose images lose tokens in this step.
 
-    start: the row of its first token in the step. end: after its last one; of a method that reads the whole prompt,
-    after the prompt's last one (a recomputed request holds some of its answer too).
-    grids: of each piece, if it is a full grid of known shape.
+    Attributes:
+        start: Row of its first token in the step.
+        end: Row after its last token. For methods that read the whole prompt, the row after the prompt's last token: a
+            recomputed request also has tokens of its answer.
+        request: Tokens of the request in the step.
+        grids: Grid of each piece, or None if it is not known.
     """
 
     start: int
     end: int
-    share: RequestStep
+    request: RequestStep
     grids: list[Grid | None]
 
 
 @dataclass
 class DecoderPass:
-    """One pass through the decoder in which tokens leave.
+    """A pass through the decoder in which tokens are dropped. The fields with a default are set during the pass.
 
-    rows: number of rows of the step. left: number of rows that go on after the cut. The other fields are set during the
-    pass. attended: query, key and value of the layer before the cut. entered: the input of that layer. stay: long
-    `[left]`, the rows that go on. last: for each row, the index in `stay` of the last kept row up to it. positions:
-    those of the kept rows.
+    Attributes:
+        cuts: The requests that lose tokens.
+        rows: Number of rows of the step.
+        num_kept: Number of rows after the cut.
+        attended: Query, key and value of the layer before the cut.
+        entered: Input of that layer.
+        kept: Indices of the kept rows, shape (num_kept,), int64.
+        last: For each row, the index in `kept` of the last kept row up to it.
+        positions: Positions of the kept rows.
     """
 
     cuts: list[RequestCut]
@@ -57,7 +65,12 @@ class DecoderPass:
 
 
 class Reducer:
-    """Cuts at the input of one decoder layer."""
+    """Cuts at the input of one decoder layer.
+
+    Args:
+        decoder: Module with the decoder's layers.
+        method: The method.
+    """
 
     def __init__(self, decoder: Any, method: Pruner) -> None:
         self.method = method
@@ -66,7 +79,7 @@ class Reducer:
         self.step: DecoderPass | None = None
         layers = list(decoder.layers)
         self.attention: Any = layers[method.cut_layer - 1].self_attn.attn
-        # The layers that see fewer tokens, by the names under which vLLM keeps what belongs to their attention.
+        # Names of the layers after the cut. vLLM stores metadata and slots of attention by these names.
         self.names = {layer.self_attn.attn.layer_name for layer in layers[method.cut_layer :]}
         if select_observables(method.needs, ObservedAt.LAYER_BEFORE):
             self.attention.register_forward_pre_hook(self._observe)
@@ -103,21 +116,22 @@ class Reducer:
         positions, hidden, residual, *others = args
         step, device = self.step, hidden.device
         state = hidden + residual  # vLLM adds the two within the layer
-        stays = torch.ones(step.rows, dtype=torch.bool, device=device)
+        is_kept = torch.ones(step.rows, dtype=torch.bool, device=device)
         for cut in step.cuts:
-            pieces = cut.share.cut_pieces
-            places = [[place - cut.share.computed for place in piece.indices] for piece in pieces]
-            ordinals, modalities = [one.ordinal for one in pieces], [one.modality for one in pieces]
-            segments = build_segments(places, ordinals, modalities, cut.grids, device)
-            # The last token of a prompt stays, as on the Hugging Face side: the answer begins there.
-            last = None if cut.share.prompt is None else cut.share.prompt - 1 - cut.share.computed
-            keep = choose(self.method, segments, [piece.keep for piece in pieces], self._seen(step, cut, state), last)
-            gone = cut.start + segments.position[segments.mask & ~keep]
-            stays.index_fill_(0, gone, False)
+            pieces = cut.request.cut_pieces
+            indices = [[index - cut.request.computed for index in piece.indices] for piece in pieces]
+            ordinals, modalities = [piece.ordinal for piece in pieces], [piece.modality for piece in pieces]
+            segments = build_segments(indices, ordinals, modalities, cut.grids, device)
+            # The last token of a prompt is kept, as in transformers: the answer begins there.
+            last = None if cut.request.prompt is None else cut.request.prompt - 1 - cut.request.computed
+            source = self._build_source(step, cut, state)
+            keep = choose(self.method, segments, [piece.keep for piece in pieces], source, last)
+            dropped = cut.start + segments.position[segments.mask & ~keep]
+            is_kept.index_fill_(0, dropped, False)
         step.attended = step.entered = None
-        # A stable sort instead of nonzero(): how many they are is known, so nothing is asked of the device.
-        step.kept = (~stays).to(torch.uint8).argsort(stable=True)[: step.num_kept]
-        step.last = (stays.cumsum(0) - 1).clamp(min=0)
+        # A stable sort does not synchronize with the device, as nonzero() would. The number of kept rows is known.
+        step.kept = (~is_kept).to(torch.uint8).argsort(stable=True)[: step.num_kept]
+        step.last = (is_kept.cumsum(0) - 1).clamp(min=0)
         step.positions = positions[..., step.kept]
         return step.positions, hidden[step.kept], residual[step.kept], *others
 
@@ -125,48 +139,57 @@ class Reducer:
         return None if self.step is None else (self.step.positions, *args[1:])
 
     def _restore(self, module: nn.Module, args: tuple, output: tuple) -> tuple | None:
-        """Return as many rows as the runner expects. A dropped row gets the last kept row before it: the runner reads
-        each request's last row, and a prompt that ends with an image may have lost that one."""
+        """Return the number of rows that the runner expects.
+
+        A dropped row gets the last kept row before it. The runner reads the last row of each request, which is dropped
+        if an image ends the prompt.
+        """
         if self.step is None:
             return None
         hidden, residual = output
         return hidden[self.step.last], residual[self.step.last]
 
-    # -- what a method sees
+    # -- values that a method may read
 
-    def _seen(self, step: DecoderPass, cut: RequestCut, state: Tensor) -> RequestSource:
+    def _build_source(self, step: DecoderPass, cut: RequestCut, state: Tensor) -> RequestSource:
         rows = slice(cut.start, cut.end)
         observed = None
         if step.attended is not None:
-            query, key, value = (self._heads(one[rows]) for one in step.attended)
+            query, key, value = (self._split_heads(states[rows]) for states in step.attended)
             observed = Observation(query, key, None, self.attention.impl.scale, value=value)
         entered = None if step.entered is None else LayerInput(step.entered[None, rows])
         width = cut.end - cut.start
         visual = [
-            place - cut.share.computed
-            for piece in cut.share.pieces
-            for place in piece.indices
-            if 0 <= place - cut.share.computed < width
+            index - cut.request.computed
+            for piece in cut.request.pieces
+            for index in piece.indices
+            if 0 <= index - cut.request.computed < width
         ]
         return RequestSource(
             state[None, rows], self.method.needs, self.decoder.norm, observed, self.reads_whole_prompt, visual, entered
         )
 
-    def _heads(self, value: Tensor) -> Tensor:
-        """`[W, H, Dh]` or `[W, H * Dh]` -> `[1, H, W, Dh]`."""
+    def _split_heads(self, value: Tensor) -> Tensor:
+        """(tokens, heads, width) or (tokens, heads * width) -> (1, heads, tokens, width)."""
         return value.reshape(value.shape[0], -1, self.attention.head_size).transpose(0, 1)[None]
 
 
 def get_decoder(model: Any) -> nn.Module:
-    """Return the module of a multimodal vLLM model that holds the decoder's layers."""
+    """Return the module with the decoder's layers of a multimodal model of vLLM."""
     language_model = model.get_language_model()
     return getattr(language_model, "model", language_model)
 
 
 def find_grids(model: Any, pieces: list[VisualPiece], items: list[Any]) -> list[Grid | None]:
-    """Return the grid of each piece. items: vLLM's data of a prompt's items."""
-    own = [model._grid(items[piece.item], piece.modality) for piece in pieces]
+    """Return the grid of each piece.
+
+    Args:
+        model: A model of vLLM with the mixin.
+        pieces: The pieces.
+        items: vLLM's data of the items of the prompt.
+    """
+    item_grids = [model._grid(items[piece.item], piece.modality) for piece in pieces]
     return [
         find_grid(grid, len(piece.indices), piece.modality, model._image_grid)
-        for grid, piece in zip(own, pieces, strict=True)
+        for grid, piece in zip(item_grids, pieces, strict=True)
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: set the tokens and slots of the layers after the cut before each pass."""
+"""Worker: before each pass, set the tokens and slots of the layers after the cut."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def wrap_forward() -> None:
-    """Let the runner of this process prepare each pass of a model that has a `tokenprune_in_llm`. Other models run as
-    before."""
+    """Let the runner of this process prepare each pass of a model with the attribute `tokenprune_in_llm`."""
 
-    def around(original: Any) -> Any:
+    def wrap_original(original: Any) -> Any:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             in_llm = getattr(self.get_model(), "tokenprune_in_llm", None)
             if in_llm is None:
@@ -41,63 +40,69 @@ def wrap_forward() -> None:
 
         return forward
 
-    wrap(GPUModelRunner, "_model_forward", around)
+    wrap(GPUModelRunner, "_model_forward", wrap_original)
 
 
 class InLLM:
-    """The reduction inside a model: the hooks on its layers, and the requests of the last step."""
+    """Token dropping inside a model: the hooks on its layers, and the requests of the last step.
+
+    Args:
+        model: A model of vLLM with the mixin.
+        reducer: The hooks.
+        aligned: Whether items lose complete blocks of the KV cache.
+    """
 
     def __init__(self, model: Any, reducer: Reducer, aligned: bool) -> None:
         self.model = model
         self.reducer = reducer
         self.aligned = aligned
-        # Of the requests of the last step: their items, how many these were, and the pieces found in them.
+        # Request of the last step -> its items, their number, and their pieces.
         self._known: dict[str, tuple[list[Any], int, list[VisualPiece]]] = {}
         self._warned = False
 
     def prepare(self, runner: Any) -> DecoderPass | None:
-        """Point the layers after the cut to their own tokens, and return the cut to be made, if any.
+        """Set the metadata and slots of the layers after the cut, and return the pass if tokens are dropped in it.
 
-        A server's first steps are without metadata (vLLM measures memory) and do not come here.
+        The first steps of a server do not have metadata (vLLM measures memory) and do not call this method.
         """
-        shares = self._shares(runner)
-        if not any(share.cut_pieces or share.past_pieces for share in shares):
+        steps = self._build_steps(runner)
+        if not any(step.cut_pieces or step.past_pieces for step in steps):
             return None
         tables = runner.input_batch.block_table
-        layout = lay_out(shares, tables[0].max_num_blocks_per_req, tables[0].block_size, self.aligned)
+        layout = lay_out(steps, tables[0].max_num_blocks_per_req, tables[0].block_size, self.aligned)
         context = get_forward_context()
-        for group, one in enumerate(runner.kv_cache_config.kv_cache_groups):
-            names = [name for name in one.layer_names if name in self.reducer.names]
+        for group, kv_group in enumerate(runner.kv_cache_config.kv_cache_groups):
+            names = [name for name in kv_group.layer_names if name in self.reducer.names]
             if not names:
                 continue
-            slots, metadata = _metadata(runner, layout, group)
+            slots, metadata = _build_metadata(runner, layout, group)
             for name in names:
                 context.attn_metadata[name] = metadata
                 context.slot_mapping[name] = slots
         starts = runner.query_start_loc.np
-        cuts = [self._cut(runner, row, int(starts[row]), share) for row, share in enumerate(shares) if share.cut_pieces]
+        cuts = [self._cut(runner, row, int(starts[row]), step) for row, step in enumerate(steps) if step.cut_pieces]
         if not cuts:
             return None
-        rows = int(starts[len(shares)])
-        return DecoderPass(cuts, rows, rows - sum(piece.drop for cut in cuts for piece in cut.share.cut_pieces))
+        rows = int(starts[len(steps)])
+        return DecoderPass(cuts, rows, rows - sum(piece.drop for cut in cuts for piece in cut.request.cut_pieces))
 
-    def _shares(self, runner: Any) -> list[RequestStep]:
+    def _build_steps(self, runner: Any) -> list[RequestStep]:
         batch = runner.input_batch
         starts = runner.query_start_loc.np
-        shares, known = [], {}
+        steps, known = [], {}
         for row, name in enumerate(batch.req_ids[: batch.num_reqs]):
             features = runner.requests[name].mm_features
-            found = self._known.get(name)
-            if found is None or found[0] is not features or found[1] != len(features):
-                found = features, len(features), self._find(features, runner)
-            known[name] = found
+            entry = self._known.get(name)
+            if entry is None or entry[0] is not features or entry[1] != len(features):
+                entry = features, len(features), self._find_pieces(features, runner)
+            known[name] = entry
             computed = int(batch.num_computed_tokens_cpu[row])
             end, prompt = computed + int(starts[row + 1] - starts[row]), runner.requests[name].num_prompt_tokens
-            shares.append(RequestStep(computed, end, found[2], prompt))
+            steps.append(RequestStep(computed, end, entry[2], prompt))
         self._known = known
-        return shares
+        return steps
 
-    def _find(self, features: list[Any], runner: Any) -> list[VisualPiece]:
+    def _find_pieces(self, features: list[Any], runner: Any) -> list[VisualPiece]:
         items = get_plans(features)
         block = runner.input_batch.block_table[0].block_size if self.aligned else None
         pieces = split_pieces(items, block)
@@ -107,38 +112,37 @@ class InLLM:
                 continue
             self._warned = True
             logger.warning(
-                "tokenprune keeps all %d tokens of an image where %d were asked for: with prefix caching only whole "
-                "blocks of the KV cache (%s tokens) are left out, and at least one stays. Use a smaller --block-size, "
-                "or --no-enable-prefix-caching",
+                "tokenprune: all %d tokens of an image are kept instead of %d, because prefix caching drops only "
+                "complete blocks of %s tokens. Use a smaller --block-size, or --no-enable-prefix-caching.",
                 *(count, setting.wanted(count), block),
             )
         return pieces
 
-    def _cut(self, runner: Any, row: int, start: int, share: RequestStep) -> RequestCut:
+    def _cut(self, runner: Any, row: int, start: int, step: RequestStep) -> RequestCut:
         request = runner.requests[runner.input_batch.req_ids[row]]
-        end = share.end
+        end = step.end
         if self.reducer.reads_whole_prompt:
-            if share.computed > 0 or share.end < request.num_prompt_tokens:
+            if step.computed > 0 or step.end < request.num_prompt_tokens:
                 raise TokenPruneError(
-                    f"tokens {share.computed} to {share.end} of a prompt of {request.num_prompt_tokens} came alone, "
-                    f"but {self.reducer.method.name} reads all of it; report this with the server's configuration"
+                    f"A step has prompt tokens {step.computed} to {step.end} of {request.num_prompt_tokens}, but "
+                    f"{self.reducer.method.name} needs the whole prompt. Report this with the server's configuration."
                 )
             end = request.num_prompt_tokens
-        grids = find_grids(self.model, share.cut_pieces, [feature.data for feature in request.mm_features])
-        return RequestCut(start, start + end - share.computed, share, grids)
+        grids = find_grids(self.model, step.cut_pieces, [feature.data for feature in request.mm_features])
+        return RequestCut(start, start + end - step.computed, step, grids)
 
 
-def _metadata(runner: Any, layout: StepLayout, group: int) -> tuple[torch.Tensor, Any]:
+def _build_metadata(runner: Any, layout: StepLayout, group: int) -> tuple[torch.Tensor, Any]:
     """Return the slots of the tokens after the cut in a group of layers, and the metadata of their attention."""
-    requests, whole = len(layout.lengths), runner.input_batch.block_table[group]
-    full, block_size = whole.get_device_tensor(requests), whole.block_size  # [R, W]
-    device = full.device
+    requests, unpruned = len(layout.lengths), runner.input_batch.block_table[group]
+    unpruned_table, block_size = unpruned.get_device_tensor(requests), unpruned.block_size  # [R, W]
+    device = unpruned_table.device
 
     def to_device(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(values).to(device=device, dtype=dtype, non_blocking=True)
 
-    table = full.gather(1, to_device(layout.columns, torch.int64))
-    row, column, offset = (to_device(one, torch.int64) for one in (layout.row, layout.column, layout.offset))
+    table = unpruned_table.gather(1, to_device(layout.columns, torch.int64))
+    row, column, offset = (to_device(values, torch.int64) for values in (layout.row, layout.column, layout.offset))
     slots = table[row, column].long() * block_size + offset
     lengths = torch.from_numpy(layout.lengths.astype(np.int32))
     starts = torch.from_numpy(layout.starts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let a method choose among one request's tokens inside the language model."""
+"""Select tokens of one request inside the language model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, check_keep
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.host_random import normal
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import Backend
@@ -25,11 +25,16 @@ from tokenprune.selection.tokens import VisualTokens
 
 @dataclass(frozen=True)
 class RequestSource(TokenSource):
-    """Source of a `VisualTokens`: one request's tokens in this step, at the input of the layer of the cut.
+    """Source of a `VisualTokens`: the tokens of one request in a step, at the input of the layer of the cut.
 
-    hidden: `[1, W, D]`. observed: query, key and value of the layer before, if the method needs them. whole: True for a
-    whole prompt; only then is the text after an image known, and may be read. visual: positions of all visual tokens.
-    layer_input: of the layer before, if the method needs it.
+    Attributes:
+        hidden: Hidden states, shape (1, tokens, channels).
+        needs: Observables that the method needs.
+        norm: Final norm of the language model.
+        observed: Query, key and value of the layer before, if the method needs them.
+        is_whole_prompt: Whether the step has the whole prompt. Only then is the text after an image available.
+        visual: Indices of all visual tokens.
+        layer_input: Input of the layer before, if the method needs it.
     """
 
     hidden: Tensor
@@ -41,8 +46,8 @@ class RequestSource(TokenSource):
     layer_input: LayerInput | None = None
 
     def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
-        if seen.whole:
-            self._check_whole(seen.name)
+        if seen.needs_full_prompt:
+            self._check_whole_prompt(seen.name)
         return super().read(seen, tokens, *layer)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -63,82 +68,110 @@ class RequestSource(TokenSource):
         return torch.ones(1, self.width, dtype=torch.bool, device=self.hidden.device)
 
     def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        self._check_whole("the text after an image")
+        self._check_whole_prompt("the text after an image")
         is_text = torch.ones(self.width, dtype=torch.bool, device="cpu")
         is_text[self.visual] = False
-        places = torch.arange(self.width, device="cpu")
+        indices = torch.arange(self.width, device="cpu")
         last = segments.position.masked_fill(~segments.mask, -1).amax(1).cpu()
-        after = is_text & (places > last[:, None])
-        # The same for all images: what is after any.
-        any_of = after.any(0)
-        order = (~any_of).to(torch.uint8).argsort(stable=True)[: max(1, int(any_of.sum()))].expand(len(after), -1)
+        after = is_text & (indices > last[:, None])
+        # All images share one index: the text after any image.
+        after_any = after.any(0)
+        order = (~after_any).to(torch.uint8).argsort(stable=True)[: max(1, int(after_any.sum()))].expand(len(after), -1)
         return order.to(self.hidden.device), after.gather(1, order).to(self.hidden.device)
 
-    def _check_whole(self, what: str) -> None:
+    def _check_whole_prompt(self, observable: str) -> None:
         if not self.is_whole_prompt:
             raise TokenPruneError(
-                f"it reads {what} and says that its choice does not depend on the question: its property query_aware "
-                "has to be True"
+                f"it reads {observable}, which depends on the question. Its property query_aware must be True"
             )
 
 
 def build_segments(
-    places: Sequence[Sequence[int]],
+    indices: Sequence[Sequence[int]],
     ordinals: Sequence[int],
     modalities: Sequence[str],
     grids: Sequence[Grid | None],
     device: torch.device,
 ) -> Segments:
-    """Return the segments of one request. places: of the tokens of each, in this step. grids: None where not known."""
-    counts = [len(of) for of in places]
+    """Return the segments of one request.
+
+    Args:
+        indices: Indices of each segment's tokens in this step.
+        ordinals: Index of each segment in the prompt.
+        modalities: Modality of each segment.
+        grids: (frames, height, width) of each segment, or None if it is not known.
+        device: Device of the segments.
+    """
+    counts = [len(segment) for segment in indices]
     longest = max(counts)
-    position = torch.tensor([[*of, *[of[0]] * (longest - len(of))] for of in places], device="cpu")
+    # Padding repeats the first index.
+    rows = [[*segment, *[segment[0]] * (longest - len(segment))] for segment in indices]
+    position = torch.tensor(rows, device="cpu")
     mask = torch.arange(longest, device="cpu") < torch.tensor(counts, device="cpu")[:, None]
-    made = Segments([0] * len(counts), list(ordinals), counts, position, mask, list(grids), list(modalities))
-    return made.to(device)
+    segments = Segments([0] * len(counts), list(ordinals), counts, position, mask, list(grids), list(modalities))
+    return segments.to(device)
 
 
-def choose(method: Pruner, segments: Segments, keep: list[int], seen: RequestSource, last: int | None = None) -> Tensor:
-    """Return bool `[S, N]`, True for the tokens that go on. Raise TokenPruneError if their numbers are not `keep`.
+def choose(
+    method: Pruner, segments: Segments, keep: list[int], source: RequestSource, last: int | None = None
+) -> Tensor:
+    """Return the mask of the kept tokens, shape (segments, tokens), bool.
 
-    last: place of the prompt's last token in this step, which stays if it is a visual one.
+    Args:
+        method: The method.
+        segments: Segments of the request.
+        keep: Number of kept tokens of each segment.
+        source: Values that the method may read.
+        last: Index of the prompt's last token in this step. If it is a visual token, it is kept.
+
+    Raises:
+        TokenPruneError: If the method merges tokens, or does not keep the required number.
     """
     with torch.no_grad():
-        selection = method.select(VisualTokens(segments, keep, seen))
+        selection = method.select(VisualTokens(segments, keep, source))
     if selection.assign is not None:
-        raise TokenPruneError("it merges tokens, and they can only be dropped here")
-    stays = check_keep(selection, segments, method, keep)
-    return stays if last is None else keep_row_ends(Selection(stays), segments, keep, [(0, last)]).keep
+        raise TokenPruneError("it merges tokens, but inside the language model tokens can only be dropped")
+    kept = check_keep(selection, segments, method, keep)
+    return kept if last is None else keep_row_ends(Selection(kept), segments, keep, [(0, last)]).keep
 
 
 def probe(method: Pruner) -> None:
-    """Run `method` on made-up states. Raise TokenPruneError if it reads an observable that is not there, or keeps
-    another number of tokens than it was asked for."""
-    if absent := list_unserved(method.needs, Backend.VLLM_IN_LLM):
-        there = ", ".join(list_served(Backend.VLLM_IN_LLM))
-        raise TokenPruneError(f"it needs {', '.join(absent)}, and vLLM's layers give {there}")
-    places = [list(range(2, 18)), list(range(20, 29))]
-    rehearse(method, places, [5, 4], normal(1, 40, 16, generator=torch.Generator("cpu").manual_seed(0)), (2, 1, 8))
+    """Run a method on random states.
+
+    Raises:
+        TokenPruneError: If it reads an observable that is not available, or does not keep the required number.
+    """
+    if missing := list_unserved(method.needs, Backend.VLLM_IN_LLM):
+        available = ", ".join(list_served(Backend.VLLM_IN_LLM))
+        raise TokenPruneError(f"it needs {', '.join(missing)}, but vLLM's layers provide only {available}")
+    indices = [list(range(2, 18)), list(range(20, 29))]
+    rehearse(method, indices, [5, 4], normal(1, 40, 16, generator=torch.Generator("cpu").manual_seed(0)), (2, 1, 8))
 
 
 def rehearse(
-    method: Pruner, places: list[list[int]], keep: list[int], hidden: Tensor, heads: tuple[int, int, int],
+    method: Pruner, indices: list[list[int]], keep: list[int], hidden: Tensor, heads: tuple[int, int, int],
     norm: Norm = torch.nn.functional.normalize,
 ) -> None:  # fmt: skip
-    """Let `method` choose among images at `places` of a made-up prompt.
+    """Select tokens of images in a random prompt.
 
-    hidden: `[1, W, D]`, its tokens at the cut. heads: number of query heads, of key heads, and their width.
+    Args:
+        method: The method.
+        indices: Indices of each image's tokens in the prompt.
+        keep: Number of kept tokens of each image.
+        hidden: Hidden states at the cut, shape (1, tokens, channels).
+        heads: Number of query heads, number of key heads, and width of a head.
+        norm: Final norm of the language model.
     """
     generator = torch.Generator("cpu").manual_seed(1)
 
-    def like(*shape: int) -> Tensor:
+    def draw(*shape: int) -> Tensor:
         return normal(*shape, generator=generator).to(hidden)
 
-    query, key, value = (like(1, number, hidden.shape[1], heads[2]) for number in (heads[0], heads[1], heads[1]))
+    query, key, value = (draw(1, count, hidden.shape[1], heads[2]) for count in (heads[0], heads[1], heads[1]))
     observed = Observation(query, key, None, heads[2] ** -0.5, value=value)
-    visual = [place for own in places for place in own]
-    entered = LayerInput(like(*hidden.shape))
-    seen = RequestSource(hidden, method.needs, norm, observed, method.query_aware, visual, entered)
-    ordinals = list(range(len(places)))
-    segments = build_segments(places, ordinals, ["image"] * len(places), [None] * len(places), hidden.device)
-    choose(method, segments, keep, seen)
+    visual = [index for image in indices for index in image]
+    layer_input = LayerInput(draw(*hidden.shape))
+    source = RequestSource(hidden, method.needs, norm, observed, method.query_aware, visual, layer_input)
+    ordinals, num_images = list(range(len(indices))), len(indices)
+    segments = build_segments(indices, ordinals, ["image"] * num_images, [None] * num_images, hidden.device)
+    choose(method, segments, keep, source)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time spent on choosing tokens, reported to the process that answers at /metrics, and to the log."""
+"""Time spent on token selection, reported to the process that serves /metrics, and to the log."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ import torch
 
 from tokenprune.integrations.vllm.log import tell
 
-_SIZE = 4096  # bytes of the file, so that one write replaces all that was there
-_EVERY = 1.0  # seconds between two writes
+_SIZE = 4096  # bytes of the file: constant, so that each write replaces the previous content
+_INTERVAL = 1.0  # seconds between two writes
 
 
 class Clock:
-    """Add up seconds by method in a file of this process, and log each selection if the server logs.
+    """Sums seconds by method in a file of this process, and logs each selection if the server logs.
 
-    It never waits for the GPU: events on the stream time the selection, and a later call reports it once it is done.
-    The file is written once a second at most, and when the process ends.
+    It never waits for the GPU: CUDA events time the selection, and a later call reports it once it is finished. The
+    file is written at most once a second, and when the process ends. Without a folder and a log nothing is timed.
 
-    folder: where the front end looks for such files (see front/metrics.py). With None, or a folder that this machine
-    does not have, nothing is added up. log: True to log. Without either nothing is timed.
+    Args:
+        folder: Folder of the front end for such files (frontend/metrics.py). If it is None or does not exist on this
+            machine, no sums are written.
+        log: Whether to log.
     """
 
     def __init__(self, folder: str | None, log: bool = False) -> None:
@@ -39,14 +41,16 @@ class Clock:
         self._log = log
         self._sums: dict[str, tuple[float, int]] = {}
         self._running: deque[tuple[list[dict[str, Any]], Any, Any]] = deque()
-        self._spare: list[tuple[Any, Any]] = []  # events that have been read
-        self._next = 0.0  # when the file may be written again
-        self._due: Timer | None = None  # writes what came too soon
+        self._spare: list[tuple[Any, Any]] = []  # events for reuse
+        self._next_write = 0.0  # earliest time of the next write
+        self._timer: Timer | None = None  # writes sums that came before that time
 
     @classmethod
     def from_config(cls, vllm_config: Any) -> Clock:
-        """Return the clock of a worker of a server with a setting. Workers that share a model choose the same tokens,
-        so only the first one reports."""
+        """Return the clock of a worker.
+
+        Only the first worker reports, because workers that share a model choose the same tokens.
+        """
         from tokenprune.integrations.vllm.settings.configuration import SECONDS
         from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
@@ -57,8 +61,14 @@ class Clock:
 
     @contextmanager
     def timing(self, method: str, device: torch.device, *items: Mapping[str, Any]) -> Iterator[None]:
-        """Time the selection of images or videos within the context. items: further fields of the log line of each."""
-        of = [{"method": method, **one} for one in items or ({},)]
+        """Time the selection of images or videos within the context.
+
+        Args:
+            method: Name of the method.
+            device: Device of the selection.
+            *items: Further fields of the log line of each item.
+        """
+        fields = [{"method": method, **item} for item in items or ({},)]
         if self._file is None and not self._log:
             yield
         elif device.type == "cuda":
@@ -66,39 +76,39 @@ class Clock:
             start.record()
             yield
             end.record()
-            self._running.append((of, start, end))
+            self._running.append((fields, start, end))
             self._collect()
         else:
             began = time.perf_counter()
             yield
-            self._add(of, time.perf_counter() - began)
+            self._add(fields, time.perf_counter() - began)
 
     def _collect(self) -> None:
         while self._running and self._running[0][2].query():
-            of, start, end = self._running.popleft()
-            self._add(of, start.elapsed_time(end) / 1000)
+            fields, start, end = self._running.popleft()
+            self._add(fields, start.elapsed_time(end) / 1000)
             self._spare.append((start, end))
 
-    def _add(self, of: list[dict[str, Any]], seconds: float) -> None:
-        for item in of if self._log else ():
-            tell("selection", **item, ms=round(seconds * 1000 / len(of), 3))
+    def _add(self, fields: list[dict[str, Any]], seconds: float) -> None:
+        for item in fields if self._log else ():
+            tell("selection", **item, ms=round(seconds * 1000 / len(fields), 3))
         if self._file is None:
             return
-        method = of[0]["method"]
+        method = fields[0]["method"]
         before, count = self._sums.get(method, (0.0, 0))
-        self._sums[method] = before + seconds, count + len(of)
-        if self._due is not None:
+        self._sums[method] = before + seconds, count + len(fields)
+        if self._timer is not None:
             return
-        if (wait := self._next - time.monotonic()) <= 0:
+        if (wait := self._next_write - time.monotonic()) <= 0:
             self._write()
         else:
-            self._due = Timer(wait, self._write)
-            self._due.daemon = True
-            self._due.start()
+            self._timer = Timer(wait, self._write)
+            self._timer.daemon = True
+            self._timer.start()
 
     def _write(self) -> None:
         assert self._file is not None
-        self._due, self._next = None, time.monotonic() + _EVERY
+        self._timer, self._next_write = None, time.monotonic() + _INTERVAL
         text = json.dumps(dict(self._sums)).encode()
-        with suppress(OSError):  # the front end has gone, or the disk is full: answers go before metrics
+        with suppress(OSError):  # the front end ended, or the disk is full: do not fail the request
             os.pwrite(self._file, text.ljust(-len(text) // _SIZE * -_SIZE), 0)

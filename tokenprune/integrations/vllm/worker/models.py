@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: vLLM's model classes, returning as many rows for an image as the prompt has room for."""
+"""Worker: vLLM's model classes, which return the number of rows per image that the prompt has placeholders for."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from cachetools import LRUCache
 from torch import Tensor
-from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.shared.towers.patch_grid import find_image_grid
@@ -24,8 +22,10 @@ from tokenprune.integrations.vllm.settings.position_checks import original_posit
 from tokenprune.integrations.vllm.settings.towers import is_known
 from tokenprune.integrations.vllm.worker import positions
 from tokenprune.integrations.vllm.worker.clock import Clock
+from tokenprune.integrations.vllm.worker.items import get_group_key, get_item_shapes, slice_argument
 from tokenprune.integrations.vllm.worker.position_notes import PositionNotes
 from tokenprune.integrations.vllm.worker.requests import get_batch_requests
+from tokenprune.integrations.vllm.worker.rope import prepare_decoder
 from tokenprune.integrations.vllm.worker.rows import AwaitedRows
 from tokenprune.integrations.vllm.worker.runner import prepare_runner
 from tokenprune.integrations.vllm.worker.tower import TowerReader
@@ -37,20 +37,14 @@ from tokenprune.models.families import Family
 from tokenprune.selection.method import Pruner
 from tokenprune.selection.segments import Segments
 
-# Fields of an item that the models' own rules of positions read.
-_SHAPES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-# Names under which a model gets how many tiles each image has.
-_TILES = ("num_patches", "image_num_patches")
-
-
-_Model: Any = object  # vLLM's class of the model follows it in `create_reducing_class`
+_Model: Any = object  # `create_reducing_class` adds vLLM's model class as the next base
 
 
 class ReducingModel(_Model):
-    """Mixed into a model class of vLLM. Without a tokenprune setting the model behaves as before."""
+    """Mixin for vLLM's model classes. Without a tokenprune setting the model is unchanged."""
 
     tokenprune_family: Family
-    tokenprune_axes = 0  # on which kept tokens are placed (see positions.py)
+    tokenprune_axes = 0  # number of position axes in the columns of rows (see positions.py)
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -73,57 +67,71 @@ class ReducingModel(_Model):
         if not self.tokenprune_active:
             return super().embed_multimodal(**kwargs)
         modality, data = next(((name, data) for name, data in encoded.items() if data is not None), ("image", ()))
-        plans = [Plan.decode(one) for one in data]
+        plans = [Plan.decode(item) for item in data]
         if not plans and self.tokenprune_family.vllm.audio:
             return super().embed_multimodal(**kwargs)
         rows: list[Tensor] = []
-        asked = get_batch_requests(len(plans))
+        requests = get_batch_requests(len(plans))
         for start, end in split_plans(self.config, plans):
-            whole = end - start == len(plans)
-            part = kwargs if whole else {n: _part(value, kwargs, modality, start, end) for n, value in kwargs.items()}
-            rows += self._embed(super().embed_multimodal, plans[start:end], part, modality, asked[start:end])
+            is_single = end - start == len(plans)
+            part = (
+                kwargs
+                if is_single
+                else {n: slice_argument(value, kwargs, modality, start, end) for n, value in kwargs.items()}
+            )
+            rows += self._embed(super().embed_multimodal, plans[start:end], part, modality, requests[start:end])
         return tuple(rows)
 
     def _embed(
-        self, embed: Any, plans: list[Plan], kwargs: dict[str, Any], modality: str, asked: list[dict[str, str]]
+        self, embed: Any, plans: list[Plan], kwargs: dict[str, Any], modality: str, requests: list[dict[str, str]]
     ) -> list[Tensor]:
-        """Return the rows for the prompt's places of items that the tower treats alike.
+        """Return the rows for items that the tower treats in the same way.
 
-        embed: the model's own `embed_multimodal`. asked: see `of_batch`.
+        Args:
+            embed: `embed_multimodal` of vLLM's model class.
+            plans: Plans of the items.
+            kwargs: Arguments of `embed`.
+            modality: "image" or "video".
+            requests: Log fields of each item; see `get_batch_requests`.
         """
         tower = create_tower_treatment(self, plans, kwargs, modality)
         with tower.activate():
             features = embed(**kwargs)
         if len(features) and len(plans) != len(features):
-            raise PlaceholderMismatchError(f"{len(features)} items came with {len(plans)} plans")
+            raise PlaceholderMismatchError(f"The encoder got {len(features)} items with {len(plans)} plans.")
         reduced = list[Tensor]()
-        items = [_item(kwargs, index) for index in range(len(features))]
-        found = zip(itertools.count(), plans, features, items, tower.get_results(features), asked, strict=False)
-        for (_, shapes, _), group in itertools.groupby(found, _alike):
-            _, (plan, *_), every, (item, *_), (result, *_), requests = zip(*group, strict=True)
-            rows = [one.reshape(-1, one.shape[-1]) for one in every]
-            if any(len(one) != sum(plan.counts) for one in rows):
+        items = [get_item_shapes(kwargs, index) for index in range(len(features))]
+        entries = zip(itertools.count(), plans, features, items, tower.get_results(features), requests, strict=False)
+        for (_, shapes, _), group in itertools.groupby(entries, get_group_key):
+            _, (plan, *_), group_features, (item, *_), (result, *_), group_requests = zip(*group, strict=True)
+            rows = [item_features.reshape(-1, item_features.shape[-1]) for item_features in group_features]
+            if any(len(item_rows) != sum(plan.counts) for item_rows in rows):
                 raise PlaceholderMismatchError(
-                    f"the encoder made {[len(one) for one in rows]} tokens of items where the processor counted "
-                    f"{sum(plan.counts)} each"
+                    f"The encoder made {[len(item_rows) for item_rows in rows]} tokens of items, and the processor "
+                    f"counted {sum(plan.counts)} each."
                 )
             if not plan.reduces:
-                reduced += map(self._whole, rows)
+                reduced += map(self._pad_columns, rows)
                 continue
             size = {"modality": modality, "tokens_in": sum(plan.counts), "tokens_out": sum(plan.keep)}
-            logs = [{"keep": plan.setting.whole_keep} | request | size for request in requests]
+            logs = [{"keep": plan.setting.whole_keep} | request | size for request in group_requests]
             with self.tokenprune_clock.timing(plan.setting.acting.name, rows[0].device, *logs):
-                together = rows[0] if len(rows) == 1 else torch.cat(rows)
-                reduced += self._reduce(plan, together, modality, item, shapes, result)
+                joined = rows[0] if len(rows) == 1 else torch.cat(rows)
+                reduced += self._reduce(plan, joined, modality, item, shapes, result)
         return reduced
 
     def _reduce(
         self, plan: Plan, rows: Tensor, modality: str, item: Mapping[str, Any], shapes: str, result: TowerResult
     ) -> Tensor:
-        """Return the rows `[B, R, W]` for the places in the prompt of B items that are alike.
+        """Return the rows of B equal items for their placeholders in the prompt, shape (B, kept rows, width).
 
-        rows: `[B * n, W]`, the encoder's features. item: of any of them. shapes: its content, as a key. result: the
-        vision tower's, of one item; empty for several.
+        Args:
+            plan: The plan of each item.
+            rows: Features of the encoder, shape (B * tokens, width).
+            modality: "image" or "video".
+            item: Shapes of one item.
+            shapes: Key of these shapes.
+            result: Result of the tower, for a single item. Empty for several items.
         """
         kept = result.kept
         if kept is None:
@@ -137,20 +145,19 @@ class ReducingModel(_Model):
             segments = self._get_cached(segments_of_items, plan, shapes, modality, rows.device, count)
             norm, width = self.tokenprune_norm, self.tokenprune_width
             kept, rows = choose(method, rows, width, segments, plan.keep * count, norm, result.encoded)
-        return self._placed(
-            plan, self._with_text(plan, AwaitedRows.from_kept(plan, rows, kept)), modality, item, shapes
-        )
+        awaited = self._insert_text(plan, AwaitedRows.from_kept(plan, rows, kept))
+        return self._add_positions(plan, awaited, modality, item, shapes)
 
-    def _get_cached(self, make: Callable[..., Any], plan: Plan, *of: Hashable) -> Any:
-        """Return `make(plan, *of)`, made for the first of the items that are alike: their plans are one object."""
-        key = (make.__name__, id(plan), *of)
-        if (found := self.tokenprune_cache.get(key)) is None:
-            found = self.tokenprune_cache[key] = plan, make(plan, *of)
-        return found[1]
+    def _get_cached(self, make: Callable[..., Any], plan: Plan, *arguments: Hashable) -> Any:
+        """Return `make(plan, *key)`, computed for the first of several equal items: they share one plan object."""
+        key = (make.__name__, id(plan), *arguments)
+        if (entry := self.tokenprune_cache.get(key)) is None:
+            entry = self.tokenprune_cache[key] = plan, make(plan, *arguments)
+        return entry[1]
 
     def _place_axes(self, axes: int, vllm_config: Any) -> None:
         self.tokenprune_axes, self.tokenprune_notes = axes, PositionNotes()
-        # Of this object, not of the class. V2 then calls what we follow there, V1 would call the model.
+        # Set on the instance, not on the class. V2 then calls the method that we wrap; V1 would call the model.
         self.supports_multimodal_pruning = vllm_config.use_v2_model_runner
 
     @property
@@ -159,12 +166,12 @@ class ReducingModel(_Model):
         decoder = self.get_language_model()
         return getattr(getattr(decoder, "model", decoder), "norm", None)
 
-    def _with_text(self, plan: Plan, awaited: AwaitedRows) -> AwaitedRows:
-        """Put the embeddings of text that stands within an item among its rows; deeper layers get zeros there."""
+    def _insert_text(self, plan: Plan, awaited: AwaitedRows) -> AwaitedRows:
+        """Insert the embeddings of text within an item among its rows. Features for deeper layers are zero there."""
         rows, is_text = awaited.rows, awaited.is_text
         if is_text is None:
             return awaited
-        # Placeholders may lie beyond.
+        # Ids of placeholders may be outside the vocabulary.
         ids = torch.where(is_text, to_device(plan.tokens, rows.device)[awaited.indices], 0).flatten()
         text = self.get_language_model().embed_input_ids(ids).to(rows.dtype).unflatten(0, is_text.shape)
         text = torch.nn.functional.pad(text, (0, rows.shape[-1] - text.shape[-1]))
@@ -182,36 +189,43 @@ class ReducingModel(_Model):
         family = self.tokenprune_family
         return find_image_grid(family, count, self.config, whole_image=not family.vllm.per_run)
 
-    def _whole(self, rows: Tensor) -> Tensor:
-        """Return the rows of an item that loses nothing, with columns that nobody reads where others have some."""
+    def _pad_columns(self, rows: Tensor) -> Tensor:
+        """Pad the rows of an unpruned item to the width of rows with position columns."""
         return (
             torch.nn.functional.pad(rows, (0, positions.DIGITS * self.tokenprune_axes))
             if self.tokenprune_axes
             else rows
         )
 
-    def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any], shapes: str) -> Tensor:
-        """Return the rows, with columns of their positions in the full prompt if the runner sets positions."""
+    def _add_positions(
+        self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any], shapes: str
+    ) -> Tensor:
+        """Return the rows, with columns of their positions in the unpruned prompt if the runner sets positions."""
         raise NotImplementedError
 
     def get_encoder_cudagraph_config(self) -> Any:
         config = super().get_encoder_cudagraph_config()
-        # A captured encoder would go past embed_multimodal.
+        # A captured encoder would bypass `embed_multimodal`.
         return dataclasses.replace(config, modalities=[]) if self.tokenprune_active else config
 
 
 class ReducingLineModel(ReducingModel):
-    """For models with one axis of positions. vLLM counts these itself, unless the setting asks for original ones: then
-    it treats the model as one with M-RoPE."""
+    """For models with one axis of positions.
+
+    vLLM counts these positions itself, unless the setting requests original positions. Then vLLM treats the model as a
+    model with M-RoPE.
+    """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if self.tokenprune_original:
-            self.supports_mrope = True  # of this object, not of the class
+            self.supports_mrope = True  # on the instance, not on the class
             self._place_axes(1, vllm_config)
-            positions.prepare_decoder(self.get_language_model(), vllm_config.model_config)
+            prepare_decoder(self.get_language_model(), vllm_config.model_config)
 
-    def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any], shapes: str) -> Tensor:
+    def _add_positions(
+        self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any], shapes: str
+    ) -> Tensor:
         rows = awaited.rows
         if not self.tokenprune_original:
             return rows
@@ -226,19 +240,21 @@ class ReducingLineModel(ReducingModel):
 
 
 class ReducingMropeModel(ReducingModel):
-    """For models with three axes of positions."""
+    """For models with three axes of positions (M-RoPE)."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if self.tokenprune_active:
             self._place_axes(3, vllm_config)
-            # The runner's switch is ours now; the model's own pruning of videos hangs on the same one.
+            # `supports_multimodal_pruning` also enables the model's own pruning of videos, which must stay off.
             self.is_multimodal_pruning_enabled = False
 
     def _rule(self, tokens: list[int], features: list[Any]) -> tuple[Tensor, int]:
         return super().get_mrope_input_positions(tokens, features)
 
-    def _placed(self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any], shapes: str) -> Tensor:
+    def _add_positions(
+        self, plan: Plan, awaited: AwaitedRows, modality: str, item: Mapping[str, Any], shapes: str
+    ) -> Tensor:
         rows = awaited.rows
 
         def columns(plan: Plan, *_: Any) -> Tensor:
@@ -259,39 +275,14 @@ class ReducingMropeModel(ReducingModel):
 
 def _check_span(last: int) -> None:
     if last >= 256**2:
-        raise TokenPruneError(f"an item spans {last} positions; at most {256**2} fit into its embeddings")
-
-
-def _part(value: Any, kwargs: Mapping[str, Any], modality: str, start: int, end: int) -> Any:
-    """Return the part of an argument of `embed_multimodal` for the items from `start` to `end` (exclusive)."""
-    if isinstance(value, Tensor) and not value.ndim:
-        return value  # it is the same for all
-    sizes = next((kwargs[name] for name in (f"{modality}_grid_thw", *_TILES) if kwargs.get(name) is not None), None)
-    if sizes is not None and len(value) != len(sizes):  # rows for patches or tiles, of all items end to end
-        counts = (math.prod(torch.as_tensor(one, device="cpu").flatten().tolist()) for one in sizes)
-        ends = [0, *itertools.accumulate(counts)]
-        return value[ends[start] : ends[end]]
-    return value[start:end]
-
-
-def _item(kwargs: Mapping[str, Any], index: int) -> MultiModalKwargsItem:
-    """Return the shapes of one item of a batch."""
-    field = MultiModalBatchedField()
-    present = [key for key in _SHAPES if kwargs.get(key) is not None]
-    return MultiModalKwargsItem({key: MultiModalFieldElem(data=kwargs[key][index], field=field) for key in present})
-
-
-def _alike(found: tuple[int, Plan, Tensor, Mapping[str, Any], TowerResult, Any]) -> tuple[int, str, int | None]:
-    """Return what is equal for items among which a method chooses at once. found: number, plan, features, shapes,
-    result of the tower, and request of an item."""
-    number, plan, _, item, result, _ = found
-    plain = result.kept is None and result.encoded is None
-    return id(plan), repr([element.data.tolist() for element in item.values()]), None if plain else number
+        raise TokenPruneError(
+            f"An item spans {last} positions, and its embeddings can encode {256**2}. Use smaller inputs."
+        )
 
 
 @cache
 def create_reducing_class(base: type, family: Family) -> type:
-    """Return `base` with the reduction mixed in, under the same name."""
+    """Return `base` with the mixin of its family, under the same name."""
     mixin = ReducingMropeModel if family.vllm.mrope else ReducingLineModel
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "tokenprune_family": family}
     if family.vllm.nested:

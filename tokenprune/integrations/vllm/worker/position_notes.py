@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: table of where the rows of each request's items belong, by request and offset of the item in the prompt.
+"""Worker: table of the positions of each item's rows, by request and offset of the item in the prompt.
 
-The model computes the notes when a request arrives; the runner needs them when it places the rows. vLLM may rebuild an
-item's object in between, as 0.33's `EncoderCache.update_encoder_inputs` does, so the notes are not kept on it.
+The model computes the notes when a request arrives. The runner needs them when it writes the positions of rows. vLLM
+may rebuild an item's object in between, as `EncoderCache.update_encoder_inputs` of 0.33 does, so the notes are not
+stored on it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch import Tensor
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import TESTED, vllm_version
 
-# By the offset of an item in the prompt: long `[2, rows]`, each row's index in the prompt and the position from which
-# its columns count. None for an item that keeps all tokens.
+# Offset of an item in the prompt -> int64 tensor (2, rows): the index of each row in the prompt, and the position that
+# its columns are relative to. None for an item that keeps all tokens.
 ItemNotes = Mapping[int, Tensor | None]
 
 
 class PositionNotes:
-    """The notes of all requests that a worker holds."""
+    """The notes of all requests of a worker."""
 
     def __init__(self) -> None:
         self._of_request: dict[Hashable, ItemNotes] = {}
@@ -47,17 +48,17 @@ class PositionNotes:
             self._arriving = None
 
     def record(self, notes: ItemNotes) -> None:
-        """Store the notes of the arriving request; without one they are dropped."""
+        """Store the notes of the arriving request. Without an arriving request they are discarded."""
         if self._arriving is not None:
             self._of_request[self._arriving] = notes
 
     def get(self, request: Hashable) -> ItemNotes:
-        """Return the notes of a request, empty if there are none."""
+        """Return the notes of a request, or an empty mapping."""
         return self._of_request.get(request, {})
 
 
 def create_missing_note_error(offset: int) -> UnsupportedSetupError:
-    """Return the error for an item that has no entry in the notes of its request."""
+    """Return the error for an item without an entry in the notes of its request."""
     return UnsupportedSetupError(
         f"vLLM {vllm_version()} computed no positions for the item at token {offset} of a request. "
         f"Use the tested version, {TESTED}."

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of what is left of an image: (time, height, width) for models with M-RoPE, and with one axis on request.
+"""Positions of a pruned prompt: (time, height, width) for models with M-RoPE, and one axis on request.
 
-Kept tokens keep the positions that they have in the full image, and text stands where it stood. Which tokens are
-kept is known only to the model's encoder, so their positions travel with their embeddings, in columns of their own, to
-where the runner puts these together: all else is known when the request comes. vLLM's own hook for this asks for
-numbers on the host, and waits. Text positions do not depend on the choice, so what a prefix cache holds of an image
-never has to be computed again.
+Kept tokens and text keep the positions that they have in the unpruned prompt. Only the model's encoder knows the kept
+tokens. Their positions therefore travel as extra columns of their embeddings to the runner, which writes them into its
+table of positions. All other positions are known when the request arrives. vLLM's own hook for this reads values on the
+host and so waits for the device. Text positions do not depend on the selection, so the prefix cache of a prompt
+with an image stays valid.
 
-A model with one axis is served as one with M-RoPE that reads the first axis alone. There kept tokens are counted from
-the start of their item, so images may stand side by side, at the end, or have text within.
+A model with one axis is served as a model with M-RoPE that reads only the first axis (worker/rope.py). The positions of
+its kept tokens are relative to the start of their item, so items may be adjacent, at the end, or contain text.
 """
 
 from __future__ import annotations
@@ -19,21 +19,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
-from vllm.model_executor.models.utils import StageMissingLayer
+from torch import Tensor
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.utils import copy_mm_embedding_modality, get_mm_features_in_window
 
-from tokenprune.errors import PlaceholderMismatchError, UnsupportedModelError
+from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.vllm.settings.plan import Plan
-from tokenprune.integrations.vllm.settings.position_checks import longest
-from tokenprune.integrations.vllm.settings.settings import KEY
 from tokenprune.integrations.vllm.worker.position_notes import ItemNotes, create_missing_note_error
 from tokenprune.kernels.transfer import to_device
 
-# Numbers in two digits each: every digit is below 256, so it is exact in any 16-bit float.
+# A position is two digits in base 256, which are exact in every 16-bit float.
 DIGITS = 2
 Rule = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[Tensor, int]]
 
@@ -59,44 +54,59 @@ class ReadTokens(NamedTuple):
 
 
 def encode_columns(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """long `[axes, n]` below 65536 -> `[n, 2 * axes]`."""
+    """Encode positions below 65536 as digits, int64 (axes, n) -> (n, 2 * axes)."""
     return torch.stack([positions // 256, positions % 256], dim=-1).permute(1, 0, 2).flatten(1).to(dtype)
 
 
 def decode_columns(columns: Tensor) -> Tensor:
-    """`[n, 2 * axes]` -> long `[axes, n]`."""
+    """Decode the result of `encode_columns`, (n, 2 * axes) -> int64 (axes, n)."""
     high, low = columns.long().view(len(columns), columns.shape[1] // DIGITS, DIGITS).unbind(-1)
     return torch.add(low, high, alpha=256).T
 
 
 def compute_item_positions(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
-    """long `[3, plan.length]`: positions in the item's text as the model's own `rule` gives them, counted from the
-    start of the run of placeholders that the token will be in."""
-    positions, _ = rule(plan.tokens, [MultiModalFeatureSpec(item, modality, "", _where(plan, 0))])
+    """Return the positions of an item's unpruned text, relative to the start of the run of placeholders of each token.
+
+    Args:
+        rule: The model's function that computes the positions of a prompt.
+        plan: Plan of the item.
+        item: Shapes of the item.
+        modality: "image" or "video".
+
+    Returns:
+        Positions, shape (3, plan.length), int64.
+    """
+    positions, _ = rule(plan.tokens, [MultiModalFeatureSpec(item, modality, "", _get_range(plan, 0))])
     first, end = plan.span
-    begins = torch.zeros(plan.length, dtype=torch.bool, device="cpu")
-    begins[first] = True
-    if plan.per_run:  # then each run of placeholders stands for itself, and so does each token between them
+    is_start = torch.zeros(plan.length, dtype=torch.bool, device="cpu")
+    is_start[first] = True
+    if plan.per_run:  # each run of placeholders, and each token between runs, is a separate run
         embeds = plan.is_embed[first:end]
-        begins[first + 1 : end] = ~(embeds[1:] & embeds[:-1])
-    starts = begins.nonzero().flatten()
-    # As `compute_prompt_positions` will do it: one after the token before.
+        is_start[first + 1 : end] = ~(embeds[1:] & embeds[:-1])
+    starts = is_start.nonzero().flatten()
+    # `compute_prompt_positions` uses the same rule: one after the token before.
     base = torch.where(starts > 0, positions[:, (starts - 1).clamp(min=0)].amax(0) + 1, 0)
-    run = begins.cumsum(0).clamp(min=1) - 1
+    run = is_start.cumsum(0).clamp(min=1) - 1
     run[end:] = 0
     return positions - base[run]
 
 
-def _where(plan: Plan, offset: int) -> PlaceholderRange:
-    """Return the place of an item's full text, for a rule that asks where its placeholders are."""
+def _get_range(plan: Plan, offset: int) -> PlaceholderRange:
+    """Return the range of an item's unpruned text in the prompt, for the model's rule."""
     return PlaceholderRange(offset, plan.length, None if plan.is_plain else plan.is_embed)
 
 
 @dataclass(frozen=True)
 class UnprunedItem:
-    """An item of a prompt. offset: where its text begins in the full prompt. written: places in that text of what is
-    written of it, before rows are placed: its text has its own place, and its kept placeholders have those of the first
-    ones."""
+    """An item of an unpruned prompt.
+
+    Attributes:
+        feature: vLLM's feature of the item in the pruned prompt.
+        plan: Plan of the item.
+        offset: Start of the item's text in the unpruned prompt.
+        written: Indices into this text of the tokens in the pruned prompt, before positions are known. Text has its own
+            index; kept placeholders have the indices of the first placeholders.
+    """
 
     feature: MultiModalFeatureSpec
     plan: Plan
@@ -106,8 +116,14 @@ class UnprunedItem:
 
 @dataclass(frozen=True)
 class UnprunedPrompt:
-    """The prompt of which a reduced one is what is left. length: of its tokens. index: long `[n]`, where the tokens of
-    the reduced prompt stand there, before rows are placed."""
+    """The unpruned prompt that belongs to a pruned prompt.
+
+    Attributes:
+        items: The items.
+        length: Number of tokens of the unpruned prompt.
+        index: Index of each token of the pruned prompt in the unpruned prompt, shape (n,), int64, before positions
+            are known.
+    """
 
     items: list[UnprunedItem]
     length: int
@@ -115,40 +131,41 @@ class UnprunedPrompt:
 
     @classmethod
     def from_reduced(cls, count: int, features: Sequence[MultiModalFeatureSpec]) -> UnprunedPrompt:
-        """Lay out a reduced prompt of `count` tokens."""
+        """Reconstruct the layout of the unpruned prompt from a pruned prompt of `count` tokens."""
         items, index = list[UnprunedItem](), list[Tensor]()
-        done = gone = 0  # tokens of the reduced prompt so far, and those that are left out before them
-        for feature in sorted(features, key=lambda one: one.mm_position.offset):
+        done = num_dropped = 0  # tokens of the pruned prompt so far, and tokens dropped before them
+        for feature in sorted(features, key=lambda feature: feature.mm_position.offset):
             plan, offset = Plan.of_feature(feature), feature.mm_position.offset
-            written = _span(*_written(plan))
-            items.append(UnprunedItem(feature, plan, offset + gone, written))
-            index += [_span(range(done + gone, offset + gone)), offset + gone + written]
+            written = _to_indices(*_find_written(plan))
+            items.append(UnprunedItem(feature, plan, offset + num_dropped, written))
+            index += [_to_indices(range(done + num_dropped, offset + num_dropped)), offset + num_dropped + written]
             done = offset + feature.mm_position.length
-            gone += plan.length - feature.mm_position.length
-        return cls(items, count + gone, torch.cat([*index, _span(range(done + gone, count + gone))]))
+            num_dropped += plan.length - feature.mm_position.length
+        index.append(_to_indices(range(done + num_dropped, count + num_dropped)))
+        return cls(items, count + num_dropped, torch.cat(index))
 
-    def tokens(self, reduced: list[int]) -> list[int]:
-        """Return the ids of the full prompt, from those of the reduced one."""
-        full, done = list[int](), 0
+    def build_ids(self, pruned: list[int]) -> list[int]:
+        """Return the ids of the unpruned prompt, given the ids of the pruned prompt."""
+        ids, done = list[int](), 0
         for item in self.items:
-            place = item.feature.mm_position
-            full += reduced[done : place.offset]
-            full += item.plan.tokens
-            done = place.offset + place.length
-        return full + reduced[done:]
+            span = item.feature.mm_position
+            ids += pruned[done : span.offset]
+            ids += item.plan.tokens
+            done = span.offset + span.length
+        return ids + pruned[done:]
 
 
-def _span(*ranges: range) -> Tensor:
-    return torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in ranges])
+def _to_indices(*ranges: range) -> Tensor:
+    return torch.cat([torch.arange(span.start, span.stop, device="cpu") for span in ranges])
 
 
-def _written(plan: Plan) -> list[range]:
-    """Return the places of what is written of an item in its full text (see `UnprunedItem`)."""
+def _find_written(plan: Plan) -> list[range]:
+    """Return the ranges of the written tokens in an item's unpruned text; see `UnprunedItem`."""
     if not plan.reduces:
         return [range(plan.length)]
     if plan.per_run:
         keep = iter(plan.keep)
-        return [range(one.start, one.start + next(keep)) if embed else one for embed, one in plan.stretches]
+        return [range(span.start, span.start + next(keep)) if embed else span for embed, span in plan.stretches]
     first, end = plan.span
     return [range(first + plan.rows), range(end, plan.length)]
 
@@ -156,41 +173,51 @@ def _written(plan: Plan) -> list[range]:
 def compute_prompt_positions(
     rule: Rule, tokens: list[int], features: list[MultiModalFeatureSpec]
 ) -> tuple[Tensor, int, ItemNotes]:
-    """Return the positions `[3, n]` of a reduced prompt, the delta of later tokens, and the notes of its items.
+    """Return the positions of a pruned prompt, computed by the model's rule for the unpruned prompt.
 
-    All follow from the model's own rule for the full prompt.
+    Args:
+        rule: The model's function that computes the positions of a prompt.
+        tokens: Ids of the pruned prompt.
+        features: Items of the prompt.
+
+    Returns:
+        The positions, shape (3, n), int64; the delta of later tokens; and the notes of the items.
     """
     if not any(Plan.of_feature(feature).reduces for feature in features):
         return *rule(tokens, features), {feature.mm_position.offset: None for feature in features}
-    full = UnprunedPrompt.from_reduced(len(tokens), features)
-    moved = [dataclasses.replace(item.feature, mm_position=_where(item.plan, item.offset)) for item in full.items]
-    unpruned, _ = rule(full.tokens(tokens), moved)
-    positions = unpruned[:, full.index]
+    prompt = UnprunedPrompt.from_reduced(len(tokens), features)
+    moved = [dataclasses.replace(item.feature, mm_position=_get_range(item.plan, item.offset)) for item in prompt.items]
+    unpruned, _ = rule(prompt.build_ids(tokens), moved)
+    positions = unpruned[:, prompt.index]
 
-    def base_of(item: UnprunedItem) -> Tensor:
+    def find_base(item: UnprunedItem) -> Tensor:
         before = item.plan.written[1] + item.feature.mm_position.offset
         return torch.where(before < 0, 0, positions[:, before.clamp(min=0)].amax(0) + 1)
 
-    return positions, int(unpruned.max()) + 1 - len(tokens), _notes(full, base_of)
+    return positions, int(unpruned.max()) + 1 - len(tokens), _build_notes(prompt, find_base)
 
 
 def compute_line_positions(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[Tensor, int, ItemNotes]:
-    """Return the same as `compute_prompt_positions` for a model with one axis, whose language model reads the first row
-    of the positions."""
-    full = UnprunedPrompt.from_reduced(len(tokens), features)
-    notes = _notes(full, lambda item: torch.tensor(item.offset, device="cpu"))
-    return full.index.expand(3, -1), full.length - len(tokens), notes
+    """Return the results of `compute_prompt_positions` for a model that reads only the first row of positions."""
+    prompt = UnprunedPrompt.from_reduced(len(tokens), features)
+    notes = _build_notes(prompt, lambda item: torch.tensor(item.offset, device="cpu"))
+    return prompt.index.expand(3, -1), prompt.length - len(tokens), notes
 
 
-def _notes(full: UnprunedPrompt, base_of: Callable[[UnprunedItem], Tensor]) -> ItemNotes:
-    """Return the notes of a prompt. base_of: gives the positions from which the columns of an item's rows count."""
+def _build_notes(prompt: UnprunedPrompt, find_base: Callable[[UnprunedItem], Tensor]) -> ItemNotes:
+    """Return the notes of a prompt.
+
+    Args:
+        prompt: The unpruned prompt.
+        find_base: Returns the positions that the columns of an item's rows are relative to.
+    """
     notes = dict[int, Tensor | None]()
-    for item in full.items:
+    for item in prompt.items:
         offset = item.feature.mm_position.offset
         notes[offset] = None
         if item.plan.reduces:
             slots = item.plan.written[0] + offset
-            notes[offset] = torch.stack([slots, base_of(item).expand(len(slots))])
+            notes[offset] = torch.stack([slots, find_base(item).expand(len(slots))])
     return notes
 
 
@@ -198,7 +225,7 @@ def _notes(full: UnprunedPrompt, base_of: Callable[[UnprunedItem], Tensor]) -> I
 
 
 def wrap_gather_v1(original: Any) -> Any:
-    """Wrap the runner's `_gather_mm_embeddings` so that it places rows."""
+    """Wrap `_gather_mm_embeddings` of Model Runner V1 so that it writes the positions of rows."""
 
     def gather(self: Any, step: Any, shift_computed_tokens: int = 0) -> Any:
         rows, is_row = original(self, step, shift_computed_tokens)
@@ -206,8 +233,8 @@ def wrap_gather_v1(original: Any) -> Any:
         axes = getattr(model, "tokenprune_axes", 0)
         if not axes or not rows:
             return rows, is_row
-        if shift_computed_tokens:  # a drafter's positions were placed before
-            return _without_columns(rows, axes), is_row
+        if shift_computed_tokens:  # the positions of a drafter were written before
+            return _remove_columns(rows, axes), is_row
         parts, begin = list[ReadTokens](), 0
         for name in self.input_batch.req_ids:
             request, num_tokens = self.requests[name], step.num_scheduled_tokens[name]
@@ -220,7 +247,7 @@ def wrap_gather_v1(original: Any) -> Any:
 
 
 def wrap_recompute_v2(original: Any) -> Any:
-    """Wrap `MultiModalPruner.recompute` so that it places rows."""
+    """Wrap `MultiModalPruner.recompute` of Model Runner V2 so that it writes the positions of rows."""
 
     def recompute(self: Any, mm_embeds: list[Tensor], input_batch: Any, req_states: Any) -> list[Tensor]:
         axes = getattr(self.model, "tokenprune_axes", 0)
@@ -244,12 +271,12 @@ def write_positions(rows: Sequence[Tensor], parts: Iterable[ReadTokens], known: 
 
     Args:
         rows: Embeddings of each item that is read now, in the order of the requests.
-        parts: What is read of each request.
-        known: Integers `[requests, axes or more, tokens]`.
+        parts: Tokens that are read of each request.
+        known: Table of positions, shape (requests, axes or more, tokens), an integer dtype.
         axes: Number of axes of a position.
 
     Raises:
-        PlaceholderMismatchError: If an item has another number of rows than placeholders.
+        PlaceholderMismatchError: If the number of an item's rows differs from its number of placeholders.
         UnsupportedSetupError: If a request has no note of an item.
     """
     columns, targets, remaining = list[Tensor](), list[Tensor](), iter(rows)
@@ -266,7 +293,7 @@ def write_positions(rows: Sequence[Tensor], parts: Iterable[ReadTokens], known: 
                 raise create_missing_note_error(span.offset)
             item_rows, note = next(remaining), notes[span.offset]
             if len(item_rows) != last - first:
-                raise PlaceholderMismatchError(f"{len(item_rows)} rows for {last - first} placeholders of an item")
+                raise PlaceholderMismatchError(f"An item has {len(item_rows)} rows for {last - first} placeholders.")
             if note is not None:
                 columns.append(item_rows[:, -DIGITS * axes :])
                 slots, base = note[:, first:last]
@@ -274,36 +301,8 @@ def write_positions(rows: Sequence[Tensor], parts: Iterable[ReadTokens], known: 
     if columns:
         request_of, slot, base = to_device(torch.cat(targets, dim=1), known.device)
         known[request_of, :axes, slot] = (decode_columns(torch.cat(columns)) + base).T.to(known.dtype)
-    return _without_columns(rows, axes)
+    return _remove_columns(rows, axes)
 
 
-def _without_columns(rows: Sequence[Tensor], axes: int) -> list[Tensor]:
-    return [copy_mm_embedding_modality(one, one[:, : -DIGITS * axes]) for one in rows]
-
-
-# -- one axis: a decoder with rope, made to read the first of three
-
-
-def prepare_decoder(decoder: nn.Module, model_config: Any) -> None:
-    """Check that every rope of a decoder reads the first axis alone, and have torch.compile take the last dimension of
-    positions `[3, n]` for the one that changes. Raises UnsupportedModelError."""
-    if isinstance(decoder, StageMissingLayer):
-        return  # a server that encodes alone
-    ropes = [module for module in decoder.modules() if isinstance(module, RotaryEmbeddingBase)]
-    if not ropes or not all(_reads_first_axis(rope, longest(model_config)) for rope in ropes):
-        raise UnsupportedModelError(
-            f'{KEY}: "positions": "original" does not go with {type(decoder).__name__}, whose rope does not take '
-            "positions of several axes: leave positions out, and kept tokens are counted anew"
-        )
-    for module in decoder.modules():
-        # vLLM marks these when it compiles. Of Llama and others it names the first dimension, which is the last one too
-        # where positions are [n].
-        dims = getattr(module, "_dynamic_arg_dims", None) or {}
-        if (marked := dims.get("positions")) is not None:
-            dims["positions"] = {-1: next(iter(marked.values()))} if isinstance(marked, dict) else -1
-
-
-def _reads_first_axis(rope: RotaryEmbeddingBase, longest: int) -> bool:
-    if not isinstance(rope, MRotaryEmbedding) or rope.mrope_interleaved:
-        return False
-    return list(rope.mrope_section or ()) == [rope.rotary_dim // 2, 0, 0] and len(rope.cos_sin_cache) >= longest
+def _remove_columns(rows: Sequence[Tensor], axes: int) -> list[Tensor]:
+    return [copy_mm_embedding_modality(item_rows, item_rows[:, : -DIGITS * axes]) for item_rows in rows]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: which request the vision tower runs for, for the log alone.
+"""Worker: find the request of each item that the vision tower encodes. Only the log uses it.
 
-A model gets the tensors of a batch and cannot tell whose they are. The runner can: it lists the items of the requests
-that are due, and then batches that list. So we note the requests by the identity of their items, which live until the
-batch has run.
+A model gets the tensors of a batch without their requests. The runner lists the items of the scheduled requests and
+then batches this list. This module records the request by the identity of each item, because the items exist until
+the batch has run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 from tokenprune.integrations.vllm.compat import missing_hooks, wrap
 from tokenprune.integrations.vllm.log import asked_id
 
-_of_item: dict[int, str] = {}  # requests, by the identity of their items
-_batch: list[str | None] = []  # requests of the batch that the model gets next
-# The runners' methods that list items, and where the items of a request are from there.
+_request_by_item: dict[int, str] = {}  # by `id(item)`
+_batch: list[str | None] = []  # requests of the next batch of the model
+# By module of a runner: class and method that lists items, and functions that return the scheduled items of a step and
+# the items of a request.
 _LISTS: dict[str, tuple[str, str, Callable[[Any, Any], Mapping[str, list[int]]], Callable[[Any, str], Any]]] = {
     "vllm.v1.worker.gpu_model_runner": (
         "GPUModelRunner", "_batch_mm_inputs_from_scheduler", lambda self, step: step.scheduled_encoder_inputs,
@@ -33,23 +34,23 @@ _LISTS: dict[str, tuple[str, str, Callable[[Any, Any], Mapping[str, list[int]]],
 
 
 def track_requests() -> None:
-    """Note requests from now on, where this vLLM's runners have the hooks; elsewhere nobody is named."""
+    """Record requests from now on, if the runners of this vLLM version have the hooks."""
     for name, (owner, method, *_) in _LISTS.items():
         if name in sys.modules and not missing_hooks("requests", modules=(name,)):
-            wrap(getattr(sys.modules[name], owner), method, functools.partial(_noting, name))
+            wrap(getattr(sys.modules[name], owner), method, functools.partial(_wrap_list, name))
 
 
-def _noting(name: str, original: Any) -> Any:
-    *_, scheduled_of, items_of = _LISTS[name]
+def _wrap_list(name: str, original: Any) -> Any:
+    *_, get_scheduled, get_items = _LISTS[name]
 
-    def listed(self: Any, step: Any) -> Any:
-        _of_item.clear()
-        for request, places in (scheduled_of(self, step) or {}).items():
-            for place in places:
-                _of_item[id(items_of(self, request)[place].data)] = request
+    def list_items(self: Any, step: Any) -> Any:
+        _request_by_item.clear()
+        for request, indices in (get_scheduled(self, step) or {}).items():
+            for index in indices:
+                _request_by_item[id(get_items(self, request)[index].data)] = request
         return original(self, step)
 
-    return listed
+    return list_items
 
 
 def track_batches(group_and_batch: Callable[..., Iterator]) -> Callable[..., Iterator]:
@@ -58,15 +59,15 @@ def track_batches(group_and_batch: Callable[..., Iterator]) -> Callable[..., Ite
     @functools.wraps(group_and_batch)
     def batches(mm_kwargs: list[tuple[str, Any]], **options: Any) -> Iterator:
         items = iter(mm_kwargs)
-        for modality, number, batch in group_and_batch(mm_kwargs, **options):
-            _batch[:] = [_of_item.get(id(item)) for _, item in itertools.islice(items, number)]
-            yield modality, number, batch
+        for modality, count, batch in group_and_batch(mm_kwargs, **options):
+            _batch[:] = [_request_by_item.get(id(item)) for _, item in itertools.islice(items, count)]
+            yield modality, count, batch
 
     return batches
 
 
-def get_batch_requests(number: int) -> list[dict[str, str]]:
-    """Return the field of the log that names a request, of each of the items of a batch; empty where nobody knows."""
-    if len(_batch) != number:  # not by way of a runner
-        return [{}] * number
-    return [{} if one is None else {"request": asked_id(one)} for one in _batch]
+def get_batch_requests(count: int) -> list[dict[str, str]]:
+    """Return the log field with the request of each item of the current batch, empty if the request is not known."""
+    if len(_batch) != count:  # the call does not come from a runner
+        return [{}] * count
+    return [{} if request is None else {"request": asked_id(request)} for request in _batch]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: changes to vLLM's model runner. They are made with the model, so other processes load no runner."""
+"""Worker: changes to vLLM's model runner. They are applied with the model, so other processes load no runner."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from tokenprune.integrations.vllm.worker.warm_up import add_reload_method, wrap_
 
 # Model Runner V1's module, and V2's for the encoder.
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.mm.encoder_runner")
-# Of V2, which loads them after the model.
+# Modules of V2 that are loaded after the model.
 _PRUNER, _ROPE = "vllm.v1.worker.gpu.model_states.mm_pruning", "vllm.v1.worker.gpu.mm.rope"
 _WORKER_BASE = "vllm.v1.worker.worker_base"
 _WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
 
 
 def prepare_runner(vllm_config: Any) -> None:
-    """Bound the encoder's batches, have runners place kept tokens, and workers warm up the choice.
+    """Limit the batches of the encoder, and wrap the methods of runners and workers.
 
-    Raises UnsupportedSetupError where this vLLM's runners are not what this package knows.
+    Runners then write the positions of kept tokens, and workers warm up the selection.
+
+    Raises:
+        UnsupportedSetupError: If the runners of this vLLM version lack a hook.
     """
     problems = missing_hooks("worker", modules=sys.modules)
     require_hooks(problems + [f"{' and '.join(_RUNNERS)}"] * (not any(map(sys.modules.get, _RUNNERS))))
@@ -55,10 +58,10 @@ def prepare_runner(vllm_config: Any) -> None:
 
 
 def limit_batches(group_and_batch: Callable[..., Iterator], limit: int) -> Callable[..., Iterator]:
-    """Return `group_and_batch_mm_kwargs` such that no batch holds more than `limit` tokens before reduction.
+    """Wrap `group_and_batch_mm_kwargs` so that no batch has more than `limit` tokens before pruning.
 
-    The scheduler counts embeddings after reduction, so it would let many times as many images into one run of the
-    encoder as its memory was measured for.
+    The scheduler counts embeddings after pruning, so without a limit it would schedule more images per encoder run than
+    vLLM measured memory for.
     """
 
     @functools.wraps(group_and_batch)
@@ -70,7 +73,7 @@ def limit_batches(group_and_batch: Callable[..., Iterator], limit: int) -> Calla
 
 
 def split_by_tokens(items: list[tuple[str, Any]], limit: int) -> Iterator[list[tuple[str, Any]]]:
-    """Cut a list of (modality, item) into stretches of at most `limit` tokens before reduction, or of one item."""
+    """Split a list of (modality, item) into chunks of at most `limit` tokens before pruning, or of a single item."""
     chunk: list[tuple[str, Any]] = []
     total = 0
     for modality, item in items:

@@ -2,7 +2,8 @@
 """Merge or drop units inside towers that pack the patches of all images into one sequence (Qwen2-VL to Qwen3.5, GLM).
 
 The layout is shared with transformers (shared/towers/packed.py); this file reads the inputs of vLLM's towers. Fused
-attention takes no bias, so after the first merge proportional attention runs in PyTorch. All hooks last for one call.
+attention does not take a bias, so proportional attention runs in PyTorch after the first merge. The hooks are removed
+after each call.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tokenprune.selection.sites.units import UnitDropper
 
 
 class ForwardHost(Host):
-    """vLLM, which calls `forward` of some modules directly and bypasses hooks; `forward` is wrapped instead."""
+    """vLLM, which calls `forward` of some modules directly and so skips their hooks. `forward` is wrapped instead."""
 
     def __init__(self, adds_in_place: bool = False) -> None:
         self.adds_in_place = adds_in_place
@@ -73,7 +74,7 @@ class ServedPackedTower(Attachable):
         self.attach_part(self.reducer)
         self.wrap(self.tower, "prepare_encoder_metadata", partial(partial, self._describe))
         for index, attention in enumerate(self.attentions):
-            self.reducer.add_hooks(self.tower.blocks[index].attn.qkv, None, partial(self._note_keys, index))
+            self.reducer.add_hooks(self.tower.blocks[index].attn.qkv, None, partial(self._record_keys, index))
             self.wrap(attention, "forward", partial(partial, self._attend, attention))
         self.reducer.add_hooks(self.tower, None, self._leave_tower)
 
@@ -85,49 +86,49 @@ class ServedPackedTower(Attachable):
         return run
 
     def _describe(self, prepare: Callable[..., dict[str, Any]], grid_thw: Any, *args: Any, **kwargs: Any) -> Any:
-        known = prepare(grid_thw, *args, **kwargs)
-        if any(known.get(f"sequence_lengths{which}") is not None for which in ("", "_full", "_window")):
+        metadata = prepare(grid_thw, *args, **kwargs)
+        if any(metadata.get(f"sequence_lengths{which}") is not None for which in ("", "_full", "_window")):
             drops = isinstance(self.method, UnitDropper)
-            refused = "units cannot be dropped inside" if drops else f"{self.method.name} does not merge in"
+            refused = "Units cannot be dropped" if drops else f"{self.method.name} cannot merge"
             raise UnsupportedSetupError(
-                f"{refused} a vision tower that attends by FlashInfer, which takes lengths in a form of its own: "
-                "start with --mm-encoder-attn-backend FLASH_ATTN, or use a method after the tower, such as divprune"
+                f"{refused} in a vision tower that uses FlashInfer. Start with --mm-encoder-attn-backend FLASH_ATTN, "
+                "or use a method after the tower, such as divprune."
             )
-        order = known.get("window_index")  # Qwen2.5-VL groups its units by window
-        grids, device = self.layout.to_unit_grids(grid_thw), known["rotary_pos_emb_cos"].device
+        order = metadata.get("window_index")  # Qwen2.5-VL groups its units by window
+        grids, device = self.layout.to_unit_grids(grid_thw), metadata["rotary_pos_emb_cos"].device
         if isinstance(self.method, UnitDropper):
-            # If the method reads pixels, the front end chose the units (frontend/pixels.py).
+            # For methods that read pixels, the front end chose the units (frontend/pixels.py).
             chosen = None if self.plans[0].kept is None else torch.cat([plan.mask for plan in self.plans])
             num_kept = [sum(plan.keep) for plan in self.plans]
             run = self.layout.begin_dropping(self.method, grids, num_kept, lambda: order, device, chosen)
         else:
             run = self.layout.begin_merging(self.method, grids, order, device)
         self.reducer.start(run)
-        return known
+        return metadata
 
     # -- hooks of the blocks
 
-    def _note_keys(self, index: int, module: nn.Module, args: tuple, output: Any) -> None:
+    def _record_keys(self, index: int, module: nn.Module, args: tuple, output: Any) -> None:
         """Record the keys before the rotary embedding, so that units are compared by content, not by position."""
         if self.run.plan[index] is not None:
             attention, qkv = self.tower.blocks[index].attn, output[0] if isinstance(output, tuple) else output
-            if hasattr(attention, "split_qkv"):  # Qwen2-VL, whose weights may be cut anywhere between devices
+            if hasattr(attention, "split_qkv"):  # Qwen2-VL, which may split its weights between devices at any row
                 keys = attention.split_qkv(qkv)[1].flatten(0, 1)
             else:
                 keys = qkv.view(len(qkv), 3, attention.num_attention_heads_per_partition, -1)[:, 1]
             self.run.keys = gather_heads(keys, self.tower.num_heads).float().mean(1)
 
     def _attend(
-        self, attention: Any, fused: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **rest: Any
+        self, attention: Any, fused: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **others: Any
     ) -> Tensor:
         if (bias := self.run.bias) is None:
-            return fused(query=query, key=key, value=value, cu_seqlens=cu_seqlens, **rest)
+            return fused(query=query, key=key, value=value, cu_seqlens=cu_seqlens, **others)
         return attend(attention, bias, query, key, value, cu_seqlens.diff().tolist())
 
     # -- the output
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        """Record the kept units, and average the features of deepstack layers over each merged unit."""
+        """Record the kept units. Average the features of deepstack layers over each merged unit."""
         run = self.run
         if isinstance(self.method, UnitDropper):
             assert run.kept is not None  # units were chosen

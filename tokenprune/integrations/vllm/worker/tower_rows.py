@@ -5,8 +5,8 @@ All rows of a tower have the same size. A visual token is a patch (LLaVA-1.5) or
 pooling: Idefics3, SmolVLM, InternVL, Gemma 3); squares merge patch by patch. So the number of kept tokens is known
 before the tower runs. If tiles are cropped after the tower (LLaVA-NeXT, LLaVA-OneVision), each tile has a goal.
 
-Fused attention takes no bias, so attention runs in PyTorch while tokens are merged proportionally, or rows are padded.
-All hooks last for one call.
+Fused attention does not take a bias, so attention runs in PyTorch while merged tokens are weighed or rows are padded.
+The hooks are removed after each call.
 """
 
 from __future__ import annotations
@@ -43,31 +43,32 @@ from tokenprune.models.families import get_tower_type
 from tokenprune.selection.sites.encoder import Tower, TowerMethod
 from tokenprune.selection.sites.units import UnitDropper
 
-# Names in a block, where they are not those of CLIP and SigLIP: the second norm, and what scales the MLP's output.
+# Names of the second norm and of the scale of the MLP's output, in blocks other than those of CLIP and SigLIP.
 _NAMES = {"internvl_vision": ("layernorm_after", "lambda_2"), "intern_vit_6b": ("norm2", "ls2")}
 
 
 def split_plans(config: Any, plans: Sequence[Plan]) -> list[tuple[int, int]]:
-    """Split a call's plans into pieces that the tower treats alike; return (start, end) of each, at least one."""
-    pieces, start = [], 0
+    """Split the plans of a call into runs that the tower treats in the same way. Return (start, end) of each run."""
+    runs, start = [], 0
     if len(plans) < 2:
         return [(0, len(plans))]
-    for _, group in groupby(plans, key=partial(_treatment, config)):
-        pieces.append((start, start := start + len(list(group))))
-    return pieces
+    for _, group in groupby(plans, key=partial(_get_treatment, config)):
+        runs.append((start, start := start + len(list(group))))
+    return runs
 
 
-def _treatment(config: Any, plan: Plan) -> Any:
-    """Return what is equal for items that one forward of the tower may reduce together."""
+def _get_treatment(config: Any, plan: Plan) -> Any:
+    """Return a key that is equal for items that one forward of the tower may reduce together."""
     drops, method = is_dropping(plan), plan.setting.method
     if is_merging(plan) or (drops and plan.kept is None):
         return plan.setting.to_json()
     if drops and isinstance(method, UnitDropper) and method.block(depth_of(config.vision_config)):
         return plan.setting.acting
-    return drops  # units drop at the first block, whatever chose them
+    return drops  # at the first block, units of different methods can be dropped together
 
 
 def is_merging(plan: Plan) -> bool:
+    """Return True if the tower merges units of an item."""
     return plan.reduces and merges_in_tower(plan.setting.method)
 
 
@@ -89,7 +90,7 @@ class ServedRowTower(Attachable):
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
         budget, shape = Budget.from_number(plans[0].setting.keep), served_tower(method, model.config)
         squares = units_of(model.config)
-        self.packed: list[tuple[int, PackedFeatures]] = []  # number of tiles and packing of each image
+        self.packed: list[tuple[int, PackedFeatures]] = []  # number of tiles and ids of each image
         if crops(model.config) and not isinstance(method, UnitDropper):
             self.layout: RowLayout = TileLayout(method, budget, blocks, shape, squares, self._take_goals)
             self.goals = self._find_goals(model, kwargs)
@@ -109,7 +110,9 @@ class ServedRowTower(Attachable):
 
     def _num_kept(self, rows: int, shape: Tower) -> Sequence[int]:
         if [count for plan in self.plans for count in plan.counts] != [shape.patches] * rows:
-            raise PlaceholderMismatchError(f"the tower got {rows} rows of {shape.patches} units, others than planned")
+            raise PlaceholderMismatchError(
+                f"The tower got {rows} rows of {shape.patches} units, which the plans do not match."
+            )
         return [keep for plan in self.plans for keep in plan.keep]
 
     def _find_goals(self, model: Any, kwargs: Mapping[str, Any]) -> list[Goal]:
@@ -124,7 +127,7 @@ class ServedRowTower(Attachable):
 
     def _take_goals(self, rows: int) -> Sequence[Goal]:
         if rows != len(self.goals):
-            raise PlaceholderMismatchError(f"the tower got {rows} tiles of images that have {len(self.goals)}")
+            raise PlaceholderMismatchError(f"The tower got {rows} tiles, but the images have {len(self.goals)}.")
         return self.goals
 
     # -- hooks
@@ -144,18 +147,18 @@ class ServedRowTower(Attachable):
         owners, squares, protected = run.units.owner, self.layout.squares, self.layout.shape.protected
         if squares is None:
             first = find_first_of_group(owners[:, protected:], owners.shape[1])
-            left = [count - protected for count in run.units.num_units]
+            num_units = [count - protected for count in run.units.num_units]
         else:
             first = squares.find_unit_owners(owners)
-            left = squares.to_unit_counts(run.units.num_units) or []
+            num_units = squares.to_unit_counts(run.units.num_units) or []
         if run.parts is not None:
-            self._note_tiles(run.parts, first)
+            self._record_tiles(run.parts, first)
         else:
-            self.num_kept += sum(left)
+            self.num_kept += sum(num_units)
             self.kept = (first == torch.arange(first.shape[1], device=first.device)).flatten()
         return run.units.expand(output)
 
-    def _note_tiles(self, parts: PartMatcher, first: Tensor) -> None:
+    def _record_tiles(self, parts: PartMatcher, first: Tensor) -> None:
         """Set `kept` and `left` of images that are split into tiles.
 
         Args:
@@ -166,7 +169,7 @@ class ServedRowTower(Attachable):
         kept, sizes = [], [count for count, _ in self.packed]
         for tiles, (_, packed) in zip(first.split(sizes), self.packed, strict=True):
             (image,) = packed.images
-            found = packed.map_groups(tiles, image)
-            kept.append(found == torch.arange(len(found), device=found.device))
+            first_of_group = packed.map_groups(tiles, image)
+            kept.append(first_of_group == torch.arange(len(first_of_group), device=first_of_group.device))
             self.num_kept += len(image) - int((packed.get_feature_ids(image) >= 0).sum())  # newlines stay
         self.kept = torch.cat(kept)

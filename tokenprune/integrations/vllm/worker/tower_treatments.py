@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: the three ways in which the vision tower treats the items of a call: it is left with fewer tokens, merged or
-dropped, it is read, or runs as it is."""
+"""Worker: the three treatments of a call's items in the vision tower: reduce their tokens, read values, or neither."""
 
 from __future__ import annotations
 
@@ -24,10 +23,11 @@ from tokenprune.selection.sites.encoder import TowerMethod
 
 @dataclass(frozen=True)
 class TowerResult:
-    """The tower's contribution to an item beside its features; both None: the method sees the features alone.
+    """Result of the tower for an item, besides its features. If both are None, the method sees only the features.
 
-    kept: bool `[n]`, the rows that stay, if they were chosen in the tower or before it. encoded: observables of the
-    tower, for a method that reads them.
+    Attributes:
+        kept: Mask of the kept rows, shape (tokens,), bool, if they were chosen in the tower or before it.
+        encoded: Values of the tower, for methods that read them.
     """
 
     kept: Tensor | None = None
@@ -41,12 +41,12 @@ class TowerTreatment(Protocol):
         """Return the context in which the model encodes."""
 
     def get_results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
-        """Yield the result of each item. features: the model's, one entry for each item."""
+        """Yield the result of each item, given the model's features, one entry per item."""
 
 
 @dataclass(frozen=True)
 class PlainTower:
-    """Leaves the tower alone."""
+    """Does not change or read the tower."""
 
     plans: Sequence[Plan]
 
@@ -59,7 +59,7 @@ class PlainTower:
 
 @dataclass(frozen=True)
 class ReducedTower:
-    """Has tokens merge, or units leave, in the tower, as `part` does within its context."""
+    """Merges or drops units in the tower, while `part` is attached."""
 
     plans: Sequence[Plan]
     part: ServedRowTower | ServedPackedTower
@@ -68,31 +68,41 @@ class ReducedTower:
         return self.part
 
     def get_results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
-        """Yield the rows that stay; raises PlaceholderMismatchError if the prompt has room for another number."""
+        """Yield the kept rows of each item.
+
+        Raises:
+            PlaceholderMismatchError: If their number differs from the number of placeholders in the prompt.
+        """
         assert self.part.kept is not None  # the tower ran
-        wanted = sum(sum(plan.keep) for plan in self.plans)
-        if self.part.num_kept != wanted:
-            raise PlaceholderMismatchError(f"the tower left {self.part.num_kept} tokens where the prompt has {wanted}")
+        expected = sum(sum(plan.keep) for plan in self.plans)
+        if self.part.num_kept != expected:
+            raise PlaceholderMismatchError(
+                f"The tower kept {self.part.num_kept} tokens, but the prompt has {expected} placeholders."
+            )
         pieces = self.part.kept.split([rows.numel() // rows.shape[-1] for rows in features])
         for piece, rows in zip(pieces, features, strict=True):
             yield TowerResult(kept=piece.to(rows.device))
 
 
 class ReadTower:
-    """Reads observables of the tower for the plans whose methods need them. It runs as it is.
+    """Reads values of the tower for plans whose methods need them, without changing the tower.
 
-    kwargs: arguments of `embed_multimodal`.
+    Args:
+        reader: Reads the tower of the model.
+        plans: Plans of the items.
+        kwargs: Arguments of `embed_multimodal`.
+        modality: "image" or "video".
     """
 
     def __init__(self, reader: TowerReader, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str) -> None:
         self.reader, self.plans, self.kwargs, self.modality = reader, plans, kwargs, modality
-        self._methods = [_reading_method(plan) for plan in plans]
-        self._seen: BlockScores = {}
+        self._methods = [_find_reading_method(plan) for plan in plans]
+        self._scores: BlockScores = {}
 
     @contextmanager
     def activate(self) -> Iterator[None]:
         methods = [method for method in self._methods if method is not None]
-        with self.reader.observe(methods, self.kwargs, self.modality) as self._seen:
+        with self.reader.observe(methods, self.kwargs, self.modality) as self._scores:
             yield
 
     def get_results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
@@ -100,12 +110,12 @@ class ReadTower:
             if method is None:
                 yield TowerResult()
             else:
-                encoded = self.reader.get_values(method, self._seen, index, features, self.kwargs, self.modality)
+                encoded = self.reader.get_values(method, self._scores, index, features, self.kwargs, self.modality)
                 yield TowerResult(encoded=encoded)
 
 
-def _reading_method(plan: Plan) -> Pruner | None:
-    """Return the method of a plan that reads the tower; None if it reads nothing there."""
+def _find_reading_method(plan: Plan) -> Pruner | None:
+    """Return the method of a plan if it reads the tower, else None."""
     method = plan.setting.method
     if not plan.reduces or not reads_tower(method):
         return None
@@ -116,9 +126,13 @@ def _reading_method(plan: Plan) -> Pruner | None:
 def create_tower_treatment(
     model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str
 ) -> TowerTreatment:
-    """Return the reducer for plans that are treated alike in the tower of vLLM's `model` (see `stretches`).
+    """Return the treatment of plans that one forward of the tower may treat together; see `split_plans`.
 
-    kwargs: arguments of `embed_multimodal`.
+    Args:
+        model: A model of vLLM.
+        plans: Plans of the items.
+        kwargs: Arguments of `embed_multimodal`.
+        modality: "image" or "video".
     """
     if plans and (is_merging(plans[0]) or is_dropping(plans[0])):
         method = plans[0].setting.method if is_merging(plans[0]) else plans[0].setting.acting
@@ -126,6 +140,6 @@ def create_tower_treatment(
         if model.tokenprune_family.tower_rows == "all images":
             return ReducedTower(plans, ServedPackedTower(model, method, plans))
         return ReducedTower(plans, ServedRowTower(model, method, plans, kwargs))
-    if any(_reading_method(plan) for plan in plans):
+    if any(_find_reading_method(plan) for plan in plans):
         return ReadTower(model.tokenprune_tower, plans, kwargs, modality)
     return PlainTower(plans)

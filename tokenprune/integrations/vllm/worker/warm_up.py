@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: run the methods of a server's setting and profiles on random tokens before requests can name them, at the
-start and at a reload, so that Triton does not compile kernels within a request.
+"""Worker: run the methods of a server's setting and profiles on random tokens before requests can use them.
 
-Kernels that hold a row at once are compiled for each power of two of its length, others for lengths that 16 divides and
-for the rest. So two lengths of each power are run, one of either kind, up to the largest image or video.
+Otherwise Triton would compile kernels during a request. The warm-up runs at the start of a server and at a reload.
+
+Kernels that hold a row at once are compiled for each power of two of its length. Other kernels are compiled for lengths
+that are divisible by 16, and for all other lengths. So two lengths per power of two are run, one of each kind, up to
+the largest image or video.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from tokenprune.integrations.vllm.settings.plan import MODALITIES
 from tokenprune.integrations.vllm.settings.server_config import get_profile_settings
 from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 from tokenprune.kernels.dispatch import uses_kernels
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.host_random import normal
 from tokenprune.selection.method import Pruner
 
-logger = logging.getLogger(f"vllm.{KEY}")  # whose lines of INFO vLLM shows: it says why the start takes longer
-SMALLEST = 64  # tokens; there is little to choose in smaller images
-_TEXT = 16  # tokens of a made-up prompt on either side of its image
+logger = logging.getLogger(f"vllm.{KEY}")  # vLLM prints INFO lines of this name: they explain the longer start
+SMALLEST = 64  # tokens
+_TEXT = 16  # number of text tokens before and after the image of a random prompt
 
 
 def list_lengths(largest: int) -> Iterator[int]:
@@ -44,8 +46,8 @@ def list_lengths(largest: int) -> Iterator[int]:
 
 
 def find_square_grid(count: int) -> tuple[int, int, int]:
-    """Return an image's grid of `count` tokens (frames, height, width), as near to a square as it gets."""
-    height = next(one for one in range(math.isqrt(count), 0, -1) if count % one == 0)
+    """Return the grid (frames, height, width) of an image of `count` tokens that is closest to a square."""
+    height = next(side for side in range(math.isqrt(count), 0, -1) if count % side == 0)
     return 1, height, count // height
 
 
@@ -59,22 +61,22 @@ def warm_up(
         vllm_config: Configuration of the engine.
         device: Device of the model.
         largest: Number of tokens of the largest item of each modality.
-        settings: Settings that requests may name.
+        settings: Settings that requests may use.
 
     Returns:
-        The method and the number of tokens of each run. Empty on devices for which nothing is compiled.
+        The method and the number of tokens of each run. Empty on devices without compiled kernels.
 
     Raises:
-        UnsupportedSetupError: If a method fails otherwise than by refusing an item of that size. A method that runs out
-            of memory only beyond the largest image stays: the server may never get such a video.
+        UnsupportedSetupError: If a method fails, other than by refusing an item of that size. Running out of memory
+            on an item larger than the largest image only logs a warning: the server may never get such a video.
     """
     if not uses_kernels(device):
         return []
     began, runs = time.perf_counter(), list[tuple[str, int]]()
     warmed = vars(model).setdefault("tokenprune_warmed", list[ServedSetting]())
-    for setting in _choosing(settings, warmed):
+    for setting in _find_new(settings, warmed):
         method: Any = setting.method
-        # In the language model an image is no longer than a prompt.
+        # In the language model an image is not longer than a prompt.
         longest = max(largest.values(), default=0)
         for count in list_lengths(
             min(longest, vllm_config.model_config.max_model_len - 1) if setting.in_llm else longest
@@ -85,34 +87,33 @@ def warm_up(
             except UnsupportedSetupError:
                 raise
             except TokenPruneError as error:
-                logger.debug("%s does not take a random item of %d tokens: %s", method.name, count, error)
+                logger.debug("%s refused a random item of %d tokens: %s", method.name, count, error)
                 continue
             except torch.OutOfMemoryError as error:
                 if count <= largest.get("image", 0):
-                    raise _failed(method, count, error) from error
+                    raise _create_error(method, count, error) from error
                 logger.warning("%s ran out of memory on a random video of %d tokens", method.name, count)
                 break
             except Exception as error:
                 logger.error("%s failed on a random item of %d tokens", method.name, count, exc_info=error)
-                raise _failed(method, count, error) from error
+                raise _create_error(method, count, error) from error
             runs.append((method.name, count))
         warmed.append(setting)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    logger.info("tokenprune warmed up %d choices in %.1f s", len(runs), time.perf_counter() - began)
+    logger.info("tokenprune: %d selections warmed up in %.1f s", len(runs), time.perf_counter() - began)
     return runs
 
 
-def _failed(method: Any, count: int, error: Exception) -> UnsupportedSetupError:
+def _create_error(method: Any, count: int, error: Exception) -> UnsupportedSetupError:
     return UnsupportedSetupError(
         f"{KEY}: {method.name} failed on a random item of {count} tokens ({type(error).__name__}: {error}). "
         "Serve smaller images or another method, or set TOKENPRUNE_KERNELS=reference."
     )
 
 
-def _choosing(settings: Iterable[ServedSetting], warmed: list[ServedSetting]) -> Iterator[ServedSetting]:
-    """Yield each setting that selects tokens and is not among `warmed`, once. Other settings act on pixels, or merge
-    within the tower."""
+def _find_new(settings: Iterable[ServedSetting], warmed: list[ServedSetting]) -> Iterator[ServedSetting]:
+    """Yield each setting that selects tokens and is not in `warmed`. Other settings act on pixels or in the tower."""
     for setting in settings:
         selects = isinstance(setting.method, Pruner) and (setting.in_llm or not setting.removes_nothing)
         if selects and setting not in warmed:
@@ -129,8 +130,8 @@ def _run(
         reducer = model.tokenprune_in_llm.reducer
         hidden = normal(1, count + 2 * _TEXT, width, generator=generator).to(device, dtype)
         heads = (reducer.attention.num_heads, reducer.attention.num_kv_heads, reducer.attention.head_size)
-        places = [list(range(_TEXT, _TEXT + count))]
-        rehearse(method, places, keep, hidden, heads, reducer.decoder.norm)
+        indices = [list(range(_TEXT, _TEXT + count))]
+        rehearse(method, indices, keep, hidden, heads, reducer.decoder.norm)
         return
     encoded = None
     if reads_tower(method):
@@ -140,11 +141,11 @@ def _run(
 
 
 def wrap_warm_up(worker: Any) -> None:
-    """Make workers of this class warm up the choice where they warm up the rest. worker: vLLM's class."""
-    wrap(worker, "compile_or_warm_up_model", _warming_up)
+    """Wrap the warm-up of a worker class of vLLM so that it also runs the methods."""
+    wrap(worker, "compile_or_warm_up_model", _wrap_compile)
 
 
-def _warming_up(original: Any) -> Any:
+def _wrap_compile(original: Any) -> Any:
     def compile_or_warm_up_model(self: Any) -> Any:
         _warm_up_worker(self, lambda: get_profile_settings(self.vllm_config.model_config).values())
         return original(self)
@@ -153,7 +154,7 @@ def _warming_up(original: Any) -> Any:
 
 
 def add_reload_method(worker: Any) -> None:
-    """Give workers of this class the method that a reload calls. worker: vLLM's base class of workers."""
+    """Add the method that a reload calls to vLLM's base class of workers."""
     setattr(worker, WARM_UP, _warm_up_profiles)
 
 
@@ -166,15 +167,15 @@ def _warm_up_worker(worker: Any, settings: Callable[[], Iterable[ServedSetting]]
     model = worker.model_runner.get_model()
     if not getattr(model, "tokenprune_active", False) or not uses_kernels(worker.device):
         return 0
-    return len(warm_up(model, worker.vllm_config, worker.device, _largest(worker), settings()))
+    return len(warm_up(model, worker.vllm_config, worker.device, _find_largest(worker), settings()))
 
 
-def _largest(worker: Any) -> dict[str, int]:
-    """Return the number of tokens of the largest image and of the largest video that a request may have."""
+def _find_largest(worker: Any) -> dict[str, int]:
+    """Return the number of tokens of the largest image and of the largest video of a request."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.encoder_budget import MultiModalBudget
 
-    # Model Runner V1 keeps it.
+    # Only Model Runner V1 has this attribute.
     budget = getattr(worker.model_runner, "mm_budget", None) or MultiModalBudget(
         worker.vllm_config, MULTIMODAL_REGISTRY
     )
