@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.settings.servable import KEY
+from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.models.model_config import shipped_folder
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.vllm_backend import OFF, Chat, Reply, adds_special

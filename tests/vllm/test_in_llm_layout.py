@@ -15,7 +15,8 @@ from vllm.multimodal.inputs import PlaceholderRange
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.in_llm.layout import Held, Share, VisualPiece, kept, lay_out
 from tokenprune.integrations.vllm.in_llm.scheduler import WholeImages, before_images
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import count_requested
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 
 BLOCK, WIDTH = 4, 40
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
@@ -131,14 +132,14 @@ def test_how_many_stay() -> None:
     for block in (16, 32):
         for count in range(1, 200):
             for keep in (0.1, 0.25, 0.6, 1.0, 5):
-                setting = ServedSetting.from_json(DART | {"keep": keep})
-                wanted = setting.wanted(count)
+                setting = parse_setting(DART | {"keep": keep})
+                wanted = count_requested(setting, count)
                 expected = count
                 while expected - block >= max(wanted, block):
                     expected -= block
                 assert kept(setting, count, block) == expected
                 assert kept(setting, count, None) == wanted
-    assert kept(ServedSetting.from_json({"off": True}), 100, 16) == 100
+    assert kept(parse_setting({"off": True}), 100, 16) == 100
 
 
 def test_a_image_in_parts_is_an_error() -> None:

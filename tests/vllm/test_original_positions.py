@@ -15,11 +15,10 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec
 from conftest import DIVPRUNE, ORIGINAL, Engine, same
 from test_plugin import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.plan import Plan, field_name, runs_of
 from tokenprune.integrations.vllm.settings.position_checks import arrange, original_positions
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.positions import DIGITS, ReadTokens, compute_line_positions, place, to_columns
-from tokenprune.methods.pre_llm.divprune import DivPrune
 from tokenprune.models.families import SERVED
 
 NAME, CHUNK, BLOCK = "llava_onevision", 24, 32
@@ -164,7 +163,9 @@ def test_every_split(keep: float, per_run: bool) -> None:
     for text, behind in (("#" * 8, 0), ("ab########c########d", 0), ("#" * 6, 3), ("#" * 12, 0)):
         placeholders = [letter == "#" for letter in text]
         plan = Plan.make(
-            ServedSetting(DivPrune(), keep), runs_of([9 if one else 50 for one in placeholders], placeholders), per_run
+            parse_setting({"method": "divprune", "keep": keep}),
+            runs_of([9 if one else 50 for one in placeholders], placeholders),
+            per_run,
         )
         stays = torch.tensor(placeholders)
         for segment, kept in zip(stays.nonzero().flatten().split(plan.counts), plan.keep, strict=True):

@@ -21,8 +21,8 @@ from conftest import DIVPRUNE, OPTIONS, Engine, same
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import compat, plugin
 from tokenprune.integrations.vllm.settings.configuration import check_engine
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.worker import runner
 from tokenprune.models.families import SERVED
 
@@ -318,9 +318,9 @@ def test_a_file_that_was_tuned_on_another_model_is_served_with_a_warning(
 def test_a_request_cannot_name_a_file(folder: Any, tmp_path: Path) -> None:
     path = str(written(tmp_path / "tokenprune.json", DIVPRUNE))
     with pytest.raises(OptionError, match="config names a file of the server"):
-        ServedSetting.from_json(DIVPRUNE, {"config": path})
+        parse_setting(DIVPRUNE, {"config": path})
     with pytest.raises(OptionError, match="must be an object"):
-        ServedSetting.from_json(DIVPRUNE, path)
+        parse_setting(DIVPRUNE, path)
 
 
 def test_without_a_setting_nothing_changes(start: Callable[..., Engine], reference: Any) -> None:

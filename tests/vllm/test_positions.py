@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
 
 from tokenprune.errors import UnsupportedSetupError
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.plan import Plan, field_name, runs_of
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.worker.position_notes import PositionNotes, note_v1, note_v2
 from tokenprune.integrations.vllm.worker.positions import (
     DIGITS,
@@ -27,7 +27,6 @@ from tokenprune.integrations.vllm.worker.positions import (
     to_columns,
     within_item,
 )
-from tokenprune.methods.pre_llm.divprune import DivPrune
 
 COLUMNS = 3 * DIGITS
 PAD, STRIDE = 9, 300  # a video's frames are far apart in time: positions beyond what 16-bit floats count
@@ -132,7 +131,7 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
     full, kept_places, features, rows = list(tokens), list(range(first)), [], []
     for text in texts:
         plan = Plan.make(
-            ServedSetting(DivPrune(), keep),
+            parse_setting({"method": "divprune", "keep": keep}),
             runs_of([PAD if c == "#" else ord(c) for c in text], [c == "#" for c in text]),
             per_run,
         )
@@ -193,7 +192,7 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
 
 def one_item() -> tuple[list[int], MultiModalFeatureSpec, torch.Tensor]:
     """Return a prompt of one reduced video, its item, and the item's rows."""
-    plan = Plan.make(ServedSetting(DivPrune(), 0.5), runs_of([PAD] * 8), False)
+    plan = Plan.make(parse_setting({"method": "divprune", "keep": 0.5}), runs_of([PAD] * 8), False)
     feature = MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(1, plan.rows))
     return [20, *plan.reduced(), 50], feature, torch.zeros(plan.rows, COLUMNS + 5)
 
@@ -259,7 +258,9 @@ def test_runs_stand_where_a_walk_over_the_tokens_puts_them(seed: int, per_run: b
     text += "" if "#" in text else "#"
     embeds = [c == "#" for c in text]
     plan = Plan.make(
-        ServedSetting(DivPrune(), 0.5), runs_of([PAD if c == "#" else ord(c) for c in text], embeds), per_run
+        parse_setting({"method": "divprune", "keep": 0.5}),
+        runs_of([PAD if c == "#" else ord(c) for c in text], embeds),
+        per_run,
     )
     assert torch.equal(within_item(rule, plan, item(plan), "video"), by_loop(rule, plan))
 
@@ -278,7 +279,9 @@ def test_a_walk_of_a_long_video_takes_as_many_operations_as_of_a_short_one() -> 
     def plan(frames: int) -> Plan:
         text = ("a" + 4 * "#") * frames
         tokens = [PAD if c == "#" else ord(c) for c in text]
-        return Plan.make(ServedSetting(DivPrune(), 0.5), runs_of(tokens, [c == "#" for c in text]), True)
+        return Plan.make(
+            parse_setting({"method": "divprune", "keep": 0.5}), runs_of(tokens, [c == "#" for c in text]), True
+        )
 
     counts = []
     for frames in (2, 50):

@@ -29,7 +29,7 @@ from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.gateway import answers, profiles
 from tokenprune.integrations.vllm.gateway.choice import lot_of
 from tokenprune.integrations.vllm.settings.callers import CallerError
-from tokenprune.integrations.vllm.settings.servable import PROFILE
+from tokenprune.integrations.vllm.settings.keys import PROFILE
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
 NAME, CHAT = "llava", "/v1/chat/completions"

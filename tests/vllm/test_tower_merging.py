@@ -18,7 +18,8 @@ from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.settings import settings
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import get_cache_key
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune_bench.calibration import Thresholds, calibrate
 
 TOME = {"method": "tome", "keep": 0.5}
@@ -180,15 +181,15 @@ def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp
 def test_the_same_path_with_other_thresholds_is_another_key(thresholds: Any) -> None:
     """Caches may outlive a server; the file may not be the same for the next one."""
     path = thresholds("llava")
-    setting = ServedSetting.from_json({"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(path)})
-    before = setting.cache_key()
-    assert ServedSetting.from_json(setting.to_json()).cache_key() == before
+    setting = parse_setting({"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(path)})
+    before = get_cache_key(setting)
+    assert get_cache_key(parse_setting(setting.to_json())) == before
     assert json.loads(json.dumps(before)) == before
     found = Thresholds.load(path)
     Thresholds(found.values | {0.4: torch.ones(3)}, found.fingerprint, 4).save(path)
-    assert ServedSetting.from_json(setting.to_json()).cache_key() == before  # of this server, for as long as it runs
+    assert get_cache_key(parse_setting(setting.to_json())) == before  # of this server, for as long as it runs
     settings._parsed.cache_clear()  # as another process
-    assert ServedSetting.from_json(setting.to_json()).cache_key() == before
+    assert get_cache_key(parse_setting(setting.to_json())) == before
     settings._file.cache_clear()
     settings._parsed.cache_clear()
-    assert ServedSetting.from_json(setting.to_json()).cache_key() != before
+    assert get_cache_key(parse_setting(setting.to_json())) != before

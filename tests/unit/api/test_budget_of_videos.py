@@ -17,7 +17,7 @@ from session_oracle import recorded
 from tokenprune import Budget, BudgetError, UnsupportedSetupError
 from tokenprune.budgets.video import spread
 from tokenprune.integrations.hf.sequence.segments import Tempo
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune_bench.profiling.kept import counts_after
@@ -305,7 +305,7 @@ def test_omni_tells_the_seconds_by_another_name(build: Any) -> None:
 )
 def test_vllm_takes_none_of_them(keep: dict[str, Any]) -> None:
     with pytest.raises(BudgetError, match="keep must be a number"):
-        ServedSetting.from_json({"method": "divprune", "keep": keep})
+        parse_setting({"method": "divprune", "keep": keep})
 
 
 def test_frames_that_are_joined(build: Any) -> None:

@@ -22,7 +22,7 @@ from tokenprune import BudgetError, OptionError, Setting, UnknownMethodError
 from tokenprune.errors import ConfigError
 from tokenprune.integrations.shared.attachment import attachment_of
 from tokenprune.integrations.vllm.settings import configure
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.models.fingerprint import fingerprint
 from tokenprune_bench.calibration import Thresholds
 from zoo import FAMILIES
@@ -224,7 +224,7 @@ def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 )
 def test_the_plugin_reads_a_setting_the_same_way(setting: dict[str, Any]) -> None:
     """What the vLLM plugin makes of a setting, with nothing left implicit, is the same methods and budgets here."""
-    served = Setting.from_json(ServedSetting.from_json(setting).to_json())
+    served = Setting.from_json(parse_setting(setting).to_json())
     assert served.steps() == Setting.from_json(setting).steps()
 
 

@@ -273,10 +273,10 @@ def test_models_that_encode_in_another_way(build: Callable) -> None:
 
 
 def test_a_setting_does_not_name_it(build: Callable) -> None:
-    from tokenprune.integrations.vllm.settings.settings import ServedSetting
+    from tokenprune.integrations.vllm.settings.parse import parse_setting
 
     setting = {"method": "divprune", "keep": 0.5}
-    for read in (tokenprune.read_config, ServedSetting.from_json):
+    for read in (tokenprune.read_config, parse_setting):
         with pytest.raises(tokenprune.OptionError, match="its encoder cache"):
             read(setting | {"feature_cache": ROOM})
     with tokenprune.patched(build(FAMILIES["llava"]), config=setting, feature_cache=ROOM) as model:

@@ -11,13 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from each import each
+from served_settings import served
 from tokenprune import available_methods, method_info
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.integrations.vllm.settings.configuration import check_spelling, split
+from tokenprune.integrations.vllm.settings.items import OFF, get_cache_key, get_label
 from tokenprune.integrations.vllm.settings.overload import Overload
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.rules import LimitError
 from tokenprune.integrations.vllm.settings.server_config import ProfileError, ServerConfig
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
 SERVER = {"method": "divprune", "keep": 0.25}
@@ -27,9 +29,7 @@ PROFILES = {"fast": {"keep": 0.11}, "ocr": {"off": True}, "small": {"method": "d
 def offer(server: Any = SERVER, **given: Any) -> ServerConfig:
     """As `configure` makes it."""
     layers = [] if server is None else [server]
-    return ServerConfig.from_json(
-        given, ServedSetting.from_json(*layers), lambda profile: ServedSetting.from_json(*layers, profile)
-    )
+    return ServerConfig.from_json(given, parse_setting(*layers), lambda profile: parse_setting(*layers, profile))
 
 
 def test_a_servers_setting_is_split() -> None:
@@ -41,17 +41,15 @@ def test_a_servers_setting_is_split() -> None:
 def test_profiles_stand_over_the_server_and_under_the_request() -> None:
     made = offer(profiles=PROFILES)
     assert made.names == ["fast", "ocr", "small"]
-    assert made.setting() == made.setting({"profile": "default"}) == ServedSetting(DivPrune(), 0.25)
-    assert made.setting({"profile": "fast"}) == ServedSetting(DivPrune(), 0.11)
-    assert made.setting({"profile": "ocr"}) == made.setting({"profile": "fast", "off": True}) == ServedSetting()
-    assert made.setting({"profile": "small"}) == ServedSetting.from_json({"method": "dynres", "keep": 0.5})
-    assert made.setting({"profile": "fast", "method": "pool"}) == ServedSetting.from_json(
-        {"method": "pool", "keep": 0.11}
-    )
-    assert made.setting({"keep": 0.5}) == ServedSetting(DivPrune(), 0.5)
+    assert made.setting() == made.setting({"profile": "default"}) == served(DivPrune(), 0.25)
+    assert made.setting({"profile": "fast"}) == served(DivPrune(), 0.11)
+    assert made.setting({"profile": "ocr"}) == made.setting({"profile": "fast", "off": True}) == OFF
+    assert made.setting({"profile": "small"}) == parse_setting({"method": "dynres", "keep": 0.5})
+    assert made.setting({"profile": "fast", "method": "pool"}) == parse_setting({"method": "pool", "keep": 0.11})
+    assert made.setting({"keep": 0.5}) == served(DivPrune(), 0.5)
     # The same reduction, however it was asked for, has the same key in caches.
-    assert made.setting({"profile": "fast"}).cache_key() == made.setting({"keep": 0.11}).cache_key()
-    assert made.setting({"profile": "fast"}).cache_key() != made.setting().cache_key()
+    assert get_cache_key(made.setting({"profile": "fast"})) == get_cache_key(made.setting({"keep": 0.11}))
+    assert get_cache_key(made.setting({"profile": "fast"})) != get_cache_key(made.setting())
 
 
 def test_layers_give_memory_back_where_a_server_says_so() -> None:
@@ -59,14 +57,14 @@ def test_layers_give_memory_back_where_a_server_says_so() -> None:
     made = offer(inside, experimental_free_kv=True)
     assert made.free_kv and not offer(inside).free_kv and not offer(inside, experimental_free_kv=False).free_kv
     # Which tokens stay is the same, and so are keys in caches; a request has no say in it.
-    assert made.setting() == offer(inside).setting() and made.setting({"off": True}) == ServedSetting()
+    assert made.setting() == offer(inside).setting() and made.setting({"off": True}) == OFF
     with pytest.raises(OptionError, match="experimental_free_kv belongs to the server's setting"):
         made.setting({"experimental_free_kv": False})
 
 
 def test_nothing_is_removed_where_only_profiles_are_named() -> None:
     made = offer(None, profiles={"fast": SERVER})
-    assert made.setting() == ServedSetting() and made.setting({"profile": "fast"}) == ServedSetting(DivPrune(), 0.25)
+    assert made.setting() == OFF and made.setting({"profile": "fast"}) == served(DivPrune(), 0.25)
 
 
 @each("name", ["fsat", "", "FAST", 3, None, ["fast"], {"a": 1}, "x" * 10_000, "\ud800"])
@@ -81,8 +79,8 @@ def test_an_unknown_profile_is_refused(name: Any) -> None:
 
 def test_a_request_is_held_to_the_limits() -> None:
     made = offer(profiles=PROFILES, min_keep=0.1, methods=["divprune", "dynres"])
-    assert made.setting({"keep": 0.1}) == ServedSetting(DivPrune(), 0.1)
-    assert made.setting({"off": True}) == ServedSetting()
+    assert made.setting({"keep": 0.1}) == served(DivPrune(), 0.1)
+    assert made.setting({"off": True}) == OFF
     for asked in ({"keep": 0.09}, {"profile": "fast", "keep": 0.09}, {"method": ["dynres", "divprune"], "keep": 0.3}):
         with pytest.raises(LimitError, match=r"0\.09 is less than this server allows: min_keep is 0\.1"):
             made.setting(asked)
@@ -107,11 +105,11 @@ GOLD = {
 def test_a_profile_has_limits_of_its_own() -> None:
     """Beside the server's: the narrower ones bind, of what stands over this profile alone."""
     made = offer(profiles=GOLD, min_keep=0.1, methods=["divprune", "dynres", "pool"])
-    assert made.setting({"profile": "gold"}) == ServedSetting(DivPrune(), 0.5)
-    assert made.setting({"profile": "floor"}) == made.setting() == ServedSetting(DivPrune(), 0.25)
+    assert made.setting({"profile": "gold"}) == served(DivPrune(), 0.5)
+    assert made.setting({"profile": "floor"}) == made.setting() == served(DivPrune(), 0.25)
     assert made.setting({"profile": "gold", "keep": 0.4, "method": "pool"}).keep == 0.4
     assert made.setting({"keep": 0.15}) == made.setting({"profile": "free", "keep": 0.15})
-    assert made.setting({"profile": "gold", "off": True}) == ServedSetting()
+    assert made.setting({"profile": "gold", "off": True}) == OFF
     for profile, least in (("gold", 0.4), ("floor", 0.2)):
         with pytest.raises(LimitError, match=rf"keep=0\.15 is less than profile '{profile}' allows: .* {least}$"):
             made.setting({"profile": profile, "keep": 0.15})
@@ -124,7 +122,7 @@ def test_a_profile_has_limits_of_its_own() -> None:
             made.setting({"profile": profile, "method": "uniform"})
     with pytest.raises(LimitError, match="profile 'gold' does not allow dynres; allowed are divprune, pool"):
         made.setting({"profile": "gold", "method": "dynres"})
-    assert made.setting({"profile": "floor", "method": "dynres"}).pixels is not None
+    assert made.setting({"profile": "floor", "method": "dynres"}).pixel_method is not None
     with pytest.raises(OptionError, match="min_keep belongs to the server's setting"):
         made.setting({"profile": "gold", "min_keep": 0.1, "keep": 0.15})
 
@@ -209,10 +207,10 @@ def test_metrics_know_few_names() -> None:
     made = offer(profiles=PROFILES)
     asked = [None, {}, {"profile": "fast"}, {"profile": "fast", "keep": 0.5}, {"keep": 0.123456}]
     assert [made.label(one) for one in asked] == ["default", "default", "fast", "request", "request"]
-    assert ServedSetting().label() == ("off", "1")
-    assert ServedSetting.from_json({"method": "pool", "keep": 0.123456}).label() == ("pool", "0.12")
-    assert ServedSetting.from_json({"method": "pool", "keep": 64}).label() == ("pool", "tokens")
-    assert ServedSetting.from_json({"method": ["divprune", "dynres"], "keep": 0.5}).label() == (
+    assert get_label(OFF) == ("off", "1")
+    assert get_label(parse_setting({"method": "pool", "keep": 0.123456})) == ("pool", "0.12")
+    assert get_label(parse_setting({"method": "pool", "keep": 64})) == ("pool", "tokens")
+    assert get_label(parse_setting({"method": ["divprune", "dynres"], "keep": 0.5})) == (
         "dynres+divprune",
         "0.25",
     )
@@ -255,11 +253,11 @@ def test_a_request_gets_a_setting_or_our_error(asked: Any) -> None:
         assert isinstance(error, ValueError)  # which vLLM answers with HTTP 400
         str(error).encode()
         return
-    if setting != ServedSetting():
+    if setting != OFF:
         least = 0.3 if isinstance(asked, dict) and asked.get("profile") == "gold" else 0.1
-        assert setting.share * setting.keep >= least - 1e-4 and isinstance(setting.keep, float)
-        assert {one.name for one in (setting.pixels, setting.method) if one} <= {"divprune", "dynres", "pool"}
-    assert ServedSetting.from_json(json.loads(json.dumps(setting.to_json()))) == setting
+        assert setting.joint_share >= least - 1e-4 and isinstance(setting.budget.keep, float)
+        assert {*setting.names} <= {"divprune", "dynres", "pool"}
+    assert parse_setting(json.loads(json.dumps(setting.to_json()))) == setting
     assert LIMITED.label(asked) in {"default", "request", "gold", *PROFILES}
 
 
@@ -271,4 +269,4 @@ def test_a_server_gets_an_offer_or_our_error(given: Any) -> None:
     except TokenPruneError as error:
         assert isinstance(error, ValueError)
     else:
-        assert made.setting() == ServedSetting(DivPrune(), 0.25)
+        assert made.setting() == served(DivPrune(), 0.25)

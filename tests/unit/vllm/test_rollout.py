@@ -12,8 +12,9 @@ from tests.unit.vllm.test_offer import offer
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.frontend.served import Served
 from tokenprune.integrations.vllm.gateway.choice import Choice, HeldBack, lot_of
+from tokenprune.integrations.vllm.settings.items import OFF
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 PROFILES = {"fast": {"keep": 0.11}, "new": {"keep": 0.5, "rollout": 0.5}, "ocr": {"off": True}}
 
@@ -22,7 +23,7 @@ def full(made: ServerConfig, lot: float, asked: Any = None) -> bool:
     request = Choice(asked or {}, made, made.setting(asked or {}), Served(), lot).resolve({"image": 2})
     assert isinstance(request, HeldBack) == (request.full == "rollout")
     if isinstance(request, HeldBack):
-        assert request.shadow.setting == made.setting(asked or {}) and request.setting.is_off
+        assert request.shadow.setting == made.setting(asked or {}) and request.setting.off
     return request.full is not None
 
 
@@ -45,7 +46,7 @@ def test_the_lot_follows_from_the_id() -> None:
         assert abs(sum(lot < share for lot in lots) / 20_000 - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
     assert all(0 <= lot_of(one) < 1 for one in ("", "\ud800", "x" * 10**6, 3))
     assert len({lot_of(None) for _ in range(9)}) == 9
-    assert len({Choice({}, offer(), ServedSetting(), Served()).lot for _ in range(9)}) == 9
+    assert len({Choice({}, offer(), OFF, Served()).lot for _ in range(9)}) == 9
 
 
 def test_it_is_the_operators_to_say() -> None:
@@ -58,7 +59,7 @@ def test_it_is_the_operators_to_say() -> None:
             offer(rollout=wrong)
         with pytest.raises(OptionError, match=r"profile 'a': .*rollout must be a share in"):
             offer(profiles={"a": {"keep": 0.5, "rollout": wrong}})
-    assert made.setting() == ServedSetting.from_json({"method": "divprune", "keep": 0.25})  # what it is a rollout of
+    assert made.setting() == parse_setting({"method": "divprune", "keep": 0.25})  # what it is a rollout of
 
 
 def test_what_is_done_where_it_fails() -> None:
@@ -68,7 +69,7 @@ def test_what_is_done_where_it_fails() -> None:
 
     def in_full(made: ServerConfig, asked: dict[str, Any]) -> bool:
         instead = Choice(asked, made, made.setting(asked), Served(), 0.5).resolve({"image": 2}).instead
-        assert instead is None or (instead.setting.is_off and instead.full == "failure" and instead.instead is None)
+        assert instead is None or (instead.setting.off and instead.full == "failure" and instead.instead is None)
         return instead is not None
 
     asked = [{}, {"profile": "fast"}, {"profile": "fast", "keep": 0.5}, {"profile": "strict"}, {"profile": "ocr"}]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.settings.servable import KEY
+from tokenprune.integrations.vllm.settings.keys import KEY
 
 UNREACHABLE, NOT_LOADED, NO_SETTING, NOT_REDUCED = 3, 4, 5, 6
 NONE = "none"  # label of a server without a setting, see front/announce.py

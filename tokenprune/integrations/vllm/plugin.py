@@ -69,8 +69,8 @@ def _register_models(whole: bool) -> None:
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
     from tokenprune.integrations.vllm.frontend.of_workers import listen
     from tokenprune.integrations.vllm.settings.configure import configure
+    from tokenprune.integrations.vllm.settings.keys import KEY
     from tokenprune.integrations.vllm.settings.server_config import needs_gateway
-    from tokenprune.integrations.vllm.settings.settings import KEY
 
     kwargs = getattr(model_config.multimodal_config, "mm_processor_kwargs", None) or {}
     _announce()
@@ -158,7 +158,7 @@ def _after_verify(result: Any, params: Any, model_config: Any, *_: Any, **__: An
 
 def _positions_change(result: bool, multimodal_config: Any) -> bool:
     """vLLM's switch for models that bring positions along with their embeddings (`supports_multimodal_pruning`)."""
-    from tokenprune.integrations.vllm.settings.settings import KEY
+    from tokenprune.integrations.vllm.settings.keys import KEY
 
     return result or getattr(multimodal_config, KEY, None) is not None
 

@@ -13,7 +13,9 @@ from tokenprune.integrations.vllm.frontend import metrics
 from tokenprune.integrations.vllm.frontend.request import policy_of
 from tokenprune.integrations.vllm.log import SERVER
 from tokenprune.integrations.vllm.settings.configuration import configured
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.items import get_label
+from tokenprune.integrations.vllm.settings.keys import KEY
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 
 logger = logging.getLogger(SERVER)
 NONE = "none"
@@ -28,11 +30,11 @@ def facts(vllm_config: Any) -> dict[str, str]:
     kinds = ["setting"]  # to look for the others imports vLLM's endpoints
     if (server := configured(model_config)) is not None:
         kinds, said = ["setting", "profiles", "cache"], policy_of(model_config).facts()
-        served = ServedSetting.from_json(server)
-        method, keep = served.label()
-        share = f"{served.whole_keep} tokens" if keep == "tokens" else keep
-        where = " in the language model" if served.in_llm else "" if served.ages is None else BY_AGE
-        setting = "off" if served.is_off else f"{method} {share}{where}"
+        served = parse_setting(server)
+        method, keep = get_label(served)
+        share = f"{served.joint_keep} tokens" if keep == "tokens" else keep
+        where = " in the language model" if served.in_llm else "" if served.budget.ages is None else BY_AGE
+        setting = "off" if served.off else f"{method} {share}{where}"
     hold = [kind for kind in kinds if not compat.missing_hooks(kind)]
     return {
         "version": sys.modules["tokenprune"].__version__,  # an import of it would close a circle

@@ -16,11 +16,12 @@ from vllm.multimodal.processing.processor import PromptUpdateDetails
 from tokenprune.integrations.vllm.frontend.pixels import Shrinker, SmallerImages, kept_units
 from tokenprune.integrations.vllm.settings import towers
 from tokenprune.integrations.vllm.settings.configuration import family_of
+from tokenprune.integrations.vllm.settings.items import count_kept, get_method
 from tokenprune.integrations.vllm.settings.plan import Plan, Run, runs_of
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.integrations.vllm.settings.tower_items import check_tiles, crops
 from tokenprune.models.families import Family
 from tokenprune.selection.sites.encoder import TowerMethod
+from tokenprune.settings import Setting
 
 
 @dataclass
@@ -86,7 +87,7 @@ class PromptItem:
         videos = self.items["video"]
         return videos.get_num_frames(self.index) if isinstance(videos, VideoProcessorItems) else 0
 
-    def plan(self, setting: ServedSetting) -> Plan:
+    def plan(self, setting: Setting) -> Plan:
         """Return the plan by which the model carries a setting out. Raises a TokenPruneError for an item that cannot
         be served under it."""
         acts, family = _act_of(setting), self.model.family
@@ -98,12 +99,12 @@ class PromptItem:
         items = self.items[self.modality]
         return items.full[self.index] if isinstance(items, SmallerImages) else sum(plan.counts)
 
-    def would_keep(self, setting: ServedSetting) -> int:
+    def would_keep(self, setting: Setting) -> int:
         """Return how many visual tokens a setting would leave of an item that is served in full. Raises as `plan`."""
-        if setting.pixels is not None:
+        if setting.pixel_method is not None:
             shrinker = Shrinker(setting, self.model.info, self.kwargs)
             if self.modality != "video":
-                return setting.count(shrinker.tokens(self.items["image"], self.index))
+                return count_kept(setting, shrinker.tokens(self.items["image"], self.index))
             shrinker.check_videos(self.items)
         return sum(self.plan(setting).keep)
 
@@ -113,7 +114,7 @@ class PromptItem:
 
 @dataclass(frozen=True)
 class _AfterTower:
-    setting: ServedSetting
+    setting: Setting
 
     def budgets(self, item: PromptItem) -> int:
         """Return in how many frames, or tiles, an item comes that may have a budget each."""
@@ -127,7 +128,7 @@ class _AfterTower:
 class _Dropping(_AfterTower):
     def budgets(self, item: PromptItem) -> int:
         count = sum(number for _, embed, number in item.text if embed)
-        method = self.setting.acting
+        method = get_method(self.setting)
         assert isinstance(method, TowerMethod)
         return towers.tiles_of(method, item.model.config, count)
 
@@ -150,8 +151,8 @@ class _DroppingByPixels(_Dropping):
         return dataclasses.replace(plan, kept=kept)
 
 
-def _act_of(setting: ServedSetting) -> _AfterTower:
-    if setting.removes_nothing:
+def _act_of(setting: Setting) -> _AfterTower:
+    if setting.keeps_all_tokens:
         return _AfterTower(setting)
     merges, pixels, any_of_them = towers.merges_in_tower, towers.drops_by_pixels, towers.acts_in_tower
     kinds = {_Merging: merges, _DroppingByPixels: pixels, _Dropping: any_of_them}

@@ -17,7 +17,8 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.frontend.of_workers import of_workers
 from tokenprune.integrations.vllm.frontend.served import BY_KEY, NAME, Served, is_of_input
 from tokenprune.integrations.vllm.log import tell
-from tokenprune.integrations.vllm.settings.servable import DEFAULT, REQUEST
+from tokenprune.integrations.vllm.settings.items import get_label, settings_by_age
+from tokenprune.integrations.vllm.settings.keys import DEFAULT, REQUEST
 from tokenprune.integrations.vllm.settings.server_config import get_profile_settings, get_server_config
 
 COUNTERS = {
@@ -95,7 +96,7 @@ def add(model_config: Any, name: str, *labels: str, count: int = 1) -> None:
 
 
 def add_tokens(model_config: Any, name: str, label: tuple[str, str], before: int = 0, after: int = 0) -> None:
-    """Add visual tokens of an item, without and with a setting. label: see `ServedSetting.label`."""
+    """Add visual tokens of an item, without and with a setting. label: see `get_label`."""
     for stage, tokens in (("in", before), ("out", after)):
         add(model_config, name, stage, *label, count=tokens)
 
@@ -120,11 +121,11 @@ def inform(model_config: Any, facts: Mapping[str, str]) -> None:
 def start_at_zero(model_config: Any) -> None:
     """Make the counters of a server with a setting, so that the first request is a rise that an alert can see."""
     for profile, setting in get_profile_settings(model_config).items():
-        for label in {tier.label() for tier in setting.tiers}:
+        for label in {get_label(tier) for _, tier in settings_by_age(setting)}:
             visual(model_config, label, 0, 0)
         for by in (NAME, BY_KEY, *((DEFAULT,) if profile == DEFAULT else ())):
             add(model_config, "requests", profile, by, count=0)
-        for outcome in () if setting.is_off else FAILURES:
+        for outcome in () if setting.off else FAILURES:
             add(model_config, "failures", profile, outcome, count=0)
         if setting.method is not None and not setting.in_llm:
             of_workers().zeros.add((model_config.served_model_name, setting.method.name))

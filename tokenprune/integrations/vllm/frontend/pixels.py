@@ -13,13 +13,13 @@ from torch import Tensor
 from vllm.multimodal.parse import ImageProcessorItems
 from vllm.multimodal.processing import BaseProcessingInfo
 
-from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.shared.resizing import Resizer
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.models.token_counts import Reader, rule_for
 from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.selection.sites.units import UnitDropper
+from tokenprune.settings import Setting
 
 
 class SmallerImages(ImageProcessorItems):
@@ -41,7 +41,7 @@ class Shrinker:
     Raises OptionError if the model, or an image, does not go with the method.
     """
 
-    setting: ServedSetting
+    setting: Setting
     info: BaseProcessingInfo
     kwargs: Mapping[str, object]
 
@@ -104,8 +104,8 @@ class Shrinker:
 
     @property
     def _method(self) -> ResizeMethod:
-        assert isinstance(self.setting.pixels, ResizeMethod)
-        return self.setting.pixels
+        assert self.setting.pixel_method is not None
+        return self.setting.pixel_method
 
     def _patch(self) -> Resizer:
         method, processor = self._method, self.info.get_hf_processor(**self.kwargs)
@@ -118,7 +118,7 @@ class Shrinker:
                 "acts after it, such as pool, uniform or divprune"
             )
         try:
-            return Resizer(method, Budget.from_number(self.setting.share), processor)
+            return Resizer(method, self.setting.pixel_budget, processor)
         except (OptionError, BudgetError):
             raise
         except TokenPruneError as error:
@@ -131,14 +131,14 @@ _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
 def kept_units(
-    setting: ServedSetting, item: Any, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object], count: int
+    setting: Setting, item: Any, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object], count: int
 ) -> tuple[bool, ...]:
     """Return which of the `count` units of an item stay, in the order of its visual tokens.
 
     item: what the model's processor made of it. kwargs: the request's `mm_processor_kwargs`, without ours.
     Raises OptionError for an item that brings embeddings.
     """
-    method, found = setting.acting, item.get(_PIXELS[modality])
+    method, found = get_method(setting), item.get(_PIXELS[modality])
     assert isinstance(method, UnitDropper)
     if found is None or found.data is None:
         raise OptionError(
@@ -156,8 +156,8 @@ def kept_units(
     return tuple(kept.tolist())
 
 
-def _most(setting: ServedSetting, count: int) -> int:
-    return max(1, Budget.from_number(setting.keep).resolve_keep(count))
+def _most(setting: Setting, count: int) -> int:
+    return max(1, setting.budget.resolve_keep(count))
 
 
 def _colours(pixels: Tensor, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object]) -> Tensor:

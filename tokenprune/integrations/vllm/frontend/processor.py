@@ -26,11 +26,11 @@ from tokenprune.integrations.vllm.frontend.pixels import Shrinker
 from tokenprune.integrations.vllm.frontend.request import RequestRun, policy_of
 from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest, selecting
 from tokenprune.integrations.vllm.settings.configuration import configured
+from tokenprune.integrations.vllm.settings.items import OFF, get_label
+from tokenprune.integrations.vllm.settings.keys import KEY, NO_SETTING
 from tokenprune.integrations.vllm.settings.plan import MODALITIES, field_name
 from tokenprune.integrations.vllm.settings.position_checks import longest, original_positions
-from tokenprune.integrations.vllm.settings.servable import NOTHING
 from tokenprune.integrations.vllm.settings.server_config import get_profile_settings
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 
 # How an item is put into the prompt, and the field that says what is written.
 _WRITTEN = {PromptReplacement: "replacement", PromptInsertion: "insertion"}
@@ -53,9 +53,9 @@ class ReducingProcessor(BaseMultiModalProcessor):
         if self._request is not None:
             return super().apply(inputs, *args, **kwargs)
         given = dict(inputs.hf_processor_mm_kwargs)
-        asked = given.pop(KEY, NOTHING)
+        asked = given.pop(KEY, NO_SETTING)
         if configured(self.info.ctx.model_config) is None:
-            if asked is not NOTHING:
+            if asked is not NO_SETTING:
                 raise OptionError(
                     f"this server was not started with a {KEY} setting, so a request cannot change it: start it with "
                     f'--mm-processor-kwargs \'{{"{KEY}": {{"off": true}}}}\' to let requests choose'
@@ -75,14 +75,14 @@ class ReducingProcessor(BaseMultiModalProcessor):
         """Measure the largest item, which a request may ask for with {"off": true}."""
         own = self
         if configured(self.info.ctx.model_config) is not None:
-            own = self.serving(ServedRequest.of(ServedSetting(), mm_counts, Served()))
+            own = self.serving(ServedRequest.of(OFF, mm_counts, Served()))
         return super(ReducingProcessor, own).get_dummy_mm_inputs(mm_counts, *args, **kwargs)
 
     def check_pixels(self) -> None:
         """Raise OptionError if the server's setting or a profile asks for smaller images where they save nothing."""
         model_config = self.info.ctx.model_config
         for setting in () if configured(model_config) is None else get_profile_settings(model_config).values():
-            if setting.pixels is not None:
+            if setting.pixel_method is not None:
                 Shrinker(setting, self.info, {}).check()
 
     # -- the steps of vLLM's `apply`
@@ -104,7 +104,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
         return super()._get_cache_missing_processor_kwargs(inputs, mm_is_cached)
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
-        if self._request is not None and self._request.setting.pixels is not None:
+        if self._request is not None and self._request.setting.pixel_method is not None:
             with selecting(self._request.setting):
                 hf_kwargs = Shrinker(self._request.setting, self.info, hf_kwargs).shrink(mm_items)
         return super()._apply_hf_processor_main(mm_items=mm_items, hf_kwargs=hf_kwargs)
@@ -157,7 +157,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
             select = PromptUpdateDetails.select_token_id
             content = PromptUpdateDetails(text) if plan.is_plain else select(text, plan.placeholder)
         counts = item.before(plan), sum(plan.keep), sum(plan.counts) - sum(plan.keep)
-        label, segments, more = setting.label(), len(plan.counts), request.count(item)
+        label, segments, more = get_label(setting), len(plan.counts), request.count(item)
         return CountedDetails(content.full, content.is_embed, *counts, label, segments, more)
 
     def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> Any:

@@ -20,10 +20,11 @@ from tokenprune.integrations.vllm.frontend.items import CountedDetails
 from tokenprune.integrations.vllm.frontend.served import BY_KEY, Served, ServedRequest, is_of_input, selecting
 from tokenprune.integrations.vllm.log import tell
 from tokenprune.integrations.vllm.settings.configuration import checked, configured, in_llm
+from tokenprune.integrations.vllm.settings.items import get_label, get_method
+from tokenprune.integrations.vllm.settings.keys import DEFAULT, NO_SETTING, REQUEST
+from tokenprune.integrations.vllm.settings.parse import parse_request
 from tokenprune.integrations.vllm.settings.position_checks import check_placeholders
-from tokenprune.integrations.vllm.settings.servable import DEFAULT, NOTHING, REQUEST
 from tokenprune.integrations.vllm.settings.server_config import get_server_config, needs_gateway
-from tokenprune.integrations.vllm.settings.settings import of_request
 from tokenprune.integrations.vllm.settings.tower_items import check_items
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower
 
@@ -50,11 +51,11 @@ class RequestRun:
         """Raise a TokenPruneError for a prompt, or items, that do not go with a setting. No image is read."""
         model, setting = self.processor.of_model, request.setting
         with selecting(setting):
-            if model.family.vllm.mrope and not setting.is_off:
-                reduces = not all(one.removes_nothing for items in request.items.values() for one in items)
+            if model.family.vllm.mrope and not setting.off:
+                reduces = not all(one.keeps_all_tokens for items in request.items.values() for one in items)
                 check_placeholders(self.inputs.prompt, self.counts, model.config, reduces)
             if reads_tower(setting.method) or acts_in_tower(setting.method):
-                check_items(setting.acting, request.items, self.inputs.mm_data_items, model.info)
+                check_items(get_method(setting), request.items, self.inputs.mm_data_items, model.info)
 
     def process(self, request: ServedRequest) -> tuple[Any, list[CountedDetails]]:
         """Return what vLLM makes of a request, and the numbers of each item. Raises a TokenPruneError for one that
@@ -83,7 +84,7 @@ class RequestPolicy:
             return self._resolve(asked, counts, served)
 
     def _resolve(self, asked: Any, counts: Mapping[str, int], served: Served) -> ServedRequest:
-        setting = of_request(configured(self.model_config) or {}, asked)
+        setting = parse_request(configured(self.model_config) or {}, asked)
         served.by, served.profile = (BY_KEY, REQUEST) if asked else (DEFAULT, DEFAULT)
         return ServedRequest.of(checked(setting, self.model_config), counts, served)
 
@@ -116,7 +117,7 @@ class RequestPolicy:
     def observe(self, request: ServedRequest, run: RequestRun, items: list[CountedDetails]) -> None:
         """Write the record of a request that is served, for the answer, and count and log it."""
         served, setting, counts = request.served, request.setting, run.counts
-        served.full, served.method, served.keep = request.full, setting.label()[0], setting.whole_keep
+        served.full, served.method, served.keep = request.full, get_label(setting)[0], setting.joint_keep
         served.images, served.videos = counts.get("image", 0), counts.get("video", 0)
         served.tokens_in, served.tokens_out = sum(one.before for one in items), sum(one.after for one in items)
         for one in items:
@@ -144,7 +145,7 @@ class RequestPolicy:
 _gateway_policy: Callable[[], type[RequestPolicy]]  # set by the plugin when it registers
 
 
-def policy_of(model_config: Any, asked: Any = NOTHING) -> RequestPolicy:
+def policy_of(model_config: Any, asked: Any = NO_SETTING) -> RequestPolicy:
     """Return the policy of a server for a request. asked: the request's value of our key."""
     if not needs_gateway(model_config, asked):
         return RequestPolicy(model_config)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.settings.servable import DEFAULT
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.items import get_cache_key, get_label, settings_of_items
+from tokenprune.integrations.vllm.settings.keys import DEFAULT, KEY
+from tokenprune.settings import Setting
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def is_of_input(error: Exception) -> bool:
 
 
 @contextmanager
-def selecting(setting: ServedSetting) -> Iterator[None]:
+def selecting(setting: Setting) -> Iterator[None]:
     """Turn an error of a method's own code into ours: it is answered with HTTP 400, or by what `on_error` says. The log
     has where it came from."""
     try:
@@ -82,7 +83,7 @@ def selecting(setting: ServedSetting) -> Iterator[None]:
     except TokenPruneError:
         raise
     except Exception as error:
-        name = setting.label()[0]
+        name = get_label(setting)[0]
         logger.warning("%s failed on a request", name, exc_info=error)
         raise MethodError(
             f"{KEY}: {name} failed on this request ({type(error).__name__}): switch it off, "
@@ -99,16 +100,16 @@ class ServedRequest:
     instead: what serves the request where this fails; None: it is refused then.
     """
 
-    setting: ServedSetting
-    items: Mapping[str, tuple[ServedSetting, ...]]
+    setting: Setting
+    items: Mapping[str, tuple[Setting, ...]]
     served: Served
     full: str | None = None
     instead: ServedRequest | None = None
 
     @classmethod
-    def of(cls, setting: ServedSetting, counts: Mapping[str, int], served: Served, **more: Any) -> ServedRequest:
+    def of(cls, setting: Setting, counts: Mapping[str, int], served: Served, **more: Any) -> ServedRequest:
         """Resolve a setting for a request with so many items of each modality."""
-        items = {modality: setting.of_items(modality, count) for modality, count in counts.items()}
+        items = {modality: settings_of_items(setting, modality, count) for modality, count in counts.items()}
         return cls(setting, items, served, **more)
 
     def without_cached(self, cached: Mapping[str, list[bool]]) -> ServedRequest:
@@ -121,7 +122,7 @@ class ServedRequest:
 
     def cache_key(self, modality: str, index: int) -> dict[str, Any]:
         """Return what tells an item under its setting from the same item under others."""
-        return self.items[modality][index].cache_key()
+        return dict(get_cache_key(self.items[modality][index]))
 
     def count(self, item: Any) -> Any:
         """Return what else is counted of a `PromptItem`: nothing, here."""

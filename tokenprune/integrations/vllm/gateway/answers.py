@@ -16,8 +16,8 @@ from typing import Any
 
 from tokenprune.integrations.vllm.compat import HOOKS, is_wrapped, missing_hooks, then
 from tokenprune.integrations.vllm.frontend.served import Served
+from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.integrations.vllm.settings.server_config import HTTP
-from tokenprune.integrations.vllm.settings.settings import KEY
 
 HEADER = "x-tokenprune"
 _Message = MutableMapping[str, Any]

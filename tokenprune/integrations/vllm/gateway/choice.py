@@ -17,10 +17,11 @@ from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest, is_of_input, selecting
+from tokenprune.integrations.vllm.settings.items import OFF, get_label
+from tokenprune.integrations.vllm.settings.keys import DEFAULT, KEY, PROFILE
 from tokenprune.integrations.vllm.settings.rules import FULL
-from tokenprune.integrations.vllm.settings.servable import DEFAULT, PROFILE
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.settings import Setting
 
 ROLLOUT, FAILURE = "rollout", "failure"  # why a request is served in full, though its setting would reduce it
 KEPT, FAILED, INPUT = SHADOWS = ("kept", "failed", "input")  # what a rollout's setting would have done with a request
@@ -40,7 +41,7 @@ class Choice:
 
     asked: Mapping[str, Any]
     server: ServerConfig = field(repr=False)
-    setting: ServedSetting
+    setting: Setting
     served: Served
     lot: float = field(default_factory=random.random)
 
@@ -54,9 +55,9 @@ class Choice:
         leaves it out; and the same where that fails, if its profile says so."""
         self.served.profile = self.server.label(self.asked)
         request = ServedRequest.of(self.setting, counts, self.served)
-        if self.setting.is_off:
+        if self.setting.off:
             return request
-        full = ServedRequest.of(ServedSetting(), counts, self.served, full=FAILURE)
+        full = ServedRequest.of(OFF, counts, self.served, full=FAILURE)
         if self.lot >= self.server.rollout(self.profile):
             return HeldBack(full.setting, full.items, self.served, full=ROLLOUT, shadow=request)
         return dataclasses.replace(request, instead=full) if self.server.on_error(self.profile) == FULL else request
@@ -94,9 +95,9 @@ class HeldBack(ServedRequest):
         setting = self.shadow.items[item.modality][item.index]
         try:
             with selecting(setting):
-                return Shadow(setting.label(), item.would_keep(setting))
+                return Shadow(get_label(setting), item.would_keep(setting))
         except TokenPruneError as error:
-            return Shadow(setting.label(), None, INPUT if is_of_input(error) else FAILED)
+            return Shadow(get_label(setting), None, INPUT if is_of_input(error) else FAILED)
 
     def outcome(self, run: Any, items: Sequence[Any]) -> str:
         """Return one of `SHADOWS` for the whole request. run: its `RequestRun`. items: details of each."""
@@ -118,10 +119,10 @@ def lot_of(given: Any) -> float:
     return int.from_bytes(digest[:6]) / 2**48
 
 
-def check_age(setting: ServedSetting, counts: Mapping[str, int], segments: Iterable[int] = ()) -> None:
+def check_age(setting: Setting, counts: Mapping[str, int], segments: Iterable[int] = ()) -> None:
     """Raise OptionError for a request with videos, of which nothing tells where they stand among its images, and for
     one in which an image has several budgets. counts: of its items, by modality. segments: of each, how many."""
-    if setting.ages is None:
+    if setting.budget.ages is None:
         return
     if counts.get("video"):
         raise OptionError(f"age= counts the images of a request, and this one has videos: {_INSTEAD}")

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune.integrations.vllm.frontend import metrics
+from tokenprune.integrations.vllm.settings.keys import DEFAULT
 from tokenprune.integrations.vllm.settings.overload import Overload, StepInForce
-from tokenprune.integrations.vllm.settings.servable import DEFAULT
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig, get_server_config
 
 _PREFIX, _SUFFIX = "tokenprune-in-flight-", ".count"  # prometheus_client reads *.db there

@@ -14,7 +14,8 @@ from tokenprune.integrations.vllm.frontend.served import BY_KEY, CALLER, LOAD, S
 from tokenprune.integrations.vllm.gateway.answers import attached
 from tokenprune.integrations.vllm.gateway.choice import KEPT, SHADOWS, Choice, HeldBack, check_age
 from tokenprune.integrations.vllm.settings.configuration import checked
-from tokenprune.integrations.vllm.settings.servable import DEFAULT, PROFILE
+from tokenprune.integrations.vllm.settings.items import get_label, settings_by_age
+from tokenprune.integrations.vllm.settings.keys import DEFAULT, PROFILE
 from tokenprune.integrations.vllm.settings.server_config import (
     find_server_config,
     get_profile_settings,
@@ -45,8 +46,9 @@ class ServePolicy(RequestPolicy):
 
     def observe(self, request: ServedRequest, run: RequestRun, items: list[CountedDetails]) -> None:
         served, setting = request.served, request.setting
-        if setting.ages is not None:
-            served.aged = sum(one != setting.tiers[0] for one in request.items.get("image", ()))
+        if setting.budget.ages is not None:
+            (_, newest), *_ = settings_by_age(setting)
+            served.aged = sum(one != newest for one in request.items.get("image", ()))
         if isinstance(request, HeldBack):
             outcome = request.outcome(run, items)
             metrics.add(self.model_config, "shadow_requests", served.profile, outcome)
@@ -69,9 +71,9 @@ class ServePolicy(RequestPolicy):
         for profile, by in (*((one, LOAD) for one in under_load), *((one, CALLER) for one in own)):
             metrics.add(self.model_config, "requests", profile, by, count=0)
         for profile, setting in get_profile_settings(self.model_config).items():
-            if server.rollout(profile) == 1 or setting.is_off:
+            if server.rollout(profile) == 1 or setting.off:
                 continue
             for outcome in SHADOWS:
                 metrics.add(self.model_config, "shadow_requests", profile, outcome, count=0)
-            for label in {tier.label() for tier in setting.tiers}:
+            for label in {get_label(tier) for _, tier in settings_by_age(setting)}:
                 metrics.add_tokens(self.model_config, "shadow_tokens", label)

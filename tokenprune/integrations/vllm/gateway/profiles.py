@@ -27,9 +27,8 @@ from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad
 from tokenprune.integrations.vllm.gateway.policy import ServePolicy
 from tokenprune.integrations.vllm.log import clean_id
 from tokenprune.integrations.vllm.settings.configuration import checked, configured
-from tokenprune.integrations.vllm.settings.servable import DEFAULT, PROFILE
+from tokenprune.integrations.vllm.settings.keys import DEFAULT, KEY, PROFILE
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig, find_server_config
-from tokenprune.integrations.vllm.settings.settings import KEY
 
 logger = logging.getLogger(__name__)
 _LOAD = f"{KEY}_load"

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.in_llm.layout import Held, pieces_of, plans_of
-from tokenprune.integrations.vllm.settings.servable import FREE_KV
+from tokenprune.integrations.vllm.settings.keys import FREE_KV
 
 # Gaps in the table of the request for which the prefix cache is being searched: vLLM asks a class, without a request.
 _gaps: ContextVar[frozenset[int]] = ContextVar("gaps", default=frozenset())

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
+from tokenprune.integrations.vllm.settings.items import count_requested
 from tokenprune.integrations.vllm.settings.plan import Plan
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.settings import Setting
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class VisualPiece:
         return len(self.places) - self.keep
 
 
-def kept(setting: ServedSetting, count: int, block: int | None) -> int:
+def kept(setting: Setting, count: int, block: int | None) -> int:
     """Return how many of `count` visual tokens go on after the cut.
 
     block: size of the blocks of which an item loses whole ones, or None to keep exactly what the setting asks for. At
@@ -51,7 +52,7 @@ def kept(setting: ServedSetting, count: int, block: int | None) -> int:
     """
     if setting.method is None:
         return count
-    wanted = setting.wanted(count)
+    wanted = count_requested(setting, count)
     if block is None:
         return wanted
     return count - block * max(0, min((count - wanted) // block, count // block - 1))

@@ -16,6 +16,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.compat import wrap
 from tokenprune.integrations.vllm.in_llm.layout import Share, StepLayout, VisualPiece, lay_out, pieces_of, plans_of
 from tokenprune.integrations.vllm.in_llm.reducer import DecoderPass, Reducer, RequestCut, grids_of
+from tokenprune.integrations.vllm.settings.items import count_requested
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +97,14 @@ class InLLM:
         pieces = pieces_of(items, block)
         for piece in pieces:
             setting, count = items[piece.item][0].setting, len(piece.places)
-            if self._warned or piece.drop or setting.method is None or setting.wanted(count) == count:
+            if self._warned or piece.drop or setting.method is None or count_requested(setting, count) == count:
                 continue
             self._warned = True
             logger.warning(
                 "tokenprune keeps all %d tokens of an image where %d were asked for: with prefix caching only whole "
                 "blocks of the KV cache (%s tokens) are left out, and at least one stays. Use a smaller --block-size, "
                 "or --no-enable-prefix-caching",
-                *(count, setting.wanted(count), block),
+                *(count, count_requested(setting, count), block),
             )
         return pieces
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenprune.errors import OptionError, short
 from tokenprune.integrations.vllm.settings.configuration import check_key
-from tokenprune.integrations.vllm.settings.servable import KEY
+from tokenprune.integrations.vllm.settings.keys import KEY
 
 API_KEY = "authorization"  # the header of an API key, `Bearer KEY`
 _NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,64}", re.ASCII)

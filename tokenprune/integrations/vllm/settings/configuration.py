@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server's own setting: found when vLLM makes its ModelConfig, checked there, and kept beside its config.
 
-`server_config.py` reads the keys beside the reduction, `BESIDE`.
+`server_config.py` reads the keys beside the reduction, `SERVER_KEYS`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError, short
 from tokenprune.integrations.shared import checks
-from tokenprune.integrations.vllm.settings.servable import BESIDE
-from tokenprune.integrations.vllm.settings.settings import IN_LLM, KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.keys import KEY, SERVER_KEYS
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower, check_tower
 from tokenprune.methods.registry import available_methods, method_info
 from tokenprune.models.families import SERVED, Family
 from tokenprune.selection.observable import Backend
-from tokenprune.settings import SCOPE
+from tokenprune.settings import IN_LLM, SCOPE, Setting
 
 logger = logging.getLogger(__name__)
 GIVEN = f"{KEY}_given"  # the layers of the setting, and the keys beside them, as they were given
@@ -48,7 +47,7 @@ def family_of(model_config: Any) -> Family:
     return SERVED[architecture]
 
 
-def check_model(setting: ServedSetting, model_config: Any) -> None:
+def check_model(setting: Setting, model_config: Any) -> None:
     """Raise UnsupportedSetupError or OptionError for a method that this model cannot be served with."""
     if setting.method is None:
         return
@@ -58,7 +57,7 @@ def check_model(setting: ServedSetting, model_config: Any) -> None:
         check_tower(setting, model_config)
 
 
-def checked(setting: ServedSetting, model_config: Any) -> ServedSetting:
+def checked(setting: Setting, model_config: Any) -> Setting:
     """Return a request's setting. Raises a TokenPruneError that is a ValueError for one that this model cannot be
     served with: the server goes on, and the client reads why."""
     try:
@@ -69,17 +68,21 @@ def checked(setting: ServedSetting, model_config: Any) -> ServedSetting:
 
 
 def split(layer: Any) -> tuple[Any, dict[str, Any]]:
-    """Split a server's setting into the reduction, None if it names none, and the keys of `BESIDE`."""
-    if not isinstance(layer, Mapping) or not set(layer) & set(BESIDE):
+    """Split a server's setting into the reduction, None if it names none, and the keys of `SERVER_KEYS`."""
+    if not isinstance(layer, Mapping) or not set(layer) & set(SERVER_KEYS):
         return layer, {}
-    rest = {key: value for key, value in layer.items() if key not in BESIDE}
-    return rest or None, {key: value for key, value in layer.items() if key in BESIDE}
+    rest = {key: value for key, value in layer.items() if key not in SERVER_KEYS}
+    return rest or None, {key: value for key, value in layer.items() if key in SERVER_KEYS}
 
 
 def check_spelling(layer: Any) -> None:
     """Raise OptionError for a key of a server's setting that resembles one of ours and is no option of any method."""
     for key in layer if isinstance(layer, Mapping) else ():
-        if isinstance(key, str) and key not in SCOPE and (close := difflib.get_close_matches(key, BESIDE, 1, 0.75)):
+        if (
+            isinstance(key, str)
+            and key not in SCOPE
+            and (close := difflib.get_close_matches(key, SERVER_KEYS, 1, 0.75))
+        ):
             options = (option for name in available_methods() for option in method_info(name).options)
             if key not in options:
                 raise OptionError(f"{KEY} has no key {short(key)}: did you mean {close[0]!r}?")

@@ -9,9 +9,11 @@ from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.integrations.vllm.settings.configuration import GIVEN, check_model, check_spelling, family_of, split
+from tokenprune.integrations.vllm.settings.keys import KEY
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.position_checks import arrange
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig, set_server_config
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.settings import Setting
 from tokenprune.settings.saved import read_config
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ def configure(model_config: Any) -> None:
             f"video_pruning_rate and {KEY} both prune videos: leave one of them out "
             f'({{"{KEY}": {{"off": true}}}} needs no video_pruning_rate either)'
         )
-    arrange(config.positions, model_config, family, setting.in_llm)
+    arrange(config.positions, model_config, family, bool(setting.in_llm))
     # Not in mm_processor_kwargs any more: a model's own processor does not know the key.
     multimodal.mm_processor_kwargs = kwargs or None
     setattr(multimodal, KEY, setting.to_json())
@@ -70,11 +72,11 @@ def configure(model_config: Any) -> None:
     set_server_config(model_config, config)
 
 
-def reader(model_config: Any, layers: list[Any]) -> Callable[..., ServedSetting]:
+def reader(model_config: Any, layers: list[Any]) -> Callable[..., Setting]:
     """Return a function that makes the setting of a server, or of one of its profiles over it, of these layers."""
 
-    def whole(*profile: Any) -> ServedSetting:
-        setting = ServedSetting.from_json(*layers, *(_read(layer, model_config) for layer in profile))
+    def whole(*profile: Any) -> Setting:
+        setting = parse_setting(*layers, *(_read(layer, model_config) for layer in profile))
         check_model(setting, model_config)
         return setting
 

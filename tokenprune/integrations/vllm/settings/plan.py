@@ -17,10 +17,13 @@ from cachetools import LRUCache, cached
 from torch import Tensor
 
 from tokenprune.errors import OptionError, PlaceholderMismatchError
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.items import count_kept, get_method
+from tokenprune.integrations.vllm.settings.keys import KEY
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower
 from tokenprune.selection.frames import frame_counts, tokens_per_frame
 from tokenprune.selection.observable_registry import compares_frames
+from tokenprune.settings import Setting
 
 # Items of these modalities lose tokens; others (audio) do not.
 MODALITIES = ("image", "video")
@@ -64,7 +67,7 @@ class Plan:
              a frame to them.
     """
 
-    setting: ServedSetting
+    setting: Setting
     text: tuple[Run, ...]
     per_run: bool
     frames: int = 1
@@ -129,7 +132,7 @@ class Plan:
     def keep(self) -> list[int]:
         if self.kept is not None:
             return [int(piece.sum()) for piece in self.mask.split(self.counts)]
-        return [self.setting.count(count) for count in self.counts]
+        return [count_kept(self.setting, count) for count in self.counts]
 
     @cached_property
     def mask(self) -> Tensor:
@@ -221,7 +224,7 @@ class Plan:
         return plan
 
     @staticmethod
-    def make(setting: ServedSetting, text: tuple[Run, ...], per_run: bool, frames: int = 1, behind: int = 0) -> Plan:
+    def make(setting: Setting, text: tuple[Run, ...], per_run: bool, frames: int = 1, behind: int = 0) -> Plan:
         """Make the plan of an item. frames: number of frames of a video; 1 for an image. behind: tokens that follow the
         last frame. Raises OptionError if the setting needs the frames' tokens and these cannot be determined."""
         whole = Plan(setting, text, per_run)
@@ -239,19 +242,19 @@ class Plan:
         return dataclasses.replace(whole, per_run=False, frames=frames)
 
     def _compared(self, frames: int, behind: int) -> Plan:
-        count = sum(self.runs)
+        count, method = sum(self.runs), get_method(self.setting)
         if tokens_per_frame(count, frames, behind) is None:
             raise OptionError(
-                f"{self.setting.acting.name} compares the frames of a video, and the {count} tokens of this one do not "
+                f"{method.name} compares the frames of a video, and the {count} tokens of this one do not "
                 f"split into {frames} frames: let the processor sample no frames of its own, or use a method that "
                 "compares none, such as divprune"
             )
         return dataclasses.replace(self, frames=frames)
 
 
-def _by_frame(setting: ServedSetting) -> bool:
+def _by_frame(setting: Setting) -> bool:
     """Return True if every frame of a video has a budget of its own."""
-    return not setting.removes_nothing and (setting.per == "frame" or acts_in_tower(setting.method))
+    return not setting.keeps_all_tokens and (setting.per == "frame" or acts_in_tower(setting.method))
 
 
 def _size(plan: Plan) -> int:
@@ -270,5 +273,7 @@ def _decode(data: bytes) -> Plan:
     kept = content.get("kept")
     if kept is not None:
         kept = tuple(bool(stays) for stays, length in kept for _ in range(length))
-    setting = dataclasses.replace(ServedSetting.from_json(content["setting"]), bounds=tuple(content.get("bounds", ())))
+    setting = parse_setting(content["setting"])
+    if "bounds" in content:
+        setting = dataclasses.replace(setting, bounds=tuple(content["bounds"]))
     return Plan(setting, text, content["per_run"], content["frames"], kept)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.settings.servable import KEY
+from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.models.families import ROPE_DECODERS, Family
 from tokenprune.settings import IN_LLM
 

@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError, short
 from tokenprune.integrations.vllm.settings.configuration import check_key
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.items import settings_by_age
+from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.methods.registry import method_class
+from tokenprune.settings import Setting
 
 REFUSE, FULL = "refuse", "full"  # values of `on_error`
 _MOST = 32  # methods
@@ -55,22 +56,22 @@ class Rules:
             on_error=_on_error(given["on_error"]) if "on_error" in given else None,
         )
 
-    def check(self, setting: ServedSetting) -> None:
+    def check(self, setting: Setting) -> None:
         """Raise LimitError for a setting beyond `min_keep` and `methods`."""
-        used = [step.name for step in (setting.pixels, setting.method) if step is not None]
-        for name in used:
+        for name in setting.names:
             if self.methods is not None and name not in self.methods:
                 raise LimitError(f"{KEY}: {self.whose} does not allow {name}; allowed are {', '.join(self.methods)}")
-        if self.min_keep is None or not used:
+        if self.min_keep is None or setting.off:
             return
-        for number, tier in enumerate(setting.tiers):
-            of_age = "" if setting.ages is None else f" of an image of age {setting.ages.tiers[number][0]}"
-            if isinstance(tier.whole_keep, int):
+        for age, tier in settings_by_age(setting):
+            of_age = "" if setting.budget.ages is None else f" of an image of age {age}"
+            keep = tier.joint_keep
+            if isinstance(keep, int):
                 raise LimitError(
                     f"{KEY}: the limit of {self.whose} is a share, min_keep={self.min_keep}, so keep{of_age} must be a "
-                    f"share too, not {tier.whole_keep} tokens"
+                    f"share too, not {keep} tokens"
                 )
-            share = math.prod((tier.share, tier.keep, *tier.bounds))
+            share = tier.joint_share
             if share < self.min_keep * (1 - 1e-9):
                 raise LimitError(
                     f"{KEY}: keep={share:g}{of_age} is less than {self.whose} allows: min_keep is {self.min_keep}"

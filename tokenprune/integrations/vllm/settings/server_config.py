@@ -18,20 +18,22 @@ from tokenprune.errors import ConfigError, OptionError, TokenPruneError, short
 from tokenprune.integrations.vllm.log import SERVER
 from tokenprune.integrations.vllm.settings.callers import CallerError, Callers
 from tokenprune.integrations.vllm.settings.configuration import check_key, configured, split
-from tokenprune.integrations.vllm.settings.overload import Overload
-from tokenprune.integrations.vllm.settings.rules import REFUSE, Rules
-from tokenprune.integrations.vllm.settings.servable import (
-    ADD_ON,
-    BESIDE,
+from tokenprune.integrations.vllm.settings.keys import (
     DEFAULT,
     FREE_KV,
-    NOTHING,
+    GATEWAY_KEYS,
+    KEY,
+    NO_SETTING,
     PROFILE,
     REQUEST,
     RULES,
+    SERVER_KEYS,
 )
-from tokenprune.integrations.vllm.settings.settings import IN_LLM, KEY, ServedSetting, check_override, of_request
+from tokenprune.integrations.vllm.settings.overload import Overload
+from tokenprune.integrations.vllm.settings.parse import check_override, parse_request, parse_setting
+from tokenprune.integrations.vllm.settings.rules import REFUSE, Rules
 from tokenprune.selection.files import File
+from tokenprune.settings import IN_LLM, Setting
 from tokenprune.settings.json_values import plain
 
 logger = logging.getLogger(SERVER)
@@ -41,7 +43,7 @@ HTTP = "vllm.entrypoints.launchers.app"  # imported in the process of a server
 SERVER_CONFIG = f"{KEY}_server"  # attribute of a multimodal config
 _LEFT = f"{KEY}_left"
 RELOAD = "reload"  # the key that names a file
-RELOADED = tuple(key for key in ADD_ON if key != RELOAD)  # may stand there, and change while the server runs
+RELOADED = tuple(key for key in GATEWAY_KEYS if key != RELOAD)  # may stand there, and change while the server runs
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _MOST = 32  # profiles
 _LARGEST = 2**20  # bytes of the file of `reload`
@@ -55,7 +57,7 @@ class ProfileError(OptionError):
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Profiles, rules and options of a server: the keys `BESIDE` of its configuration.
+    """Profiles, rules and options of a server: the keys `SERVER_KEYS` of its configuration.
 
     profiles:     whole settings by name, the server's own as "default".
     rules:        of the server, as "default", and of each profile that has its own.
@@ -80,13 +82,11 @@ class ServerConfig:
     uses_gateway: bool = False
 
     @classmethod
-    def from_json(
-        cls, given: Mapping[str, Any], server: ServedSetting, read: Callable[[Any], ServedSetting]
-    ) -> ServerConfig:
+    def from_json(cls, given: Mapping[str, Any], server: Setting, read: Callable[[Any], Setting]) -> ServerConfig:
         """Read the keys beside the setting of a server, and check them.
 
         Args:
-            given: The keys, those of `BESIDE`.
+            given: The keys, those of `SERVER_KEYS`.
             server: The server's own setting.
             read: Function that makes a whole setting of a profile, which is merged onto the server's own.
 
@@ -94,7 +94,7 @@ class ServerConfig:
             OptionError: If a key is invalid.
         """
         log, free_kv, positions = _read_engine_keys(given, server)
-        uses_gateway = bool(set(given) & set(ADD_ON)) or server.ages is not None
+        uses_gateway = bool(set(given) & set(GATEWAY_KEYS)) or server.budget.ages is not None
         given = with_file(plain(given, KEY))
         profiles = given.get("profiles", {})
         check_key(isinstance(profiles, dict), "profiles", 'an object of settings by name, {"fast": {"keep": 0.1}}')
@@ -143,19 +143,19 @@ class ServerConfig:
         there = f"it has {', '.join(self.names)}" if self.names else "it names none"
         raise ProfileError(f"{KEY}: this server has no profile {short(name)}; {there}, and {DEFAULT}")
 
-    def setting(self, asked: Any = NOTHING) -> ServedSetting:
+    def setting(self, asked: Any = NO_SETTING) -> Setting:
         """Return the setting in force for a request. asked: the request's value of our key.
 
         Raises ProfileError, LimitError, OptionError, UnknownMethodError or BudgetError, which are ValueErrors.
         """
         if not isinstance(asked, Mapping):
-            return ServedSetting.from_json(asked, trusted=False)  # raises
+            return parse_setting(asked, trusted=False)  # raises
         profile = asked.get(PROFILE, DEFAULT)
         server = self.profile(profile)
-        if own := sorted(set(asked) & set(BESIDE)):
+        if own := sorted(set(asked) & set(SERVER_KEYS)):
             raise OptionError(f"{KEY}: {', '.join(own)} belongs to the server's setting, not to a request")
         rest = {key: value for key, value in asked.items() if key != PROFILE}
-        setting = of_request(server, rest)
+        setting = parse_request(server, rest)
         if rest:
             self.check(setting, profile)
         return setting
@@ -166,7 +166,7 @@ class ServerConfig:
             return DEFAULT
         return asked[PROFILE] if set(asked) == {PROFILE} else REQUEST
 
-    def check(self, setting: ServedSetting, profile: str = DEFAULT) -> None:
+    def check(self, setting: Setting, profile: str = DEFAULT) -> None:
         """Raise LimitError for a setting beyond the server's limits or those of a profile, over which it stands."""
         for name in dict.fromkeys((DEFAULT, profile)):
             if name in self.rules:
@@ -191,7 +191,7 @@ class ServerConfig:
         return "; ".join(lines + ([] if self.callers is None else [self.callers.said()]))
 
 
-def _read_engine_keys(given: Mapping[str, Any], server: ServedSetting) -> tuple[bool, bool, str | None]:
+def _read_engine_keys(given: Mapping[str, Any], server: Setting) -> tuple[bool, bool, str | None]:
     """Return the values of `log`, `experimental_free_kv` and `positions`; raises OptionError."""
     log, free_kv, positions = given.get("log"), given.get(FREE_KV, False), given.get("positions")
     check_key("log" not in given or log == "json", "log", f'"json", or left out, not {short(log)}')
@@ -240,13 +240,13 @@ def set_server_config(model_config: Any, config: ServerConfig) -> None:
     setattr(model_config.multimodal_config, SERVER_CONFIG, config)
 
 
-def get_profile_settings(model_config: Any) -> dict[str, ServedSetting]:
+def get_profile_settings(model_config: Any) -> dict[str, Setting]:
     """Return the settings of requests that write no setting of their own, by profile."""
     profiles = get_server_config(model_config).profiles
-    return {name: ServedSetting.from_json(setting) for name, setting in profiles.items()}
+    return {name: parse_setting(setting) for name, setting in profiles.items()}
 
 
-def needs_gateway(model_config: Any, asked: Any = NOTHING) -> bool:
+def needs_gateway(model_config: Any, asked: Any = NO_SETTING) -> bool:
     """Return True if `gateway` acts on a server with a setting, or on a request to it. asked: the request's value of
     our key."""
     if HTTP in sys.modules or get_server_config(model_config).uses_gateway or not isinstance(asked, Mapping):
@@ -254,7 +254,7 @@ def needs_gateway(model_config: Any, asked: Any = NOTHING) -> bool:
     keep = asked.get("keep")
     budgets = keep if isinstance(keep, list | tuple) else [keep]  # of a stack, one for each method
     by_age = any(isinstance(budget, Mapping) and "age" in budget for budget in budgets)
-    return by_age or bool(set(asked) & {PROFILE, *BESIDE})
+    return by_age or bool(set(asked) & {PROFILE, *SERVER_KEYS})
 
 
 @dataclass

@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
-from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
 from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, newline_number, numbered
 from tokenprune.integrations.shared.towers.tile_goals import Goal, goals_of, parts_of_tiles
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import count_kept, get_method
 from tokenprune.integrations.vllm.settings.towers import merges_in_tower, served_tower
 from tokenprune.models.families import SERVED, family_of_config
 from tokenprune.selection.method import Method
 from tokenprune.selection.observable_registry import compares_frames
 from tokenprune.selection.sites.encoder import EncoderMethod
+from tokenprune.settings import Setting
 
 _HOST = torch.device("cpu")
 
 
-def check_items(method: Method, settings: Mapping[str, Sequence[ServedSetting]], items: Any, info: Any) -> None:
+def check_items(method: Method, settings: Mapping[str, Sequence[Setting]], items: Any, info: Any) -> None:
     """Raise OptionError if an item's tokens cannot be traced to patches, or if fewer would be kept than a method that
     traces them needs.
 
@@ -65,10 +65,10 @@ def check_items(method: Method, settings: Mapping[str, Sequence[ServedSetting]],
                 tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)
                 newlines = _newlines(info, size.height, size.width, method)
             setting = settings[modality][index]
-            keep = setting.count(tokens)
+            keep = count_kept(setting, tokens)
             _check(
                 keep == tokens or keep > newlines,
-                f"keep={setting.whole_keep} leaves {keep} tokens of this {modality} of {tokens}, of which {newlines} "
+                f"keep={setting.joint_keep} leaves {keep} tokens of this {modality} of {tokens}, of which {newlines} "
                 f"are newlines; {method.name} needs one more at least",
             )
 
@@ -125,18 +125,18 @@ def pack(cls: Any, config: Any, size: Any, tiles: int, tokens: int, device: torc
     return PackedFeatures([merge(stand_in, size, numbers, strategy="spatial_unpad", **more)], tokens)
 
 
-def goals_of_image(packed: PackedFeatures, tiles: int, left: int, setting: ServedSetting, config: Any) -> list[Goal]:
+def goals_of_image(packed: PackedFeatures, tiles: int, left: int, setting: Setting, config: Any) -> list[Goal]:
     """Return the goal of each tile of an image of which `left` tokens are to be left. Raises BudgetError where the
     newlines leave a tile nothing."""
-    method = setting.acting
+    method = get_method(setting)
     assert isinstance(method, EncoderMethod)
-    asked = f"{method.name}: keep={json.dumps(setting.keep)}"
+    asked = f"{method.name}: keep={json.dumps(setting.budget.keep)}"
     return goals_of(packed, packed.images[0], tiles, left, served_tower(method, config).read, asked)
 
 
-def check_tiles(setting: ServedSetting, info: Any, item: Any, left: int) -> None:
+def check_tiles(setting: Setting, info: Any, item: Any, left: int) -> None:
     """Raise BudgetError if merging in the tower cannot leave `left` tokens of an image. item: its fields."""
-    model_config, method = info.ctx.model_config, setting.acting
+    model_config, method = info.ctx.model_config, get_method(setting)
     assert isinstance(method, EncoderMethod)
     config, tower = model_config.hf_config, served_tower(method, model_config.hf_config)
     # The model stands beside its processor.
@@ -144,4 +144,4 @@ def check_tiles(setting: ServedSetting, info: Any, item: Any, left: int) -> None
     tiles = len(item["pixel_values"].data)
     packed = pack(cls, config, item["image_sizes"].data, tiles, tower.patches)
     goals = goals_of_image(packed, tiles, left, setting, config)
-    parts_of_tiles(goals, tower, partial(method.plan, Budget.from_number(setting.keep)))
+    parts_of_tiles(goals, tower, partial(method.plan, setting.budget))

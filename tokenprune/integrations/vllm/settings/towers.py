@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
 from tokenprune.integrations.shared.towers.patch_grid import patches_of
@@ -74,18 +73,18 @@ def check_tower(setting: Any, model_config: Any) -> None:
     method, config = setting.method, model_config.hf_config
     check_whole(method, model_config)
     if isinstance(method, UnitDropper):
-        method.is_identity(Budget.from_number(setting.keep))
+        method.is_identity(setting.budget)
         whole = depth_of(config.vision_config)
         method.checked_block(
             whole if family_of_config(config).tower_rows == "all images" else served_tower(method, config).read
         )
     elif isinstance(method, EncoderMethod):
-        if not setting.removes_nothing:
+        if not setting.keeps_all_tokens:
             tower = served_tower(method, config)
             method.check_served(
                 row_of(config).merging or "", str(model_config.dtype).removeprefix("torch."), tower.blocks
             )
-            method.plan(Budget.from_number(setting.keep), tower)
+            method.plan(setting.budget, tower)
     else:
         _check_blocks(method, config)
 
@@ -160,10 +159,10 @@ def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: boo
     tokens of a video. counts: visual tokens of an image, or of each frame of a video."""
     if not packs(config):
         return  # all images are alike, and looked at when the server starts
-    if video and isinstance(setting.keep, int):
+    if video and isinstance(setting.budget.keep, int):
         raise OptionError(
             f"{setting.method.name} merges within each frame of a video: keep must be a share, as 0.5, not "
-            f"{setting.keep} tokens"
+            f"{setting.budget.keep} tokens"
         )
     for count in set(counts):
-        setting.method.plan(Budget.from_number(setting.keep), served_tower(setting.method, config).of(count))
+        setting.method.plan(setting.budget, served_tower(setting.method, config).of(count))

@@ -19,6 +19,7 @@ from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.shared.towers.patch_grid import image_grid
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
 from tokenprune.integrations.vllm.settings.configuration import check_engine, configured, in_llm
+from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.integrations.vllm.settings.plan import MODALITIES, Plan, field_name
 from tokenprune.integrations.vllm.settings.position_checks import original_positions
 from tokenprune.integrations.vllm.settings.towers import is_known
@@ -111,8 +112,8 @@ class ReducingModel(_Model):
                 reduced += map(self._whole, rows)
                 continue
             size = {"modality": modality, "tokens_in": sum(plan.counts), "tokens_out": sum(plan.keep)}
-            logs = [{"keep": plan.setting.whole_keep} | request | size for request in requests]
-            with self.tokenprune_clock.timing(plan.setting.acting.name, rows[0].device, *logs):
+            logs = [{"keep": plan.setting.joint_keep} | request | size for request in requests]
+            with self.tokenprune_clock.timing(get_method(plan.setting).name, rows[0].device, *logs):
                 together = rows[0] if len(rows) == 1 else torch.cat(rows)
                 reduced += self._reduce(plan, together, modality, item, shapes, result)
         return reduced

@@ -27,9 +27,9 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.utils import copy_mm_embedding_modality, get_mm_features_in_window
 
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedModelError
+from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.settings.position_checks import longest
-from tokenprune.integrations.vllm.settings.settings import KEY
 from tokenprune.integrations.vllm.worker.position_notes import ItemNotes, missing_note
 from tokenprune.kernels.transfer import to_device
 

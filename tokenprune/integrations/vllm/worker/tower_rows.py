@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.budgets import Budget
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, first_of_group
@@ -28,6 +27,7 @@ from tokenprune.integrations.shared.towers.reducer import TowerReducer
 from tokenprune.integrations.shared.towers.rows import RowLayout, TileLayout
 from tokenprune.integrations.shared.towers.run import Block
 from tokenprune.integrations.shared.towers.tile_goals import Goal
+from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.settings.tower_items import crops, goals_of_image, pack
 from tokenprune.integrations.vllm.settings.towers import heads_of, merges_in_tower, served_tower, units_of
@@ -57,7 +57,7 @@ def _treatment(plan: Plan) -> Any:
     if merging(plan) or (drops and plan.kept is None):
         return plan.setting.to_json()
     late = drops and isinstance(method, UnitDropper) and type(method).block is not UnitDropper.block
-    return plan.setting.acting if late else drops  # else at the first block, whatever chose
+    return get_method(plan.setting) if late else drops  # else at the first block, whatever chose
 
 
 def merging(plan: Plan) -> bool:
@@ -80,7 +80,7 @@ class ServedRowTower(Attachable):
         self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
         norm, scale = _NAMES.get(tower_kind(model.config) or "", ("layer_norm2", ""))
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
-        budget, shape = Budget.from_number(plans[0].setting.keep), served_tower(method, model.config)
+        budget, shape = plans[0].setting.budget, served_tower(method, model.config)
         squares = units_of(model.config)
         self.packed: list[tuple[int, PackedFeatures]] = []  # number of tiles and packing of each image
         if crops(model.config) and not isinstance(method, UnitDropper):

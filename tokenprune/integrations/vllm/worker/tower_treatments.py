@@ -15,6 +15,7 @@ from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.shared.towers.tower_scores import Encoded
 from tokenprune.integrations.shared.towers.tower_scores import Seen as BlockScores
+from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.worker.tower import TowerReader
 from tokenprune.integrations.vllm.worker.tower_packed import ServedPackedTower, dropping_plan
@@ -120,7 +121,7 @@ def tower_treatment(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any]
     kwargs: arguments of `embed_multimodal`.
     """
     if plans and (merging(plans[0]) or dropping_plan(plans[0])):
-        method = plans[0].setting.method if merging(plans[0]) else plans[0].setting.acting
+        method = plans[0].setting.method if merging(plans[0]) else get_method(plans[0].setting)
         assert isinstance(method, TowerMethod)
         if model.tokenprune_family.tower_rows == "all images":
             return ReducedTower(plans, ServedPackedTower(model, method, plans))
