@@ -323,7 +323,7 @@ def test_no_architecture_is_both_served_and_refused() -> None:
 
 def test_nothing_else_imports_vllm() -> None:
     modules = ["tokenprune", "tokenprune.cli", "tokenprune.integrations.hf.engine.engine"]
-    names = ("settings.settings", "settings.plan", "selection.before_llm", "plugin", "worker.runner")
+    names = ("settings.parse", "settings.plan", "selection.before_llm", "plugin", "worker.runner")
     modules += [f"tokenprune.integrations.vllm.{name}" for name in names]
     code = f"import sys; sys.modules['vllm'] = None; import {', '.join(modules)}; tokenprune.available_methods()"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
