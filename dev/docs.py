@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describe methods, observables and families in tables: for the site, which dev/mkdocs_hooks.py puts together, the
-head of each method's page, the index of methods, the list of observables and what vLLM serves; and in docs/families.md
-the families.
+head of each method's page, the index of methods, the list of observables and what vLLM serves; and in
+docs/reference/families.md the families.
 
 python dev/docs.py            # rewrite the table of families
 python dev/docs.py --check    # exit with 1 where it is not what this would write (the test suite checks the same)
@@ -31,7 +31,7 @@ from tokenprune.selection.options import in_words, option_types
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
 COMPARISON = FOLDER.parent.parent / "benchmarks/tokenprune_bench/tuning/for_comparison.json"
-FAMILIES = FOLDER.parent / "families.md"
+FAMILIES = FOLDER.parent / "reference/families.md"
 SITES = {
     "PRE_ENCODER": "on pixels, before the vision tower",
     "IN_ENCODER": "inside the vision tower",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated table of docs/recipes/documents.md: methods on drawn pages of a thousand tokens, beside the unpatched
+"""The generated table of docs/results/documents.md: methods on drawn pages of a thousand tokens, beside the unpatched
 model; dev/readme.py puts it there."""
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def pages() -> str:
     lost = _below_floors(header["kinds"], whole, found)
     about = (
         f"{header['model'].partition(' ')[0]}, {header['questions']} questions about {header['prompts']} "
-        "[prompts](../video-bench.md#documents) of 1,024 to 1,280 tokens; unpatched "
+        "[prompts](docs/results/video.md#documents) of 1,024 to 1,280 tokens; unpatched "
         f"{_cell(whole, text)} ({by_layout}). It was trained on 784 tokens at most, so any way to fewer "
         "may help: gains say little of larger models. Cells: % right/of text alone, points beside "
         "unpatched±95 % of prompts. "
         f"Most right: {', '.join(f'{_named(name)} at {keep:g}' for keep, name in best.items())}"
         f"{fewer and f'; `pixelprune` keeps {fewer}, all that does not repeat'}. "
-        f"Methods that lose more than {100 * LIMIT:.0f} points of words or digits at [the guard's floor](../guard.md) "
-        f"for text: {', '.join(lost) or 'none'}. By "
+        f"Methods that lose more than {100 * LIMIT:.0f} points of words or digits at "
+        f"[the guard's floor](docs/guides/guard.md) for text: {', '.join(lost) or 'none'}. By "
         f"`python benchmarks/experiments/pages.py`; [raw data](../../{FILE.relative_to(ROOT)})."
     )
     return "\n".join([about, "", *lines])

@@ -75,8 +75,8 @@ def headline(up: str = "") -> str:
     name = _model(results)
     note = (
         f"`{name}`, {ABOUT[name]}; {whole.questions} held-out questions, 95 % intervals, on {_threads(unpatched)}, "
-        f"vision tower included. `random` has {chance}. [How far to trust these numbers]({up}docs/trust.md); "
-        f"[measure yours]({up}docs/bench.md). [Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
+        f"vision tower included. `random` has {chance}. [How far to trust these numbers]({up}docs/results/trust.md); "
+        f"[measure yours]({up}docs/measure/bench.md). [Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
     )
     return "\n\n".join(["\n".join(lines), note, gpu_page.short(up)])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the table of docs/guide/gpu.md and that of README, from rows of an H200; dev/readme.py calls this."""
+"""Write the table of docs/guides/gpu.md and that of README, from rows of an H200; dev/readme.py calls this."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _answers() -> list[Line]:
 
 
 def table() -> str:
-    """Return the table of docs/guide/gpu.md."""
+    """Return the table of docs/guides/gpu.md."""
     header, found = rows.read(FOLDER / "i_graphs.jsonl")
     static = next(row["static_ms"] for row in found if row["method"] == "none" and "static_ms" in row)
     shown = ["| | all tokens | `divprune` | gain |", "|---|---:|---:|---:|"]
@@ -100,7 +100,7 @@ def table() -> str:
         "called eager), bfloat16, random weights of LLaVA-1.5-7B's and LLaVA-NeXT-7B's decoder where no more is said. "
         "Eager times at batch 1 differ by up to twice between runs: the host decides. With a static cache, whose steps "
         f"transformers compiles, the unpatched answer takes {static:.0f} ms. "
-        "[All tables](../performance.md#on-a-gpu); raw data: `benchmarks/results/nvidia-h200`."
+        "[All tables](docs/results/speed.md#on-a-gpu); raw data: `benchmarks/results/nvidia-h200`."
     )
     return "\n".join(shown) + f"\n\n{note}"
 
@@ -121,7 +121,7 @@ def short(up: str = "") -> str:
     note = (
         f"At batch 1 a short prompt is {_faster(eager)} without `graphs=True`, which replays CUDA graphs; "
         f"vLLM's first token is {_faster(first)}: "
-        f"[what to expect on a GPU]({up}docs/guide/gpu.md)."
+        f"[what to expect on a GPU]({up}docs/guides/gpu.md)."
     )
     return "\n".join(shown) + f"\n\n{note}"
 

@@ -4,7 +4,8 @@
 python dev/house.py                # print the table, circles, imports that point upward, and sizes beside their limits
 python dev/house.py --root DIR     # the same of another checkout
 
-The site shows the table in docs/architecture.md (dev/mkdocs_hooks.py). Nothing is imported: imports are read from the
+The site shows the table in docs/extend/architecture.md (dev/mkdocs_hooks.py). Nothing is imported: imports are read
+from the
 code, wherever they stand in a file, but under `if TYPE_CHECKING`, which never runs. A circle is a set of files (or
 folders) each of which reaches the others by imports; files that lie in a distribution's own folder, or beside the
 folders that a contract of `[tool.importlinter]` in pyproject.toml names, count as folders of their own there. Upward is

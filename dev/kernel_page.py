@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/kernels.md, from benchmarks/results; dev/readme.py writes them."""
+"""The generated parts of docs/results/kernels.md, from benchmarks/results; dev/readme.py writes them."""
 
 from __future__ import annotations
 

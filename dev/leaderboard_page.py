@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of docs/leaderboard.md, from our runs in benchmarks/results and experiments/leaderboard/entries.
+"""Write the tables of docs/measure/leaderboard.md, from our runs in benchmarks/results and
+experiments/leaderboard/entries.
 
 python dev/leaderboard_page.py            # rewrite the page, after a run, a new entry or a new method
 python dev/leaderboard_page.py --check    # exit with 1 where the page is not what this would write
@@ -24,12 +25,12 @@ from tokenprune_bench.leaderboard.entry import LeaderboardEntry, Line, entry_of
 from tokenprune_bench.results import read_records
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs/leaderboard.md"
+PAGE = ROOT / "docs/measure/leaderboard.md"
 ENTRIES = ROOT / "benchmarks/experiments/leaderboard/entries"
 RESULTS = ROOT / "benchmarks/results"
 OURS = ("all_methods-demo_smol.jsonl",)
-SHOWN = 0.25  # of our own runs; docs/all-methods.md has the other keeps
-# The published budget, of 576 tokens, that comes nearest to a share; see docs/all-methods.md.
+SHOWN = 0.25  # of our own runs; docs/results/all-methods.md has the other keeps
+# The published budget, of 576 tokens, that comes nearest to a share; see docs/results/all-methods.md.
 PUBLISHED = {0.25: 128, 0.11: 64}
 COLUMNS = (
     "method", "model", "keep", "right, %", "lost", "tokens, %", "first token", "KV, %", "papers' rank", "acts",

@@ -17,7 +17,7 @@ import docs  # noqa: E402
 
 KEPT = ROOT / "docs/images/kept"
 RESULTS = ROOT / "benchmarks/results"
-IMAGES, VIDEOS = ROOT / "docs/all-methods.md", RESULTS / "bench_videos.jsonl"
+IMAGES, VIDEOS = ROOT / "docs/results/all-methods.md", RESULTS / "bench_videos.jsonl"
 BASELINES = {"rnd": "random", "uni": "uniform", "down": "downsample"}  # the marks of the table of all methods
 
 
@@ -65,7 +65,7 @@ def row(name: str) -> str:
         missed = {title: _not_beaten(cell) for title, cell in cells.items()}
         said = [f"Not shown to beat {', '.join(names)} {title}." for title, names in missed.items() if names]
         note = " ".join(
-            [f"Measured with `{model}`, tokens averaged over layers ([all methods](../all-methods.md)).", *said]
+            [f"Measured with `{model}`, tokens averaged over layers ([all methods](../results/all-methods.md)).", *said]
         )
         return f"{_table(titles, values)}\n\n{note}"
     found = _right(VIDEOS)
@@ -74,9 +74,8 @@ def row(name: str) -> str:
         return ""
     titles = ["questions about drawn videos right", "all tokens", *(f"{keep:.0%} of the tokens" for keep in keeps)]
     cells = [f"`{name}`", f"{found['unpatched', 1.0]:.0%}", *(f"{found[name, keep]:.0%}" for keep in keeps)]
-    return (
-        f"{_table(titles, cells)}\n\nMeasured with `demo_video`, a small model that ships: [videos](../video-bench.md)."
-    )
+    note = "Measured with `demo_video`, a small model that ships: [videos](../results/video.md)."
+    return f"{_table(titles, cells)}\n\n{note}"
 
 
 def _table(titles: list[str], cells: list[str]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/performance.md, from benchmarks/results/<device>; dev/readme.py writes them."""
+"""The generated parts of docs/results/speed.md, from benchmarks/results/<device>; dev/readme.py writes them."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import sys
@@ -23,7 +24,6 @@ import gpu_page  # noqa: E402
 import kernel_page  # noqa: E402
 import landing_page  # noqa: E402
 import performance  # noqa: E402
-import recipe_numbers  # noqa: E402
 import recover_page  # noqa: E402
 import restore_page  # noqa: E402
 import rows  # noqa: E402
@@ -180,7 +180,7 @@ def documents() -> str:
         parts.append("\n".join(lines))
     setting = (
         f"{header['model']}, {header['questions']} questions about {header['documents']} drawn documents of "
-        "288 to 448 pixels a side ([how they are drawn](../video-bench.md#documents)); it was not trained on them, "
+        "288 to 448 pixels a side ([how they are drawn](docs/results/video.md#documents)); it was not trained on them, "
         "nor with tokens dropped. Every other method keeps of each image as many tokens as `pixelprune`; averages over "
         "images and layers. ▼: worse than that (McNemar's exact test, one-sided, 5 %)."
     )
@@ -209,9 +209,22 @@ def main() -> None:
 def generated() -> dict[Path, str]:
     """Return what each page with generated parts must hold."""
     return {
-        ROOT / page: _filled((ROOT / page).read_text(), {name: make() for name, make in parts.items()})
+        ROOT / page: _filled((ROOT / page).read_text(), {name: rebase(make(), page) for name, make in parts.items()})
         for page, parts in PAGES.items()
     }
+
+
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:)(?:\.\./)*([^)#\s]+)")
+
+
+def rebase(text: str, page: str) -> str:
+    """Rewrite links relative to the repository root, or to docs/, as links relative to `page`."""
+
+    def relative(match: re.Match[str]) -> str:
+        target = next((base for base in (ROOT, ROOT / "docs") if (base / match[1]).exists()), None)
+        return match[0] if target is None else os.path.relpath(target / match[1], (ROOT / page).parent)
+
+    return LINK.sub(relative, text)
 
 
 def _filled(page: str, parts: dict[str, str]) -> str:
@@ -227,34 +240,31 @@ PAGES = {
         "headline": front_page.headline,
         "choice": front_page.choice,
     },
-    "docs/guide/which-method.md": {"which": which_method.tables},
-    "docs/advice-evidence.md": {"evidence": which_method.pieces, "rule": which_method.rule},
-    "docs/serving.md": {"choice": which_method.served, "serving": serving_page.serving},
-    "docs/serving-in-full.md": serving_page.IN_FULL,
+    "docs/start/choose.md": {"which": which_method.tables},
+    "docs/results/advice.md": {"evidence": which_method.pieces, "rule": which_method.rule},
+    "docs/serving/start.md": {"choice": which_method.served, "serving": serving_page.serving},
+    "docs/serving/reference.md": serving_page.IN_FULL,
     "docs/index.md": {
         "landing": landing_page.landing,
         "headline": landing_page.headline,
         "gallery": landing_page.gallery,
     },
-    "docs/recipes/documents.md": {"pages": document_pages.pages},
-    "docs/recipes/chat.md": {"chat-recipe": recipe_numbers.chat},
-    "docs/recipes/long-video.md": {"video-recipe": recipe_numbers.video},
-    "docs/recipes/vllm-profiles.md": {"vllm-recipe": recipe_numbers.served},
-    "docs/guide/gpu.md": {"expect": gpu_page.table},
-    "docs/guide/recover.md": {"recover": recover_page.recover, "sft": recover_page.sft},
+    "docs/results/documents.md": {"pages": document_pages.pages},
+    "docs/guides/gpu.md": {"expect": gpu_page.table},
+    "docs/guides/training.md": {"recover": recover_page.recover, "sft": recover_page.sft},
     "docs/methods/earlytom.md": {"video-tower": video_tower},
     "docs/methods/pixelprune.md": {"documents": documents},
     "docs/methods/restore.md": {"restore-gain": restore_page.gain},
-    "docs/guide/budgets.md": {"shared-budget": shared_budget_page.shares},
+    "docs/guides/budgets.md": {"shared-budget": shared_budget_page.shares},
     "docs/methods/towerdrop.md": {"tower-blocks": tower_page.blocks},
-    "docs/profile.md": {"first-token": tower_page.first_token, "processor": tower_page.processor},
-    "docs/sessions.md": {"attend": attend},
-    "docs/video-bench.md": {
+    "docs/guides/profiling.md": {"first-token": tower_page.first_token, "processor": tower_page.processor},
+    "docs/guides/chats.md": {"attend": attend},
+    "docs/results/video.md": {
         "videos": accuracy_pages.videos,
         "few": accuracy_pages.few,
         "views": accuracy_pages.views,
     },
-    "docs/performance.md": {
+    "docs/results/speed.md": {
         "efficiency": performance.efficiency,
         "mixed": performance.mixed,
         "scaling": performance.scaling,
@@ -262,12 +272,12 @@ PAGES = {
         "memory": performance.memory,
         "gpu": performance.gpu,
     },
-    "docs/kernels.md": {
+    "docs/results/kernels.md": {
         "compiled": kernel_page.compiled,
         "kernels-measured": kernel_page.measured,
     },
-    "docs/trust.md": {"trust-kinds": trust_page.kinds, "trust-order": trust_page.order},
-    "docs/benchmark.md": {
+    "docs/results/trust.md": {"trust-kinds": trust_page.kinds, "trust-order": trust_page.order},
+    "docs/results/accuracy.md": {
         "summary": accuracy_pages.summary,
         "losers": losers,
         "encoder": encoder,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/guide/recover.md, from the raw files of experiments/recover.py and recover_sft.py;
+"""The generated parts of docs/guides/training.md, from the raw files of experiments/recover.py and recover_sft.py;
 dev/readme.py writes them."""
 
 from __future__ import annotations

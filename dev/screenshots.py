@@ -21,9 +21,9 @@ from typing import Any
 
 PAGES = (
     "index.html",
-    "guide/quickstart.html",
-    "guide/which-method.html",
-    "guide/gpu.html",
+    "start/quickstart.html",
+    "start/choose.html",
+    "guides/gpu.html",
     "serving.html",
     "retrieval.html",
     "methods/index.html",

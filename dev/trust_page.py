@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/trust.md, from the committed raw files; dev/readme.py writes them."""
+"""The generated parts of docs/results/trust.md, from the committed raw files; dev/readme.py writes them."""
 
 from __future__ import annotations
 

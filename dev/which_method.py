@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated parts of docs/guide/which-method.md, docs/serving.md and docs/advice-evidence.md.
+"""Generated parts of docs/start/choose.md, docs/serving/start.md and docs/results/advice.md.
 
 dev/readme.py writes them from the table of advice and its evidence."""
 

@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # The way from the front page to a server, in the order of the navigation (mkdocs.yml); the pages of methods follow it.
 PATH = (
     "index.md",
-    "guide/install.md",
-    "guide/quickstart.md",
-    "guide/which-method.md",
-    "bench.md",
-    "tune.md",
-    "serving.md",
+    "start/install.md",
+    "start/quickstart.md",
+    "start/choose.md",
+    "measure/bench.md",
+    "measure/tune.md",
+    "serving/start.md",
 )
 
 

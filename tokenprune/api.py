@@ -74,10 +74,10 @@ def patch(
     {"method": "fastv", "keep": {"average_tokens": 192}}, in place of method, keep and options. On another model than it
     was tuned on, a warning is logged.
     feature_cache: bytes, on the tower's device, that encoded images may take, so that further questions about an image
-    do not encode it again (docs/guide/feature-cache.md). None: nothing is kept.
+    do not encode it again (docs/guides/chats.md). None: nothing is kept.
     max_visual_tokens: the most tokens of an image, ahead of the tower and of the methods: `downsample` with a number.
     graphs:    True, or a `tokenprune.graphs.Graphs`: replay the decoder's prefill as CUDA graphs where a call fits them
-    (docs/guide/gpu.md); with keep=1.0 the unpruned model's.
+    (docs/guides/gpu.md); with keep=1.0 the unpruned model's.
     options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s
     instead.
 

@@ -67,7 +67,7 @@ class Removal:
 
 @dataclass
 class Guarded:
-    """The guard's findings on one row of the batch (docs/guard.md).
+    """The guard's findings on one row of the batch (docs/guides/guard.md).
 
     row:     its number.
     image: how much its images look like text, 0 to 1, the most of them; None: they were not looked at.
@@ -90,7 +90,7 @@ class Guarded:
 
 @dataclass(frozen=True)
 class GraphCounts:
-    """Prefills of `patch(..., graphs=...)` since the model was patched (docs/guide/gpu.md).
+    """Prefills of `patch(..., graphs=...)` since the model was patched (docs/guides/gpu.md).
 
     hits:     prefills that were replayed. misses: those that ran without a graph, by reason.
     captured: graphs that were made. bytes: what those take that are kept.
@@ -104,7 +104,7 @@ class GraphCounts:
 
 @dataclass(frozen=True)
 class FeatureCacheCounts:
-    """Hits and misses of `patch(..., feature_cache=...)` since the model was patched (docs/guide/feature-cache.md).
+    """Hits and misses of `patch(..., feature_cache=...)` since the model was patched (docs/guides/chats.md).
 
     hits:      images that were found; where images cannot be distinguished, calls of the encoder.
     misses:    those that the vision tower had to encode.

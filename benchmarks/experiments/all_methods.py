@@ -37,7 +37,7 @@ from tokenprune_bench.suite import Bench, BenchPlan
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
-PAGE = ROOT / "docs/all-methods.md"
+PAGE = ROOT / "docs/results/all-methods.md"
 ENOUGH = 3  # settings, below which nothing is said of a method as a whole
 COMPARISON = ROOT / "benchmarks/tokenprune_bench/tuning/for_comparison.json"
 BASELINES = {"random": "rnd", "uniform": "uni", "downsample": "down"}
@@ -145,7 +145,7 @@ def ask(
 
 @app.command()
 def page(check: Annotated[bool, typer.Option("--check", help="Exit with 1 where it is not current.")] = False) -> None:
-    """Rewrite the generated part of docs/all-methods.md, and for_comparison.json."""
+    """Rewrite the generated part of docs/results/all-methods.md, and for_comparison.json."""
     made = {PAGE: written(PAGE.read_text()), COMPARISON: for_comparison()}
     if check:
         raise typer.Exit(int(any(path.read_text() != text for path, text in made.items())))

@@ -2,7 +2,7 @@
 """Drafts on fewer visual tokens, on a model that ships: how many are accepted, and how often the target runs.
 
     python benchmarks/experiments/assisted.py                      # demo_qwen, its held-out questions
-    python benchmarks/experiments/assisted.py --page               # write the table into docs/guide/drafts.md
+    python benchmarks/experiments/assisted.py --page               # write the table into docs/guides/drafts.md
 
 The shipped models answer in one word. So two things are measured: how often the draft's word is the target's, which is
 the acceptance of a word that the image decides, and, with the model kept from ending its answer, what assisted
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/assisted.jsonl")
-    parser.add_argument("--page", action="store_true", help="write the table of --json into docs/guide/drafts.md")
+    parser.add_argument("--page", action="store_true", help="write the table of --json into docs/guides/drafts.md")
     args = parser.parse_args()
     path, console = args.json or results_path(torch.device(args.device), "assisted"), Console(width=200)
     if args.page:

@@ -6,7 +6,7 @@
 
 qwen: Qwen2.5-VL with random weights, every width an eighth of the 7 B model's, all 32 blocks of its tower with their
 windows, and `--layers` of the decoder's 28, 14 by default, so that the tower takes about half of the unpatched first
-token, as it does on an H200 (docs/guide/gpu.md). One image of 1,024 visual tokens and 64 of text around it.
+token, as it does on an H200 (docs/guides/gpu.md). One image of 1,024 visual tokens and 64 of text around it.
 
 internvl: InternVL3-2B with random weights, every width an eighth, all 24 blocks and 28 layers; four tiles, 1,024 visual
 tokens. Of the 2 B model's FLOPs the tower has 49 %, and by `tokenprune.cost` 69 % of the time on an H200.

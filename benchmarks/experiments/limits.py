@@ -2,7 +2,7 @@
 """What share of a prefill is the vision tower's, and what pruning can give at most: closed forms of well-known models.
 
     python benchmarks/experiments/limits.py           # print the table
-    python benchmarks/experiments/limits.py --page    # write it into docs/profile.md
+    python benchmarks/experiments/limits.py --page    # write it into docs/guides/profiling.md
 
 From the sizes in the published configs, which stand below: no weights and no hub. One image and 64 tokens of text.
 `tokenprune profile --config-only` prints the same of any model.
@@ -178,7 +178,7 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write the table into docs/profile.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/guides/profiling.md")
     if not parser.parse_args().page:
         print(table())
         return

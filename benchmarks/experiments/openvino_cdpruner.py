@@ -3,7 +3,7 @@
 
     pip install openvino-genai
     python benchmarks/experiments/openvino_cdpruner.py           # measure, into results/openvino_cdpruner.jsonl
-    python benchmarks/experiments/openvino_cdpruner.py --page    # write the table into docs/guide/openvino.md
+    python benchmarks/experiments/openvino_cdpruner.py --page    # write the table into docs/serving/other-servers.md
 
 The shipped Qwen2.5-VL is exported (openvino_export.py) and asked its held-out questions by both engines, in float32.
 Which tokens VLMPipeline keeps it does not tell; here its language model is exchanged for one that answers with the

@@ -4,9 +4,10 @@
     python benchmarks/experiments/papers_table.py commands            # the exact commands of lmms-eval
     python benchmarks/experiments/papers_table.py run --out results   # run them, and go on where an earlier run stopped
     python benchmarks/experiments/papers_table.py table results       # your numbers beside the published ones
-    python experiments/papers_table.py page                # rewrite docs/papers.md and a part of docs/guide/budgets.md
+    python experiments/papers_table.py page                # rewrite docs/results/papers.md and a part of
+    docs/guides/budgets.md
 
-It needs weights and a GPU; docs/papers.md says what is compared with what.
+It needs weights and a GPU; docs/results/papers.md says what is compared with what.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from papers.settings import Setting
 from tokenprune.cli.common import ErrorGroup, get_console
 from tokenprune.errors import TokenPruneError
 
-PAGE = Path(__file__).parents[2] / "docs/papers.md"
+PAGE = Path(__file__).parents[2] / "docs/results/papers.md"
 BUDGET_PAGE = PAGE.parent / "guide/budgets.md"
 
 app = typer.Typer(
@@ -167,7 +168,7 @@ def table(
 
 @app.command()
 def page(check: Annotated[bool, typer.Option("--check", help="Exit with 1 where it is not current.")] = False) -> None:
-    """Rewrite the generated parts of docs/papers.md and docs/guide/budgets.md."""
+    """Rewrite the generated parts of docs/results/papers.md and docs/guides/budgets.md."""
     pages = {PAGE: written, BUDGET_PAGE: budgets_written}
     stale = {path: text for path, write in pages.items() if (text := write(path.read_text())) != path.read_text()}
     if check:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed-ups that papers print beside ours on a GPU: docs/peers.md, from the tables of benchmarks/experiments/gpu.
+"""Speed-ups that papers print beside ours on a GPU: docs/results/peers.md, from the tables of
+benchmarks/experiments/gpu.
 
     python benchmarks/experiments/peers.py --page
 
@@ -100,7 +101,7 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write the tables into docs/peers.md")
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/results/peers.md")
     if parser.parse_args().page:
         fill_page(PAGE, BEGIN, END, page())
     else:

@@ -3,7 +3,7 @@
 forms at the size of 7B models, and measured on the model that ships, with its right answers.
 
     python benchmarks/experiments/quantization.py          # measure (minutes; needs bitsandbytes and optimum-quanto)
-    python benchmarks/experiments/quantization.py --page   # write the tables into docs/quantization.md
+    python benchmarks/experiments/quantization.py --page   # write the tables into docs/guides/caches.md
 
 Closed forms: matrices of the decoder, embeddings and head by `DecoderShape`; of quantized numbers the scales count.
 Vision tower, activations and what an allocator wastes are left out.
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=16, help="of the held-out set, each with its questions")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/cpu/quantization.jsonl")
-    parser.add_argument("--page", action="store_true", help="write the tables into docs/quantization.md")
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/guides/caches.md")
     args = parser.parse_args()
     path = args.json or results_path(torch.device("cpu"), "quantization")
     if args.page:

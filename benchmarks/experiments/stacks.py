@@ -5,7 +5,7 @@ than so many points lost, on the native-resolution model that ships.
     TOKENPRUNE_EMOJI=emoji.npz python experiments/stacks.py --images 70   # fresh images, 448 x 448: 784 visual tokens
     python experiments/stacks.py --images 0                              # those of the held-out set that are so large
     python experiments/stacks.py --retime                                # take the times of the found settings anew
-    python experiments/stacks.py --page                                  # write the table into docs/tune-in-full.md
+    python experiments/stacks.py --page                                  # write the table into docs/measure/tune.md
 
 (experiments/training/qwen/README.md says how emoji.npz is made.) The tuner searches among single methods and stacks, as
 `tokenprune tune --objective ttft` does. Then, of each group (downsample, single methods, stacks), the setting that
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20260303)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/stacks.jsonl")
-    parser.add_argument("--page", action="store_true", help="write the table of --json into docs/tune-in-full.md")
+    parser.add_argument("--page", action="store_true", help="write the table of --json into docs/measure/tune.md")
     args = parser.parse_args()
     path, console = args.json or results_path(torch.device(args.device), "stacks"), Console(width=200)
     if args.page:

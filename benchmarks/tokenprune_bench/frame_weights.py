@@ -26,7 +26,7 @@ def frame_weights(model: Any, *, layers: Sequence[int] | None = None, **inputs: 
     once over the prompt and generates nothing. The attention of the last token to a video is averaged over heads, over
     the tokens of each frame, and over layers.
 
-    model:  an unpatched model of transformers whose frames are known (docs/guide/video.md), such as a small one of the
+    model:  an unpatched model of transformers whose frames are known (docs/guides/video.md), such as a small one of the
             family.
     layers: indices of decoder layers, at least 1; None: the last third.
     inputs: the model's arguments, as its processor makes them.

@@ -159,11 +159,11 @@ def certainty(logits: tuple[Tensor, ...]) -> tuple[float, float]:
 
 def any_detailed(processor: Any, images: Any) -> bool:
     """Return True if one of the images looks like text, or has as much detail as the sharpest tenth of photographs."""
-    from tokenprune.methods.pixels.dynres import look
+    from tokenprune.methods.pixels.dynres import measure_detail
     from tokenprune.models.token_counts import image_processor_of
     from tokenprune.selection.images import InputImage, collect
 
     given = image_processor_of(processor).fetch_images(images)
     found, _ = collect(given, lambda image, prompt, companions: InputImage(image))
-    looks = [look(one.grey) for one in found]
+    looks = [measure_detail(one.grey) for one in found]
     return any(text or detail >= _SHARP for detail, text in looks)

@@ -49,7 +49,7 @@ class Reply:
 
 
 class VllmEngine(Protocol):
-    """vLLM, wherever it runs. setting: what stands under "tokenprune" in a request (docs/serving.md).
+    """vLLM, wherever it runs. setting: what stands under "tokenprune" in a request (docs/serving/start.md).
 
     config: the model's, as transformers reads it; None where it is not at hand. number_bytes: of a number in the KV
     cache.

@@ -122,11 +122,11 @@ def test_a_tuned_configuration(tmp_path: Any) -> None:
 
 
 def test_the_recipes_lines_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of docs/recipes/lmms-eval.md: options of lmms-eval, tasks and bases of it, arguments of ours."""
+    """Those of docs/measure/lmms-eval.md: options of lmms-eval, tasks and bases of it, arguments of ours."""
     from lmms_eval.__main__ import parse_eval_args
     from lmms_eval.tasks import TaskManager
 
-    page = (Path(__file__).parents[2] / "docs/recipes/lmms-eval.md").read_text().replace("\\\n", " ")
+    page = (Path(__file__).parents[2] / "docs/measure/lmms-eval.md").read_text().replace("\\\n", " ")
     lines = re.findall(r"^python -m (lmms_eval .*)$", page, re.MULTILINE)
     tasks = set(TaskManager().all_tasks)
     kept = []

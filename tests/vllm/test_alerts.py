@@ -242,7 +242,7 @@ def test_a_server_without_a_setting_is_off(folder: Any, tmp_path: Path) -> None:
 def test_each_rule_is_tested_and_has_its_place_in_the_runbook() -> None:
     assert [rule["alert"] for rule in RULES] == ["TokenprunePluginOff", *CASES]
     assert CHECKPOINTS[NAME].prompt(1).startswith(ENDS)
-    page = (FILE.parent.parent / "docs/runbook.md").read_text()
+    page = (FILE.parent.parent / "docs/serving/runbook.md").read_text()
     heads = {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in re.findall(r"^## (.+)$", page, re.M)}
     for rule in RULES:
         file, _, anchor = rule["annotations"]["runbook_url"].partition("#")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped model, as docs/serving-in-full.md says to serve it where there is no GPU."""
+"""The shipped model, as docs/serving/reference.md says to serve it where there is no GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokenprune_demo import MODELS
 from tokenprune_demo.heldout import FOLDER
 
 MODEL = MODELS["demo_qwen"]
-DOCS = Path(__file__).resolve().parents[2] / "docs/serving-in-full.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs/serving/reference.md"
 
 
 def documented() -> tuple[dict[str, str], list[str]]:

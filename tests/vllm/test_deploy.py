@@ -199,11 +199,11 @@ def test_the_servers_command_starts(folder: Any) -> None:
 
 
 def test_the_recipes_server_starts(folder: Any) -> None:
-    """The command of docs/recipes/vllm-profiles.md, as far."""
+    """The command of docs/serving/start.md, as far."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    page = (DEPLOY.parent / "docs/recipes/vllm-profiles.md").read_text()
+    page = (DEPLOY.parent / "docs/serving/start.md").read_text()
     command = re.search(r"^vllm serve (.*?)^```$", page.replace("\\\n", " "), re.DOTALL | re.MULTILINE)[1]
     model, *rest = shlex.split(command)
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model, *rest])

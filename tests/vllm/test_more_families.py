@@ -102,7 +102,7 @@ def test_family(start: Callable[..., Engine], reference: Any, name: str) -> None
 
 @pytest.mark.parametrize("name", ALL)
 def test_units_leave_where_the_table_says(name: str, folder: Any) -> None:
-    """docs/families.md has the same answers; for what becomes of the units see test_tower.py."""
+    """docs/reference/families.md has the same answers; for what becomes of the units see test_tower.py."""
     drop, asked = tokenprune.method("towerdrop", layer=1), {"method": "towerdrop", "keep": 0.4, "layer": 1}
     served = config(folder(name))
     tower = served.hf_config if name == "pixtral" else None  # of LLaVA's

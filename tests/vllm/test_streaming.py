@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream of inputs to one request, as docs/sessions.md says of it: images enter one by one, and questions between."""
+"""A stream of inputs to one request, as docs/guides/chats.md says of it: images enter one by one, and questions
+between."""
 
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ def same(one: list[tuple[int, dict[int, float]]], other: list[tuple[int, dict[in
 
 
 def test_what_the_page_says_is_lacking() -> None:
-    """Where one of these is there, docs/sessions.md is to be written anew, and more of a session can be had."""
+    """Where one of these is there, docs/guides/chats.md is to be written anew, and more of a session can be had."""
     from vllm.engine.protocol import StreamingInput
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -74,7 +74,7 @@ def _answers(text: str) -> Iterator[_Shown]:
     columns = (f"may {text} act?", "families")
     refused = "no, as no method may: `tokenprune families` says why", ", ".join(sorted(REFUSED))
     yield "transformers", columns, [*_by_answer(methods, SUPPORTED, Backend.HF), refused]
-    refused = "no, as no method may: docs/serving-in-full.md says why", ", ".join(sorted(REFUSED_IN_VLLM))
+    refused = "no, as no method may: docs/serving/reference.md says why", ", ".join(sorted(REFUSED_IN_VLLM))
     served = [row.name for row in SERVED.values()]
     yield "vLLM", columns, [*_by_answer(methods, served, Backend.VLLM), refused]
     if all(method.site is Site.IN_LLM for method in methods):

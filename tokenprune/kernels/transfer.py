@@ -2,7 +2,7 @@
 """Numbers on their way to a device or from it, without the host waiting for it.
 
 Between a host and an accelerator everything is cheap but waiting: a plain copy, or the question for one number, lets
-the device run dry. docs/performance.md lists the few times that the library does wait; tests count them.
+the device run dry. docs/results/speed.md lists the few times that the library does wait; tests count them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One method per module; the registry imports all of them. To add one, see docs/add-a-method.md."""
+"""One method per module; the registry imports all of them. To add one, see docs/extend/add-a-method.md."""
 
-# The method of `patch(model)` without a name; docs/guide/which-method.md has the reasons.
+# The method of `patch(model)` without a name; docs/start/choose.md has the reasons.
 DEFAULT_METHOD = "divprune"

@@ -16,7 +16,7 @@ from tokenprune.models.fingerprint import fingerprint
 from tokenprune.selection.files import File, reason
 
 
-class FitAt:
+class LazyFit:
     """Stand for a method's `fit` that runs the whole model, and so lives in tokenprune-bench: it is imported when `fit`
     is read."""
 
@@ -28,7 +28,7 @@ class FitAt:
 
 
 @dataclass(frozen=True, eq=False)
-class Fitted:
+class FittedTable:
     """Base of what was fitted. table: float32. layer: decoder layer at which it was read; 0 where that says nothing.
     model: `fingerprint` of the decoder.
 
@@ -69,7 +69,7 @@ class Fitted:
                 raise
             raise OptionError(f"cannot read {path}, which `tokenprune {cls.command}` makes: {reason(error)}") from error
 
-    def check(self, name: str, path: str | Path, decoder: torch.nn.Module) -> None:
+    def check_decoder(self, name: str, path: str | Path, decoder: torch.nn.Module) -> None:
         """Raise OptionError if this was fitted to another decoder. name: of the method."""
         if self.model != fingerprint(decoder):
             raise OptionError(

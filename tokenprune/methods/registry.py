@@ -136,10 +136,10 @@ def _problem(name: str, cls: type, site: Site, needs: frozenset[str] | None) -> 
     present = _METHODS.get(name)
     if present is not None and (present.__module__, present.__qualname__) != (cls.__module__, cls.__qualname__):
         return f"the name is taken by {present.__module__}.{present.__qualname__}"
-    return without_base(cls, site)
+    return find_missing_base(cls, site)
 
 
-def without_base(cls: type[Method], site: Site) -> str | None:
+def find_missing_base(cls: type[Method], site: Site) -> str | None:
     """Return what a method's class must derive from at `site`, in words; None if it does."""
     if issubclass(cls, BASES[site]):
         return None
@@ -184,7 +184,7 @@ def method_class(name: str) -> type[Method]:
             raise UnknownMethodError(f"{name!r} is written for the command line. {hint}")
         written = " ".join(short(name).split())
         raise UnknownMethodError(
-            f"unknown method {written}: {nearest(name, _METHODS)}`tokenprune methods` lists them all"
+            f"unknown method {written}: {suggest_nearest(name, _METHODS)}`tokenprune methods` lists them all"
         )
     return _METHODS[name]
 
@@ -200,7 +200,7 @@ def _from_command_line(name: object) -> str:
     return f'Pass options as arguments, as in tokenprune.method("{names[0]}", option=value).'
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
+def suggest_nearest(name: object, known: Iterable[str]) -> str:
     """Return the start of a sentence that names the three of `known` that are spelled most like `name`."""
     if not isinstance(name, str) or not name:
         return ""
@@ -252,10 +252,10 @@ def build(name: str, options: dict[str, Any], other_names: Iterable[str] = ()) -
         UnknownMethodError: If no method has this name.
         OptionError: If the method does not have one of the options.
     """
-    return configured(name, method_class(name), options, other_names)
+    return build_from_options(name, method_class(name), options, other_names)
 
 
-def configured(name: str, cls: Callable[..., C], options: dict[str, Any], other_names: Iterable[str] = ()) -> C:
+def build_from_options(name: str, cls: Callable[..., C], options: dict[str, Any], other_names: Iterable[str] = ()) -> C:
     """Return an object of the dataclass `cls`, called `name`, with `options`; see `build`."""
     known = {f.name: f.default for f in dataclasses.fields(cast(Any, cls))}
     for option in options:

@@ -18,7 +18,7 @@ _NOTHING = 1e-5  # share of a token's length below which what is left of it is r
 _ROUNDING = 1e-6
 
 
-def saliency(tokens: VisualTokens) -> torch.Tensor:
+def compute_saliency(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: attention that each token gets in the last block of the vision tower that the model reads, mean
     over heads; 0 for what is no patch, for padding, and where it is not finite.
 
@@ -28,7 +28,7 @@ def saliency(tokens: VisualTokens) -> torch.Tensor:
     return attention.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0)
 
 
-def relevance(tokens: VisualTokens) -> torch.Tensor:
+def compute_relevance(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: mean cosine of each token to the text tokens after its image, in the language model's space; 0
     where there is no text."""
     text = tokens.text
@@ -38,7 +38,7 @@ def relevance(tokens: VisualTokens) -> torch.Tensor:
     return alike.sum(2) / text.mask.sum(1, keepdim=True).clamp(min=1)
 
 
-def stretched(score: torch.Tensor, mask: torch.Tensor, above: float = 0.0) -> torch.Tensor:
+def rescale(score: torch.Tensor, mask: torch.Tensor, above: float = 0.0) -> torch.Tensor:
     """float32 `[S, N]`: `score` less its lowest in each image, plus `above`, divided by its range there; 1 where all
     are alike, 0 for padding."""
     absent = ~mask
@@ -49,12 +49,12 @@ def stretched(score: torch.Tensor, mask: torch.Tensor, above: float = 0.0) -> to
     return torch.where(alike, 1.0, (score - low + above) / span.masked_fill(alike, 1)).masked_fill(absent, 0)
 
 
-def needs_of(center: Centering) -> frozenset[str]:
+def get_center_needs(center: Centering) -> frozenset[str]:
     """Return the observables that a method with this option reads for it."""
     return frozenset({"encoder_features"} if center == "tower" else set())
 
 
-def centred(tokens: VisualTokens, center: Centering) -> tuple[torch.Tensor, torch.Tensor]:
+def center_tokens(tokens: VisualTokens, center: Centering) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens less the mean of their image, float32 `[S, N, D]`, and how distinct each is, float32 `[S, N]`
     from 0 to 1: the less, the more alike it is to the others on average, by cosine before the mean is taken away.
 
@@ -76,7 +76,7 @@ def centred(tokens: VisualTokens, center: Centering) -> tuple[torch.Tensor, torc
     alike = (own @ own.sum(1, keepdim=True).transpose(1, 2)).squeeze(2) - own.square().sum(2)
     distinct = -alike / (number.squeeze(2) - 1).clamp(min=1)
     if center is True:
-        return left.masked_fill(nowhere, 0), stretched(distinct, tokens.mask)
+        return left.masked_fill(nowhere, 0), rescale(distinct, tokens.mask)
     real, number = real.squeeze(2), number.squeeze(2)
     middle = distinct.masked_fill(~real, 0).sum(1, keepdim=True) / number
     deviation = ((distinct - middle).masked_fill(~real, 0).square().sum(1, keepdim=True) / number).sqrt()

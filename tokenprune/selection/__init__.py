@@ -2,7 +2,7 @@
 """Views and selections of visual tokens, and the base class of the methods of each site.
 
 This package has the names for authors of methods and observables, beside `tokenprune.Method`, `Pruner`, `Selection`,
-`VisualTokens` and `Site` (docs/add-a-method.md).
+`VisualTokens` and `Site` (docs/extend/add-a-method.md).
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Method(ReprIsCall):
                   are guesses, which its docstring names.
     fit:          for a method that is fitted to a model first, a static method
                   `fit(model, samples, out, *, progress, **options) -> result`, which `tokenprune fit NAME` calls; see
-                  docs/add-a-method.md. None: nothing is fitted.
+                  docs/extend/add-a-method.md. None: nothing is fitted.
     fit_limit:    how many images `tokenprune fit` takes where the user names no number; None: all of a folder.
     fit_question: asked about each image where the user asks none; None: a drawn scene's own.
     """

@@ -78,7 +78,8 @@ class VisualTokens(_OfVisual):
 
     Every registered observable that the method declared in its `needs` is an attribute, computed on first use; one that
     is read of a block of the vision tower is called with the block (`tokens.encoder_attention(layer)`). `hidden`,
-    `normed`, `frame` and `place` are always there. See `selection.observables`, and docs/add-a-method.md for the list.
+    `normed`, `frame` and `place` are always there. See `selection.observables`, and docs/extend/add-a-method.md for the
+    list.
     """
 
     segments: Segments

@@ -18,7 +18,8 @@ from tokenprune.selection.sites.units import UnitDropper
 
 TEXT = 64  # tokens of text where nobody says how many
 IN_LLM_LAYER = 2  # where methods inside the decoder usually cut
-# Shares of a GPU's peak that the decoder's prefill and the tower reach, as fitted to an H200 (docs/capacity.md).
+# Shares of a GPU's peak that the decoder's prefill and the tower reach, as fitted to an H200
+# (docs/serving/capacity.md).
 DECODER_OF_PEAK, TOWER_OF_PEAK = 0.65, 0.28
 
 

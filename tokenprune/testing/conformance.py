@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from tokenprune.budgets import Budget
-from tokenprune.methods.registry import build, without_base
+from tokenprune.methods.registry import build, find_missing_base
 from tokenprune.selection.method import Method
 from tokenprune.selection.observable_registry import available_observables
 from tokenprune.selection.sites.attention import AttentionPattern
@@ -58,7 +58,7 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
 
 def _check_class(method: Method) -> None:
     check_dataclass(method, "register")
-    problem = without_base(type(method), method.site)
+    problem = find_missing_base(type(method), method.site)
     require(problem is None, problem)
     unknown = sorted(set(method.needs) - set(available_observables()))
     require(not unknown, f"it needs {unknown}, which are no observables; known are {available_observables()}")

@@ -29,9 +29,9 @@ from tokenprune.kernels.coverage import alike, cosines, cover
 from tokenprune.kernels.farthest import farthest
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
-from tokenprune.methods.pre_llm.pool import rectangles
+from tokenprune.methods.pre_llm.pool import split_into_rectangles
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import saliency, stretched
+from tokenprune.methods.scores import compute_saliency, rescale
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune_bench.cli.common import show_progress
@@ -76,7 +76,7 @@ class CoverMerge(Pruner):
     """`scope`'s picks, each the mean of all tokens that are most like it."""
 
     def select(self, tokens: VisualTokens) -> Selection:
-        return merged(tokens, covering(tokens, stretched(saliency(tokens), tokens.mask, 1e-6)))
+        return merged(tokens, covering(tokens, rescale(compute_saliency(tokens), tokens.mask, 1e-6)))
 
 
 @register("cover_asked", site=Site.PRE_LLM, paper=PAPER)
@@ -85,7 +85,7 @@ class CoverAsked(Pruner):
     """Coverage, with likeness to a word of the question in place of `scope`'s saliency."""
 
     def select(self, tokens: VisualTokens) -> Selection:
-        return Selection(covering(tokens, stretched(asked(tokens), tokens.mask, 0.05)), counts=tokens.keep)
+        return Selection(covering(tokens, rescale(asked(tokens), tokens.mask, 0.05)), counts=tokens.keep)
 
 
 @register("cover_both", site=Site.PRE_LLM, needs=("encoder_attention",), paper=PAPER)
@@ -94,8 +94,8 @@ class CoverBoth(Pruner):
     """Coverage, with the product of `scope`'s saliency and likeness to a word of the question."""
 
     def select(self, tokens: VisualTokens) -> Selection:
-        salient = stretched(saliency(tokens), tokens.mask, 1e-6)
-        return Selection(covering(tokens, salient * stretched(asked(tokens), tokens.mask, 0.05)), counts=tokens.keep)
+        salient = rescale(compute_saliency(tokens), tokens.mask, 1e-6)
+        return Selection(covering(tokens, salient * rescale(asked(tokens), tokens.mask, 0.05)), counts=tokens.keep)
 
 
 @register("half_asked", site=Site.PRE_LLM, paper=PAPER)
@@ -119,7 +119,7 @@ class PoolDistinct(Pruner):
         size = tokens.mask.shape
         middles, assign = torch.zeros(size, dtype=torch.bool), torch.full(size, -1)
         for row, (count, budget, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
-            cell, middle = rectangles(count, max(1, budget // 4), grid)
+            cell, middle = split_into_rectangles(count, max(1, budget // 4), grid)
             middles[row, middle], assign[row, :count] = True, middle[cell]
         rest = tokens.budget - middles.sum(1)
         keep = middles | farthest(tokens.hidden, tokens.mask & ~middles, rest, max(tokens.keep))

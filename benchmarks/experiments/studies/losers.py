@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why some methods do badly on the shipped model: the same choice of tokens, made in other ways (docs/benchmark.md).
+"""Why some methods do badly on the shipped model: the same choice of tokens, made in other ways
+(docs/results/accuracy.md).
 
     python benchmarks/experiments/studies/losers.py --json benchmarks/results/losers.jsonl
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 import tokenprune
 from tokenprune.methods.pre_llm.prumerge import PruMerge
-from tokenprune.methods.tiles import attended
+from tokenprune.methods.tiles import compute_patch_attention
 from tokenprune.selection.observable import TowerScores
 from tokenprune.selection.observable_registry import register_observable
 from tokenprune.selection.segments import SeenAttention
@@ -65,8 +65,8 @@ class Other(PruMerge):
     def encoder_layers(self) -> tuple[int, ...]:
         return (self.block,)
 
-    def attention(self, tokens: Any) -> Tensor:
-        return tokens.wide_attention(self.block).mean(1) if self.wide else attended(tokens, self.block)
+    def compute_attention(self, tokens: Any) -> Tensor:
+        return tokens.wide_attention(self.block).mean(1) if self.wide else compute_patch_attention(tokens, self.block)
 
 
 def main() -> None:

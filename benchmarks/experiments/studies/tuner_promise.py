@@ -3,7 +3,7 @@
 again on fresh scenes of yet another seed.
 
 python experiments/studies/tuner_promise.py --workers 2  # two processes of one thread; goes on where it stopped
-python experiments/studies/tuner_promise.py --page       # write the table of results into docs/tune-in-full.md
+python experiments/studies/tuner_promise.py --page       # write the table of results into docs/measure/tune.md
 
 Scenes come from the distribution of the held-out set that ships: one question of each kind an image, answers evened
 out, saved as JPEG (experiments/training/make_heldout.py). Photographs that are not installed are replaced by textures.
@@ -40,7 +40,7 @@ from tokenprune_bench.tuning.betting import upper_bound
 from tokenprune_demo.scenes import draw_scene, load_photos
 
 RESULTS = Path(__file__).parents[2] / "results/cpu/tuner_promise.jsonl"
-PAGE = Path(__file__).parents[3] / "docs/tune-in-full.md"
+PAGE = Path(__file__).parents[3] / "docs/measure/tune.md"
 BEGIN, END = "<!-- promise:begin (benchmarks/experiments/studies/tuner_promise.py --page) -->", "<!-- promise:end -->"
 FRESH_SEED = 990_000  # of the questions on which choices are measured again; tuning seeds begin at TUNING_SEED
 TUNING_SEED = 880_000
@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--page", action="store_true", help="write the table of --out into docs/tune-in-full.md")
+    parser.add_argument("--page", action="store_true", help="write the table of --out into docs/measure/tune.md")
     parser.add_argument("--collect", action="store_true", help="put together what a run that was stopped has so far")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

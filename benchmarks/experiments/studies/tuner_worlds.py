@@ -2,7 +2,7 @@
 """How often does the tuner answer, and how often wrongly? Search in simulated worlds whose true losses are known.
 
 python experiments/studies/tuner_worlds.py --search NAME   # adds rows under this name, in place of those it has
-python experiments/studies/tuner_worlds.py --page        # write the table of results into docs/tune-in-full.md
+python experiments/studies/tuner_worlds.py --page        # write the table of results into docs/measure/tune.md
 
 Answers are drawn, so that no model is needed. A question that one setting gets wrong is a hard one for the others, too.
 With PYTHONPATH the tuner of another checkout can be measured.
@@ -27,7 +27,7 @@ from tokenprune.settings import Setting
 from tokenprune_bench.tuning import Promise, Tuner, tuner
 
 RESULTS = Path(__file__).parents[2] / "results/tuner_worlds.jsonl"
-PAGE = Path(__file__).parents[3] / "docs/tune-in-full.md"
+PAGE = Path(__file__).parents[3] / "docs/measure/tune.md"
 SHOWN = "after"  # of the searches that were simulated
 BEGIN, END = "<!-- worlds:begin (benchmarks/experiments/studies/tuner_worlds.py --page) -->", "<!-- worlds:end -->"
 LIMIT, CONFIDENCE = 0.03, 0.95
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--search", default="today", help="a name for the search that is simulated")
     parser.add_argument("--worlds", default=",".join(WORLDS))
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--page", action="store_true", help="write the table of --out into docs/tune-in-full.md")
+    parser.add_argument("--page", action="store_true", help="write the table of --out into docs/measure/tune.md")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.page:

@@ -15,7 +15,7 @@ from tokenprune.api import is_patched, patched
 from tokenprune.budgets import Budget
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.methods.in_llm.d2pruner import AttentionPrior, D2Pruner, stretched
+from tokenprune.methods.in_llm.d2pruner import AttentionPrior, D2Pruner, resize_table
 from tokenprune.methods.in_llm.fitprune import Recipe
 from tokenprune.models.fingerprint import fingerprint
 from tokenprune.selection.method import Method, Pruner, Selection, Site
@@ -86,7 +86,7 @@ def fit_d2pruner(
             if grid is not None:
                 own = attention[row, :count].view(grid).mean(0).cpu()
                 like = maps[0].shape if maps else own.shape
-                maps.append(stretched(own, like[0] * like[1], (1, *like)).view(like))
+                maps.append(resize_table(own, like[0] * like[1], (1, *like)).view(like))
 
     _look(model, samples, [_Looker(layer, note, frozenset({"last_row_attention"}))], progress)
     if not maps:

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tokenprune.errors import OptionError
-from tokenprune.methods.encoder.thresholds import write
+from tokenprune.methods.encoder.thresholds import write_atomically
 from tokenprune.selection.files import check_output
 from tokenprune.selection.sites.encoder import Tower
 from tokenprune_bench.calibration.images import ImageFiles
@@ -67,7 +67,7 @@ class State:
         """Write the state."""
         if self.path is not None:
             about = {"same": self.same, "images": self.images, "batches": self.batches}
-            write(self.path, save({"sums": self.sums}, {_ENTRY: json.dumps(about, sort_keys=True)}))
+            write_atomically(self.path, save({"sums": self.sums}, {_ENTRY: json.dumps(about, sort_keys=True)}))
 
     def remove(self) -> None:
         """Remove the file."""

@@ -27,9 +27,7 @@ def recommend(
     ] = None,
     task: Annotated[
         str,
-        typer.Option(
-            help=f"{', '.join(advice())} (docs/guide/which-method.md).", autocompletion=complete_of(*advice())
-        ),
+        typer.Option(help=f"{', '.join(advice())} (docs/start/choose.md).", autocompletion=complete_of(*advice())),
     ] = "general",
     out: Annotated[Path | None, typer.Option(help="Write the setting, for patch(model, config=...) and vLLM.")] = None,
 ) -> None:

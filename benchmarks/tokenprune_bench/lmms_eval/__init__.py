@@ -2,7 +2,7 @@
 """A model of lmms-eval: `--model tokenprune --model_args base=llava_hf,method=dart,keep=0.25,pretrained=...`.
 
 `manifest` is the entry point (`lmms_eval.models`). Nothing but `model.py` imports lmms-eval, and importing this package
-imports neither torch nor lmms-eval. `tasks_folder()` is the folder for `--include_path`; see docs/lmms-eval.md.
+imports neither torch nor lmms-eval. `tasks_folder()` is the folder for `--include_path`; see docs/measure/lmms-eval.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of lmms-eval that can be patched: those that generate with a model of transformers that we support.
 
-docs/lmms-eval.md has them as a table; tests/lmms/test_bases.py runs each that is tested, and compares the table.
+docs/measure/lmms-eval.md has them as a table; tests/lmms/test_bases.py runs each that is tested, and compares the
+table.
 """
 
 from __future__ import annotations

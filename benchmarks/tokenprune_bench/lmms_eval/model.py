@@ -91,7 +91,7 @@ def load(base: str | None = None, *, force_simple: bool = False, **arguments: An
     base:         the name of one of lmms-eval's models, see `BASES`.
     force_simple: the base's simple class even where it has one for chat templates.
     arguments:    ours (method, keep, ..., the method's options) and the base's (pretrained, device, ...), as in
-                  docs/lmms-eval.md.
+                  docs/measure/lmms-eval.md.
 
     Raises UnsupportedModelError for a base that holds no model we can patch, and what `tokenprune.patch` raises; what
     is wrong with the arguments is said before weights are loaded.

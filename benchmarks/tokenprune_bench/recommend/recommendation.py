@@ -106,7 +106,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
     """Return a setting to start from, with its evidence: the row of the table of advice for this task.
 
     model: a model, its config, or its path or name, on disk or in the hub's cache; no weights are read. task: a
-    situation of the table in docs/guide/which-method.md: "general" (photographs), "signs" (text in photographs),
+    situation of the table in docs/start/choose.md: "general" (photographs), "signs" (text in photographs),
     "documents" (rendered pages), "grounding" (where things are), "counting", "video", "long-video", "long-prompts",
     "server" (vLLM), "follow-up" (questions), "no-attention" (weights) or "tower" (a slow vision tower).
 
@@ -155,7 +155,7 @@ def _unguarded(row: Advice) -> str:
         return ""
     kept = "all its tokens" if row.served_keep == 1 else f"{row.served_keep:g} of its tokens"
     return (
-        f"vLLM has no guard: in its place every image keeps {kept}, the floor of {row.guard} (docs/guard.md); a "
+        f"vLLM has no guard: in its place every image keeps {kept}, the floor of {row.guard} (docs/guides/guard.md); a "
         f"request that asks for nothing of the kind may say keep {row.keep:g}."
     )
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the cheapest setting that keeps accuracy on your own questions, with a stated confidence (docs/tune.md)."""
+"""Find the cheapest setting that keeps accuracy on your own questions, with a stated confidence
+(docs/measure/tune.md)."""
 
 from tokenprune_bench.tuning.candidates import grid
 from tokenprune_bench.tuning.evaluator import Evaluator, Search

@@ -145,14 +145,14 @@ def test_unsupported_models(make: Any, method: str) -> None:
     text = str(error.value)
     assert len(text) < 400, "does not list all types"
     if make is mllama:
-        assert "mllama" in text and "cross-attention" in text and "docs/families.md" in text
+        assert "mllama" in text and "cross-attention" in text and "docs/reference/families.md" in text
         assert re.search(r"closest supported types are ('[\w-]+'(, |;)){3}", text)
 
 
 @each(
     ("make", "problem"),
     [
-        (linear, "Linear is not a transformers model.*docs/families.md"),
+        (linear, "Linear is not a transformers model.*docs/reference/families.md"),
         (lambda: None, "NoneType is not a transformers model"),
         (bert, "BertModel is a text model: it has no visual tokens. Pass a whole vision-language model"),
         (vit, "ViTModel is a vision model: it has no language model. Pass a whole vision-language model"),

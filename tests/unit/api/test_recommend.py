@@ -45,7 +45,7 @@ def test_the_command_the_readme_and_the_page_say_the_same() -> None:
     said = {task: recommend(config, task=task) for task in TASKS}
     said = {task: (one.method, one.setting["keep"], one.more) for task, one in said.items()}
     assert said == {name: (one.method, one.keep, one.more) for name, one in ADVICE.items()}
-    assert rows_of((ROOT / "docs/guide/which-method.md").read_text()) == said
+    assert rows_of((ROOT / "docs/start/choose.md").read_text()) == said
     short = re.findall(r"^\| (.*?) \| \[`(\w+)`\].*?, `keep=(.*?)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     table = {one.title: (one.method, repr(one.keep)) for one in ADVICE.values()}
     assert len(short) == 5 and all(table[title] == (method, keep) for title, method, keep in short)
@@ -110,7 +110,7 @@ def test_what_was_drawn_is_weak_and_what_two_papers_print_strong() -> None:
 
 
 def test_the_rule_stands_on_the_page_as_in_the_docstring() -> None:
-    page = (ROOT / "docs/advice-evidence.md").read_text()
+    page = (ROOT / "docs/results/advice.md").read_text()
     assert which.rule() in page and "**strong**" in which.rule() and "500 questions" in which.rule()
 
 

@@ -65,7 +65,7 @@ def test_the_requirement_ends_with_the_newest_version_tested() -> None:
     required = next(one for one in map(Requirement, listed) if one.name == "transformers")
     assert required.specifier.contains(f"{compat.NEWEST}.9")
     assert not required.specifier.contains(NEXT)
-    for page in ("docs/guide/install.md", "dev/README.md", "CHANGELOG.md"):
+    for page in ("docs/start/install.md", "dev/README.md", "CHANGELOG.md"):
         assert compat.NEWEST in (ROOT / page).read_text(), page
 
 

@@ -55,14 +55,14 @@ def test_the_set_is_even_and_of_three_groups() -> None:
 
 def test_most_of_a_document_repeats_and_no_letter_does() -> None:
     """Of what pixelprune leaves, in units of 16 x 16 pixels, a decoder of its predictions makes the image itself."""
-    from tokenprune.methods.encoder.prediction import anchored
+    from tokenprune.methods.encoder.prediction import predict_anchored
 
     for number in range(3):
         question = drawn_set("documents", 3).questions[4 * number]
         image = torch.from_numpy(np.asarray(question.images[0]).astype(np.float32) / 255)
         height, width = (side // 16 for side in image.shape[:2])
         units = image.view(height, 16, width, 16, 3).transpose(1, 2).reshape(1, height, width, -1)
-        found = anchored(units, 0.0, "max")
+        found = predict_anchored(units, 0.0, "max")
         assert torch.equal(units.flatten(0, 2)[found.source.flatten()], units.flatten(0, 2))
         keep = tokenprune.method("pixelprune").keep_units(units, 10**6)
         assert torch.equal(keep, found.keep) and 0.1 < float(keep.float().mean()) < 0.7

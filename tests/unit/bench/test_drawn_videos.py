@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from each import each
-from tokenprune.methods.pixels.view_select import named
+from tokenprune.methods.pixels.view_select import find_named_views
 from tokenprune_demo import drawn_videos, drawn_views
 from tokenprune_demo.drawn_videos import ANSWERS, FRAMES, GROUNDS, VIDEO_KINDS, draw_video, video_words
 from tokenprune_demo.drawn_views import CAMERAS, VIEW_KINDS, draw_views, view_answers, view_words
@@ -246,7 +246,7 @@ def test_views_hold_what_is_asked_and_name_it_as_view_select_reads_it(many_views
         assert len(one.labels) in (0, len(one.images))
         for question in one.questions:
             names = list(one.cameras) or [f"image {n + 1}" for n in range(len(one.images))]
-            found = named(question.text, names, match_names=bool(one.cameras))
+            found = find_named_views(question.text, names, match_names=bool(one.cameras))
             views = {view for view, _ in question.boxes}
             assert found == (views if question.kind in ("named", "numbered") else set()), question.text
             if question.kind in ("named", "numbered"):

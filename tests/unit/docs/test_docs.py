@@ -81,7 +81,7 @@ def test_the_install_page_lists_every_extra() -> None:
     for folder in (".", "./benchmarks", "./demo"):
         project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
         extras |= {f"{folder}[{name}]": packages for name, packages in project.get("optional-dependencies", {}).items()}
-    rows = re.findall(r"^\| `(\S+\[[\w-]+\])` \| (.*?) \|", (ROOT / "docs/guide/install.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\S+\[[\w-]+\])` \| (.*?) \|", (ROOT / "docs/start/install.md").read_text(), re.MULTILINE)
     assert dict(rows).keys() == extras.keys() and len(rows) == len(dict(rows))
     for extra, adds in rows:
         if extra != ".[dev]":  # the test tools are many, the site's too
@@ -97,7 +97,7 @@ def test_the_quickstart_names_exist() -> None:
 
 def test_the_example_method_of_the_guide_works(build, tmp_path, monkeypatch) -> None:
     """The code of add-a-method.md, as a reader would paste it."""
-    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/add-a-method.md").read_text(), re.DOTALL)[1]
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/extend/add-a-method.md").read_text(), re.DOTALL)[1]
     code = re.sub(r"^ {4}", "", code, flags=re.MULTILINE)
     try:
         (tmp_path / "loudest.py").write_text(code)
@@ -113,11 +113,11 @@ def test_the_example_method_of_the_guide_works(build, tmp_path, monkeypatch) -> 
 
 
 def test_the_shares_of_virtual_unmerging_are_those_of_the_closed_form() -> None:
-    """The table of docs/vtu.md: a decoder of LLaVA-1.5-7B's size, 64 text tokens, a quarter of the visual ones left."""
+    """The table of docs/methods/dymu.md: the size of LLaVA-1.5-7B's decoder, 64 text tokens, a quarter kept."""
     shape = DecoderShape(
         layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128,
     )  # fmt: skip
-    page = (ROOT / "docs/vtu.md").read_text()
+    page = (ROOT / "docs/methods/dymu.md").read_text()
     for visual in (576, 2880):
         full, left = 64 + visual, 64 + visual // 4
         whole = shape.layer_flops(full)

@@ -59,7 +59,7 @@ def test_the_install_line_brings_the_packages_of_processors_and_of_device_map() 
     assert {"torchvision", "accelerate"} <= packages
     # Each torchvision requires one torch: as a dependency of the core it could make pip replace the user's torch.
     assert not any(one.startswith("torchvision") for one in project["dependencies"])
-    for page in ("docs/guide/install.md", "demo/README.md", "benchmarks/README.md"):
+    for page in ("docs/start/install.md", "demo/README.md", "benchmarks/README.md"):
         assert f"pip install {line}" in (ROOT / page).read_text(), page
 
 
@@ -185,12 +185,12 @@ def test_the_choices_for_vllm_are_served() -> None:
 
 def test_the_page_of_the_server_and_the_recipe_give_the_advice_of_the_table() -> None:
     shown = re.findall(
-        r"^\| (.*?) \| \[`(\w+)`\].*?, `keep=(.*?)` \|$", (ROOT / "docs/serving.md").read_text(), re.MULTILINE
+        r"^\| (.*?) \| \[`(\w+)`\].*?, `keep=(.*?)` \|$", (ROOT / "docs/serving/start.md").read_text(), re.MULTILINE
     )
     rows = {row.title: (row.method, repr(row.keep)) for row in ADVICE.values()}
     assert len(shown) == 5 and all(rows[title] == (method, keep) for title, method, keep in shown)
     pages = ADVICE["documents"]
-    recipe = (ROOT / "docs/recipes/documents.md").read_text()
+    recipe = (ROOT / "docs/results/documents.md").read_text()
     assert f'tokenprune.patch(model, "{pages.method}", keep={pages.keep!r}' in recipe
 
 
@@ -210,7 +210,7 @@ def test_the_choice_for_ocr_lost_nothing_measured_at_this_keep_and_the_one_for_c
 
 
 def lost(method: str, kind: str, keep: float) -> float:
-    """Return the points that a kind of question lost, as in docs/guard.md."""
+    """Return the points that a kind of question lost, as in docs/guides/guard.md."""
     table = json.loads((ROOT / "tokenprune/integrations/hf/guard/guard.json").read_text())
     one = next(one for one in table["methods"][method][kind]["measured"] if one["keep"] == keep)
     return 100 * (one["unpatched"] - one["share"])

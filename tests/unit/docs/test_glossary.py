@@ -9,7 +9,7 @@ from pathlib import Path
 from each import each
 from tokenprune.selection.method import Site
 
-PAGE = (Path(__file__).parents[3] / "docs/glossary.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/start/quickstart.md").read_text()
 ENTRIES = dict(re.findall(r"^## (.+?)\n\n(.+?)(?=\n## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
 

@@ -166,7 +166,7 @@ DOES = {
 
 
 def test_every_recipe_says_when_what_to_expect_and_what_to_watch_for() -> None:
-    index = (ROOT / "docs/recipes/README.md").read_text()
+    index = (ROOT / "docs/index.md").read_text()
     for page in RECIPES:
         if page.stem == "README":
             continue
@@ -196,7 +196,7 @@ def test_the_servers_profiles_are_those_that_clients_name() -> None:
     from tokenprune.integrations.vllm.settings.parse import parse_setting
     from tokenprune.integrations.vllm.settings.server_config import ServerConfig
 
-    page = ROOT / "docs/recipes/vllm-profiles.md"
+    page = ROOT / "docs/serving/start.md"
     (words,) = (words for words in shell_lines(page) if words[:2] == ["vllm", "serve"])
     setting = json.loads(words[words.index("--mm-processor-kwargs") + 1])["tokenprune"]
     server, offered = split(setting)

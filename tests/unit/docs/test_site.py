@@ -160,15 +160,15 @@ def test_a_method_page_has_head_and_docstring_of_its_method(hooks: Any) -> None:
 def test_a_marker_becomes_what_is_made_of_the_code(hooks: Any) -> None:
     made = page_of(hooks, "methods/README.md", (ROOT / "docs/methods/README.md").read_text())
     assert all(made.count(f"| [`{name}`]({name}.md) |") == 1 for name in tokenprune.available_methods())
-    made = page_of(hooks, "add-a-method.md", (ROOT / "docs/add-a-method.md").read_text())
+    made = page_of(hooks, "extend/add-a-method.md", (ROOT / "docs/extend/add-a-method.md").read_text())
     seen = set(tokenprune.selection.available_observables()) - {"hidden", "normed"}
     assert all(made.count(f"\n| `{name}` |") == 1 for name in seen)
-    assert "| **all of tokenprune** |" in page_of(hooks, "architecture.md", "# A\n\n<!-- made: house -->\n")
-    served = page_of(hooks, "serving-in-full.md", (ROOT / "docs/serving-in-full.md").read_text())
+    assert "| **all of tokenprune** |" in page_of(hooks, "extend/architecture.md", "# A\n\n<!-- made: house -->\n")
+    served = page_of(hooks, "serving/reference.md", (ROOT / "docs/serving/reference.md").read_text())
     assert all(served.count(f"| `{name}` |") == 1 for name in SERVED)
     assert all(f"`{name}`" in served and f"| {reason} |" in served for name, reason in REFUSED_IN_VLLM.items())
     with pytest.raises(KeyError, match="nothing"):
-        page_of(hooks, "faq.md", "<!-- made: nothing -->")
+        page_of(hooks, "start/questions.md", "<!-- made: nothing -->")
 
 
 def test_lines_of_users_stand_in_front_of_the_changelog(

@@ -32,7 +32,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "quantization.md"
 
 
 def cache_positions(model: nn.Module) -> Any:
-    """Do what docs/quantization.md tells its readers to do."""
+    """Do what docs/guides/caches.md tells its readers to do."""
     code = re.search(r"```python\n(from contextlib.*?)```", PAGE.read_text(), re.DOTALL)[1]
     names: dict[str, Any] = {}
     exec(compile(code, PAGE.name, "exec"), names)

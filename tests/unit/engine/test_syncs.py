@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often the host waits for the device in a prefill and in decode steps (the table in docs/performance.md).
+"""How often the host waits for the device in a prefill and in decode steps (the table in docs/results/speed.md).
 
 On the CPU the device is a pretended one (far_device.py), which counts everything that would make the host wait.
 """

@@ -107,7 +107,7 @@ def test_a_count_that_turns_out_to_be_all_is_bit_equal(family: Family, model) ->
 def test_equals_masking(family: Family, model, method: str, methods: list[str]) -> None:
     """Forward and generate compute what the unpatched model computes with the columns masked, and 1e-3 is felt."""
     if method not in methods:
-        pytest.skip(f"{family.kind} takes no method at the site of {method}, and docs/families.md says so")
+        pytest.skip(f"{family.kind} takes no method at the site of {method}, and docs/reference/families.md says so")
     reference = only_kept if family.name in STATEFUL else reduced
     for batch in batches(family):
         inputs = family.make_inputs(**batch)
@@ -154,7 +154,7 @@ def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> No
 
 @torch.no_grad()
 def test_units_leave_the_tower_where_the_table_says(family: Family, model) -> None:
-    """docs/families.md has the same answers, and says of the others that they are refused."""
+    """docs/reference/families.md has the same answers, and says of the others that they are refused."""
     drop = tokenprune.method("towerdrop", layer=1)
     if unsupported(drop, family.kind, config=adapter_for(model).config) is not None:
         with pytest.raises(TokenPruneError, match=family.kind):

@@ -44,7 +44,7 @@ def test_documents_against_scenes(side: int, colours: tuple[str, str]) -> None:
 
 
 def test_photographs() -> None:
-    """Of those that come with scikit-image, `page` shows text; docs/guard.md has many more."""
+    """Of those that come with scikit-image, `page` shows text; docs/guides/guard.md has many more."""
     data = pytest.importorskip("skimage.data", reason="scikit-image is not installed, so there are no photographs")
 
     def share(name: str) -> float:
@@ -83,7 +83,7 @@ def test_images_without_content() -> None:
 
 
 def naive(image: np.ndarray) -> float:
-    """The measure as docs/guard.md says it, block by block."""
+    """The measure as docs/guides/guard.md says it, block by block."""
     low, high = image.min(), image.max()
     text = busy = number = 0
     for top in range(0, image.shape[0] - SIDE + 1, SIDE):

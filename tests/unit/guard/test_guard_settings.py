@@ -90,7 +90,8 @@ def rates(questions: list[tuple[str, set[str]]]) -> tuple[float, float]:
 
 
 def test_kinds_of_prompts() -> None:
-    """As docs/guard.md says: on the questions that the patterns were mended on, and on those written afterwards."""
+    """As docs/guides/guard.md says: on the questions that the patterns were mended on, and on those written
+    afterwards."""
     assert rates(KNOWN) == (1.0, 1.0)
     assert min(rates(TRIED)) > 0.95
     precision, recall = rates(FRESH)

@@ -13,7 +13,7 @@ import tokenprune
 from several_cuts import Arrived, check_in_model, counts_of
 from tests.unit.methods.naive.apet import of_image
 from tokenprune import Budget, Site
-from tokenprune.methods.pre_llm.apet import approximation_error, farthest_points
+from tokenprune.methods.pre_llm.apet import compute_approximation_error, pick_farthest_points
 from tokenprune.testing import check_method
 from tower_tokens import chosen, merged, tower_tokens
 
@@ -33,23 +33,23 @@ def view(x: torch.Tensor, keep: int, **given: Any) -> Any:
 def test_an_error_is_the_residual_of_least_squares(scale: float) -> None:
     """3 and 4: and a token at right angles to the basis has its own length for an error."""
     x = scale * image(40)
-    basis, real = farthest_points(x, torch.ones(1, 40, dtype=torch.bool), [6])
+    basis, real = pick_farthest_points(x, torch.ones(1, 40, dtype=torch.bool), [6])
     assert real.all()
     s = x[:, basis[0]]
     fit = torch.linalg.lstsq(s[0].T.double(), x[0].T.double()).solution
     want = (x[0].double() - (s[0].T.double() @ fit).T).norm(dim=1)
-    error = approximation_error(x, s)[0]
+    error = compute_approximation_error(x, s)[0]
     torch.testing.assert_close(error.double(), want, rtol=1e-4, atol=1e-4 * scale)
     assert sorted(error.topk(6, largest=False).indices.tolist()) == sorted(basis[0].tolist())
     axes = scale * torch.eye(16)[None]
-    assert approximation_error(axes, axes[:, :3])[0].tolist() == pytest.approx([0] * 3 + [scale] * 13, abs=2e-5)
+    assert compute_approximation_error(axes, axes[:, :3])[0].tolist() == pytest.approx([0] * 3 + [scale] * 13, abs=2e-5)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_what_the_basis_spans_has_no_error(scale: float) -> None:
     """2: of equal errors the first tokens stay."""
     x = scale * image(40, rank=3)
-    assert approximation_error(x, x[:, :5]).max() < 1e-3 * x.norm(dim=2).max()
+    assert compute_approximation_error(x, x[:, :5]).max() < 1e-3 * x.norm(dim=2).max()
     kept = chosen("apet", view(x, 12))[0]
     assert len(kept) == 12 and kept == list(range(12))
 
@@ -58,7 +58,7 @@ def test_the_basis_spreads() -> None:
     """6: the largest distance never grows, and no token is in it twice while others are left."""
     x = image(30, seed=1)
     x[0, 15:] = x[0, :15]
-    taken, _ = farthest_points(x, torch.ones(1, 30, dtype=torch.bool), [20])
+    taken, _ = pick_farthest_points(x, torch.ones(1, 30, dtype=torch.bool), [20])
     order = taken[0].tolist()
     assert len({i % 15 for i in order[:15]}) == 15 and len(set(order)) == 20 and order[0] == x[0].norm(dim=1).argmax()
     reach = [max(min(float((a - x[0, j]).norm()) for j in order[:n]) for a in x[0]) for n in range(1, 16)]

@@ -14,7 +14,7 @@ import tokenprune
 from each import each
 from several_cuts import Arrived, check_in_model, rows, view
 from tokenprune import Budget
-from tokenprune.methods.in_llm.autoprune import mutual_information, retention
+from tokenprune.methods.in_llm.autoprune import compute_mutual_information, compute_retention
 
 
 def naive_information(attention: list[list[float]]) -> float:
@@ -34,23 +34,23 @@ def test_mutual_information() -> None:
     attention = torch.rand(2, 3, 5, 7, generator=g) / 7
     words = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
     attention = attention.masked_fill(~words[:, None, :, None], 0)
-    got = mutual_information(attention, words)
+    got = compute_mutual_information(attention, words)
     for s, number in ((0, 5), (1, 3)):
         for h in range(3):
             want = naive_information(attention[s, h, :number].tolist())
             assert float(got[s, h]) == pytest.approx(want, abs=1e-5)
     alike = torch.full((1, 1, 4, 4), 0.25)
-    assert abs(float(mutual_information(alike, torch.ones(1, 4, dtype=torch.bool)))) < 1e-3
+    assert abs(float(compute_mutual_information(alike, torch.ones(1, 4, dtype=torch.bool)))) < 1e-3
     apart = torch.eye(4)[None, None]  # each word has a token of its own
-    assert float(mutual_information(apart, torch.ones(1, 4, dtype=torch.bool))) == pytest.approx(2, abs=1e-3)
+    assert float(compute_mutual_information(apart, torch.ones(1, 4, dtype=torch.bool))) == pytest.approx(2, abs=1e-3)
 
 
 def test_the_curve_falls_and_is_flat_without_a_slope() -> None:
     for slope in (0.05, 0.2, 0.4):
-        curve = [retention(layer, slope) for layer in range(32)]
+        curve = [compute_retention(layer, slope) for layer in range(32)]
         assert all(one > later for one, later in pairwise(curve)) and curve[0] < 0.75
-    assert {retention(layer, 0.0) for layer in range(32)} == {0.375}
-    assert retention(1e9, 0.4) == pytest.approx(0, abs=1e-9)
+    assert {compute_retention(layer, 0.0) for layer in range(32)} == {0.375}
+    assert compute_retention(1e9, 0.4) == pytest.approx(0, abs=1e-9)
 
 
 @each("cuts", [1, 6, None])
@@ -81,7 +81,7 @@ def test_what_a_model_pays_is_spread_by_its_question(build: Any) -> None:
             bits = 32 * sum(naive_information(head[seen.text][:, seen.places].tolist()) for head in seen.before) / heads
             slope = max(0.0, 0.4 - 0.02 * bits)
             even = max(k for k in range(1, 37) if 36 + 3 * k <= 0.5 * 4 * 36 + 1e-9)
-            curve = [sum(retention(layer * 8 - 1, slope) for layer in (one,)) for one in (1, 2, 3)]
+            curve = [sum(compute_retention(layer * 8 - 1, slope) for layer in (one,)) for one in (1, 2, 3)]
             best, scale = [0, 0, 0], 0.0
             while sum(one := [max(1, min(36, round(36 * scale * c))) for c in curve]) <= 3 * even and scale < 1e6:
                 best, scale = one, scale + 0.002 + scale * 1e-4

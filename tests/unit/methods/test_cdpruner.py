@@ -13,7 +13,7 @@ import tokenprune
 from each import each
 from greedy import alone, cosine_table, image_tokens, picked
 from tests.unit.methods.naive.cdpruner import naive_centred, naive_relevance
-from tokenprune.methods.scores import centred, stretched
+from tokenprune.methods.scores import center_tokens, rescale
 
 
 @pytest.mark.parametrize("center", [True, "standardised"])
@@ -21,16 +21,16 @@ def test_a_token_that_equals_the_mean_points_nowhere(center: Any) -> None:
     """What is left of it is rounding, and no direction; so is what is not finite."""
     x = torch.randn(1, 37, 8, generator=torch.Generator().manual_seed(0)) + 100
     x[:, -1] = x[:, :-1].mean(1)
-    assert not centred(image_tokens([37], [4], hidden=x), center)[0][0, -1].any()
+    assert not center_tokens(image_tokens([37], [4], hidden=x), center)[0][0, -1].any()
     x[:, 5] = math.nan
-    left, distinct = centred(image_tokens([37], [4], hidden=x), center)
+    left, distinct = center_tokens(image_tokens([37], [4], hidden=x), center)
     assert not left[0, 5].any() and left[0, :5].any(1).all() and left.isfinite().all() and distinct.isfinite().all()
 
 
 def test_stretched() -> None:
     mask = torch.tensor([[True] * 3 + [False]] * 3)
     score = torch.tensor([[2.0, 4.0, 3.0, 99.0], [0.5, 0.5 + 1e-7, 0.5, 9.0], [0.0, 0.0, 0.0, -1.0]])
-    got = stretched(score, mask, above=0.2)
+    got = rescale(score, mask, above=0.2)
     assert got[0].tolist() == pytest.approx([0.1, 1.1, 0.6, 0.0]) and got[1:].tolist() == [[1.0, 1.0, 1.0, 0.0]] * 2
 
 

@@ -15,7 +15,7 @@ from each import each
 from several_cuts import SHARES, Arrived, best, check_in_model, rows, view, wanted
 from tests.unit.api.test_cli import call
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
-from tokenprune.methods.in_llm.d2pruner import AttentionPrior, stretched
+from tokenprune.methods.in_llm.d2pruner import AttentionPrior, resize_table
 from tokenprune.models.fingerprint import fingerprint
 from tokenprune_bench.calibration import fit_d2pruner
 from zoo import FAMILIES
@@ -107,10 +107,10 @@ def test_a_prior_that_says_nothing_changes_nothing(build: Any, tmp_path: Path) -
 
 def test_a_table_on_its_own_grid_is_itself() -> None:
     table = torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(stretched(table, 24, (1, 4, 6)), table.flatten())
-    assert torch.equal(stretched(table, 48, (2, 4, 6)), table.flatten().repeat(2))
-    assert torch.equal(stretched(table, 24, None), table.flatten())
-    assert stretched(table, 7, None).shape == (7,)
+    assert torch.equal(resize_table(table, 24, (1, 4, 6)), table.flatten())
+    assert torch.equal(resize_table(table, 48, (2, 4, 6)), table.flatten().repeat(2))
+    assert torch.equal(resize_table(table, 24, None), table.flatten())
+    assert resize_table(table, 7, None).shape == (7,)
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ def test_thresholds_ship_for_the_demo_model() -> None:
     with pytest.raises(BudgetError, match=r"keep=0.3 was not calibrated.*0.5 or 0.25 or 0.11"):
         tokenprune.patch(subject.model, "dymu", keep=0.3)
     with pytest.raises(OptionError, match=r"calibrated for a tower in float32, and this one is in bfloat16"):
-        found = tokenprune.method("dymu", thresholds=next(iter(tokenprune.methods.encoder.thresholds._shipped())))
+        found = tokenprune.method("dymu", thresholds=next(iter(tokenprune.methods.encoder.thresholds._load_shipped())))
         tokenprune.patch(subject.model.bfloat16(), found, keep=0.5)
 
 

@@ -8,7 +8,7 @@ import torch
 import tokenprune
 from greedy import alone, image_tokens, picked
 from tests.unit.methods.naive.eadp import naive, naive_blur
-from tokenprune.methods.pre_llm.eadp import smoothed
+from tokenprune.methods.pre_llm.eadp import smooth_on_grid
 
 
 def test_opposites_cover_nothing_and_what_stands_across_a_half() -> None:
@@ -33,12 +33,12 @@ def test_on_a_grid() -> None:
 def test_smoothing() -> None:
     tokens = image_tokens([24, 30, 9], [1, 1, 1], grids=[(2, 3, 4), (1, 5, 6), (1, 1, 9)])
     score = torch.rand(3, 30, generator=torch.Generator().manual_seed(0))
-    got = smoothed(score, tokens)
+    got = smooth_on_grid(score, tokens)
     frames = torch.cat([naive_blur(frame.double()).flatten() for frame in score[0, :24].view(2, 3, 4)])
     assert torch.allclose(got[0, :24].double(), frames, atol=1e-6) and torch.equal(got[0, 24:], score[0, 24:])
     assert torch.allclose(got[1].double(), naive_blur(score[1].double().view(5, 6)).flatten(), atol=1e-6)
     assert torch.equal(got[2], score[2])  # one row has nothing to mirror
-    assert torch.allclose(smoothed(torch.full((3, 30), 0.3), tokens), torch.tensor(0.3))
+    assert torch.allclose(smooth_on_grid(torch.full((3, 30), 0.3), tokens), torch.tensor(0.3))
 
 
 def test_without_text_all_tokens_count_alike() -> None:

@@ -15,7 +15,7 @@ from each import each
 from several_cuts import COUNTS, SHARES, best, counts_of, rows, view, wanted
 from tokenprune import Budget
 from tokenprune.methods.in_llm import entropyprune
-from tokenprune.methods.in_llm.entropyprune import entropies
+from tokenprune.methods.in_llm.entropyprune import compute_entropies
 
 OBSERVED = {"queries": "query_heads", "keys": "key_heads", "values": "value_heads"}
 
@@ -50,26 +50,26 @@ def test_what_changes_an_entropy() -> None:
     """Not the order of heads, nor a turn of all of them; their length does, unless it is taken away."""
     x = torch.randn(20, 6, 16, generator=torch.Generator().manual_seed(0))
     turn = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(1)))[0]
-    want = entropies(x)
+    want = compute_entropies(x)
     for same in (x.flip(1), x @ turn, x + 5 * x[:, :1]):
-        torch.testing.assert_close(entropies(same), want, atol=1e-4, rtol=0)
-    assert not torch.allclose(entropies(3 * x), want)
-    torch.testing.assert_close(entropies(3 * x, True), entropies(x, True))
-    assert bool((entropies(x, True) >= 0).all() & (entropies(x, True) <= 1).all())
+        torch.testing.assert_close(compute_entropies(same), want, atol=1e-4, rtol=0)
+    assert not torch.allclose(compute_entropies(3 * x), want)
+    torch.testing.assert_close(compute_entropies(3 * x, True), compute_entropies(x, True))
+    assert bool((compute_entropies(x, True) >= 0).all() & (compute_entropies(x, True) <= 1).all())
 
 
 def test_heads_that_are_equal_are_least_and_none_is_nan() -> None:
     """All eigenvalues are the least one; more heads than channels, one head, and a token that is not finite."""
     x = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0)) / 8
     x[1] = x[1, :1]
-    assert entropies(x).argmin() == 1
-    assert entropies(x)[1] == pytest.approx(6e-10 * math.log(1e10) / math.log(6))
+    assert compute_entropies(x).argmin() == 1
+    assert compute_entropies(x)[1] == pytest.approx(6e-10 * math.log(1e10) / math.log(6))
     wide = x.transpose(1, 2)
     want = torch.tensor([naive(one) for one in wide], dtype=torch.float64)
-    torch.testing.assert_close(entropies(wide), want)
-    assert entropies(x[:, :1]).isfinite().all()
+    torch.testing.assert_close(compute_entropies(wide), want)
+    assert compute_entropies(x[:, :1]).isfinite().all()
     x[2] = torch.inf
-    assert entropies(x).isnan().tolist() == [False, False, True, False]
+    assert compute_entropies(x).isnan().tolist() == [False, False, True, False]
 
 
 def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

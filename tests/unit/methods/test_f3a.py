@@ -8,7 +8,7 @@ import torch
 import tokenprune
 from greedy import alone, image_tokens, picked
 from tests.unit.methods.naive.f3a import Cells, naive_anchors, naive_first_choice, naive_scores, spread_out
-from tokenprune.methods.pre_llm.f3a import matrices, sparse
+from tokenprune.methods.pre_llm.f3a import draw_matrices, draw_sparse_matrix
 
 GRID = [(1, 7, 9)]
 METHOD = tokenprune.method("f3a")
@@ -18,16 +18,18 @@ PINNED = ((0, 0, 0.230341), (0, 3, -0.613506), (0, 2, 1.077018), (1, 0, 0.469989
 
 def test_the_stream_of_random_numbers() -> None:
     """By rows, places before numbers, on the host: other devices get a copy."""
-    matrix = sparse(2, 6, 3, seed=42)
+    matrix = draw_sparse_matrix(2, 6, 3, seed=42)
     wanted = torch.zeros(2, 6)
     for row, place, value in PINNED:
         wanted[row, place] = value
     assert torch.allclose(matrix, wanted, atol=1e-6)
-    drawn = matrices(40, 24, 42, torch.device("cpu"))
+    drawn = draw_matrices(40, 24, 42, torch.device("cpu"))
     assert [tuple(one.shape) for one in drawn] == [(128, 40), (128, 24), (16, 128), (96, 40), (96, 24)]
     assert [int((one != 0).sum(1).max()) for one in drawn] == [32, 8, 16, 24, 24]
-    assert torch.equal(drawn.cue, sparse(128, 24, 8, 43)) and torch.equal(drawn.cue_aligned, sparse(96, 24, 24, 46))
-    assert matrices(40, 24, 42, torch.device("cpu")) is drawn
+    assert torch.equal(drawn.cue, draw_sparse_matrix(128, 24, 8, 43)) and torch.equal(
+        drawn.cue_aligned, draw_sparse_matrix(96, 24, 24, 46)
+    )
+    assert draw_matrices(40, 24, 42, torch.device("cpu")) is drawn
 
 
 def test_the_question_and_the_seed_count_and_a_common_shift_does_not() -> None:

@@ -14,7 +14,7 @@ import tokenprune
 from each import each
 from several_cuts import counts_of
 from tokenprune import Budget, BudgetError, OptionError
-from tokenprune.methods.in_llm.fitprune import Recipe, shares
+from tokenprune.methods.in_llm.fitprune import Recipe, compute_layer_shares
 from tokenprune.models.fingerprint import fingerprint
 from tokenprune_bench.calibration import fit_fitprune
 from tokenprune_bench.calibration.attention_fitting import left_over
@@ -26,7 +26,7 @@ ROWS = [(1.0, 1.0, 1.0, 1.0), (1.0, 0.8, 0.4, 0.4), (1.0, 0.5, 0.1, 0.0)]
 @each("rows", [(), ROWS])
 @each("share", [0.26, 0.3, 0.4, 0.65, 0.9, 1.0])
 def test_any_average_is_met(rows: Any, share: float) -> None:
-    left = shares(rows, 4, share)
+    left = compute_layer_shares(rows, 4, share)
     assert left[0] == 1 and sum(left) / 4 == pytest.approx(share, abs=1e-6)
     assert all(one >= later - 1e-12 for one, later in pairwise(left))
     if rows and share == 0.65:
@@ -39,8 +39,8 @@ def test_counts_follow_the_recipe(tmp_path: Path) -> None:
     recipe = Recipe(torch.tensor(ROWS), 0, "model")
     recipe.save(tmp_path / "r.safetensors")
     method = tokenprune.method("fitprune", recipe=tmp_path / "r.safetensors")
-    shares = (Budget(keep=0.65), Budget(average_share=0.65), Budget.from_kv_share(0.65))
-    for budget in (*shares, Budget(average_tokens=65), Budget(keep=65)):
+    compute_layer_shares = (Budget(keep=0.65), Budget(average_share=0.65), Budget.from_kv_share(0.65))
+    for budget in (*compute_layer_shares, Budget(average_tokens=65), Budget(keep=65)):
         assert [number for _, number in counts_of(method, 4, 100, budget)] == [80, 40, 40]
     with pytest.raises(OptionError, match="is for 4 layers"):
         method.stages(Budget(keep=0.65), 5)

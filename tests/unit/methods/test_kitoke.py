@@ -9,7 +9,12 @@ import torch
 import tokenprune
 from each import each
 from tests.unit.methods.naive.kitoke import crowding, intervals, naive
-from tokenprune.methods.video.kitoke import chances, crowd, pivotal, spread
+from tokenprune.methods.video.kitoke import (
+    compute_density,
+    compute_probabilities,
+    median_squared_distance,
+    sample_pivotal,
+)
 from videos import given, moving, select, shares_of
 
 
@@ -48,7 +53,7 @@ def test_a_draw_is_the_seeds() -> None:
 @pytest.mark.parametrize("number", [1, 5, 12, 19])
 def test_chances_sum_to_what_is_drawn(number: int) -> None:
     weight = torch.rand(20, generator=torch.Generator().manual_seed(number)).double() ** 4 + 1e-3
-    chance = chances(weight, number)
+    chance = compute_probabilities(weight, number)
     assert chance.sum().item() == pytest.approx(number) and chance.max() <= 1
     free = chance < 1
     ratio = chance[free] / weight[free]
@@ -60,7 +65,7 @@ def test_each_is_drawn_as_often_as_its_chance_says() -> None:
     chance = [1.0, 0.5, 0.05, 0.9, 0.3, 0.25]
     often = [0] * 6
     for seed in range(2000):
-        drawn = pivotal(chance, 3, torch.Generator().manual_seed(seed))
+        drawn = sample_pivotal(chance, 3, torch.Generator().manual_seed(seed))
         assert len(drawn) == len(set(drawn)) == 3
         for i in drawn:
             often[i] += 1
@@ -74,12 +79,14 @@ def test_copies_share_one_chance() -> None:
     x = torch.randn(6, 30, generator=g) * 10
     many = torch.cat([x, x[:1].repeat(4, 1)])
     many = many - many.mean(0)
-    rarity = 1 / crowd(many, 0.01 * spread(many))
+    rarity = 1 / compute_density(many, 0.01 * median_squared_distance(many))
     torch.testing.assert_close(rarity[0], torch.tensor(0.2, dtype=torch.float64), atol=1e-3, rtol=0)
     torch.testing.assert_close(rarity[6:].sum() + rarity[0], rarity[1], atol=1e-3, rtol=0)
     turn = torch.randperm(10, generator=g)
     # Distances are float32, and a processor may round them otherwise in another order.
-    torch.testing.assert_close(1 / crowd(many[turn], 0.01 * spread(many)), rarity[turn], atol=0, rtol=1e-5)
+    torch.testing.assert_close(
+        1 / compute_density(many[turn], 0.01 * median_squared_distance(many)), rarity[turn], atol=0, rtol=1e-5
+    )
 
 
 def test_a_static_video_has_no_cut() -> None:

@@ -49,8 +49,10 @@ def test_a_threshold_decides(threshold: float) -> None:
 def test_the_most_similar_representatives_merge() -> None:
     """A mean counts as many of its components' means as it is made of."""
     means = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [-1.0, 0.0]])
-    found = scissor._Found(means, torch.tensor([3, 1, 2, 1]), torch.tensor([0, 1, 2, 3, 1]), torch.ones(5).long())
-    left = scissor.fewer(found, 2)
+    found = scissor._Representatives(
+        means, torch.tensor([3, 1, 2, 1]), torch.tensor([0, 1, 2, 3, 1]), torch.ones(5).long()
+    )
+    left = scissor.merge_to_count(found, 2)
     first = (3 * means[0] + means[1]) / 4
     torch.testing.assert_close(left.mean, torch.stack([(4 * first + 2 * means[2]) / 6, means[3]]))
     assert left.size.tolist() == [6, 1] and left.of.tolist() == [0, 0, 0, 1, 0]
@@ -145,8 +147,8 @@ def test_many_merges_one_after_the_other() -> None:
     """Of representatives that changed, too: against all cosines, each time anew."""
     g = torch.Generator().manual_seed(7)
     mean, size = torch.randn(40, 5, generator=g, dtype=torch.double), torch.randint(1, 4, (40,), generator=g)
-    found = scissor._Found(mean.float(), size, torch.arange(40), torch.zeros(40))
-    got = scissor.fewer(found, 4)
+    found = scissor._Representatives(mean.float(), size, torch.arange(40), torch.zeros(40))
+    got = scissor.merge_to_count(found, 4)
     groups = {i: [i] for i in range(40)}
     while len(groups) > 4:
         heads, x = [*groups], torch.stack([mean[one] for one in groups])

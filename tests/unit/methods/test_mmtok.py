@@ -12,7 +12,7 @@ import tokenprune
 from greedy import alone, image_tokens, picked
 from tests.unit.methods.naive.mmtok import naive, table
 from tokenprune.kernels.pairs import Products
-from tokenprune.methods.pre_llm.mmtok import shared
+from tokenprune.methods.pre_llm.mmtok import build_softmax_relation
 
 
 def test_without_the_question() -> None:
@@ -44,7 +44,7 @@ def test_rows_sum_to_their_weight_and_padding_has_none(monkeypatch: pytest.Monke
     want = want.masked_fill(~rows[:, :, None], 0) * 0.7 / rows.sum(1)[:, None, None]
     for fits in (True, False):
         monkeypatch.setattr(Products, "fits", fits)
-        got = shared(Products(a, b), 0.3, 0.7, mask, rows)
+        got = build_softmax_relation(Products(a, b), 0.3, 0.7, mask, rows)
         for segment, count in enumerate((6, 4)):
             found = got.rows(segment, torch.arange(5))
             assert torch.allclose(found[:, :count], want[segment, :, :count], atol=1e-6)

@@ -16,7 +16,7 @@ from each import each
 from tests.unit.methods.naive.ottvid import cover, naive, sinkhorn
 from tokenprune.kernels.clusters import covering
 from tokenprune.kernels.masses import transport
-from tokenprune.methods.video.ottvid import picks_of_frames
+from tokenprune.methods.video.ottvid import count_picks
 from videos import attention_of, cos, given, moving, same, select, shares_of
 
 
@@ -53,17 +53,17 @@ def test_threshold(threshold: float) -> None:
     got = shares_of(select("ottvid", given([video], [20], [(4, 4)]), threshold=threshold), 0, 80)
     same(got, naive(video, attention_of(video), 20, (4, 4), threshold))
     members = sum(map(len, got.values()))
-    picks = 5 * picks_of_frames(20, [16] * 5)
+    picks = 5 * count_picks(20, [16] * 5)
     assert members == picks if threshold == math.inf else members < picks
 
 
 def test_picks_of_frames() -> None:
     """The paper's number where it can lead to what is asked for; else one that can."""
-    assert picks_of_frames(58, [36] * 16) == int(36 * (58 / 576) ** 0.7) and picks_of_frames(7, [36]) == 7
+    assert count_picks(58, [36] * 16) == int(36 * (58 / 576) ** 0.7) and count_picks(7, [36]) == 7
     for frames in (2, 5, 16):
         for places in (1, 9, 36):
             for keep in range(1, frames * places):
-                k = picks_of_frames(keep, [places] * frames)
+                k = count_picks(keep, [places] * frames)
                 assert 1 <= k <= places and k * frames >= keep
                 assert frames * k - keep <= (frames - 1) * (k - 1 if keep >= frames else k)
 
@@ -103,7 +103,7 @@ def test_a_static_video() -> None:
     attention = [attention_of(frame).repeat(5, 1)]
     groups = shares_of(select("ottvid", given([frame.repeat(5, 1, 1)], [20], [(4, 4)], attention=attention)), 0, 80)
     assert all(len({i % 16 for i in group}) == 1 for group in groups.values())
-    k = picks_of_frames(20, [16] * 5)
+    k = count_picks(20, [16] * 5)
     of_frame = [sum(root // 16 == f for root in groups) for f in range(5)]
     assert of_frame[0] == k and max(of_frame[1:]) - min(of_frame[1:]) <= 1
 

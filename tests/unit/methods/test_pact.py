@@ -15,7 +15,7 @@ from tests.unit.methods.naive.pact import centres as naive_centres
 from tests.unit.methods.naive.pact import distance, naive
 from tokenprune import Selection, VisualTokens
 from tokenprune.kernels import farthest, pairs
-from tokenprune.methods.in_llm.pact import in_rounds
+from tokenprune.methods.in_llm.pact import select_in_rounds
 from tokenprune.testing import check_method, visual_tokens
 from tower_tokens import merged
 
@@ -96,7 +96,7 @@ def test_rounds_find_what_one_after_the_other_finds() -> None:
             near = torch.rand(size, size, generator=g) < share
             near = (near | near.T).fill_diagonal_(True)
             apart = (~near).double().tolist()
-            assert in_rounds(near, near[0] | True).nonzero().flatten().tolist() == naive_centres(
+            assert select_in_rounds(near, near[0] | True).nonzero().flatten().tolist() == naive_centres(
                 apart, list(range(size)), 0.5
             )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import tokenprune
 from each import each
 from tokenprune import Budget, OptionError
-from tokenprune.methods.encoder.prediction import METRICS, Distances, anchored, from_neighbours
+from tokenprune.methods.encoder.prediction import METRICS, Distances, predict_anchored, predict_from_neighbours
 from tokenprune.testing import check_method
 
 P = 12  # values of a unit
@@ -95,11 +95,11 @@ def grid(request: pytest.FixtureRequest) -> Tensor:
 @each("metric", METRICS)
 @each("threshold", [0.0, 0.005, 0.02, 0.11, 0.5])
 def test_both_forms_equal_the_loop(grid: Tensor, threshold: float, metric: str) -> None:
-    found = anchored(grid, threshold, metric)
+    found = predict_anchored(grid, threshold, metric)
     want, stands = naive(grid, threshold, metric)
     assert torch.equal(found.keep, want)
     assert torch.equal(grid.flatten(0, 2)[found.source.flatten()].view_as(grid), stands)
-    fast = from_neighbours(Distances.of(grid, metric), threshold)
+    fast = predict_from_neighbours(Distances.from_pixels(grid, metric), threshold)
     assert torch.equal(fast.keep, naive(grid, threshold, metric, by_neighbours=True)[0])
     if threshold == 0:
         assert torch.equal(fast.keep, found.keep)
@@ -108,7 +108,7 @@ def test_both_forms_equal_the_loop(grid: Tensor, threshold: float, metric: str) 
 
 @each("threshold", [0.0, 0.02, 0.11, 0.3])
 def test_nothing_is_further_than_the_threshold_from_what_stands_for_it(grid: Tensor, threshold: float) -> None:
-    source = anchored(grid, threshold, "max").source.flatten()
+    source = predict_anchored(grid, threshold, "max").source.flatten()
     flat = grid.flatten(0, 2)
     assert float((flat - flat[source]).abs().max()) <= threshold * (1 + 1e-4)
     assert torch.equal(source[source], source)  # what stands for others is kept itself
@@ -208,7 +208,7 @@ def test_colours_that_were_normalised_meet_the_threshold_that_they_are_at() -> N
 def test_not_a_number_is_similar_to_nothing() -> None:
     x = torch.zeros(1, 3, 3, P)
     x[0, 1, 1, 0] = torch.nan
-    assert keep_of(x)[0, 1, 1] and anchored(x, 0.1, "max").keep[0, 1, 1]
+    assert keep_of(x)[0, 1, 1] and predict_anchored(x, 0.1, "max").keep[0, 1, 1]
 
 
 def test_all_is_kept_by_keep_1_and_nothing_contradicts_it() -> None:

@@ -9,7 +9,7 @@ import torch
 import tokenprune
 from greedy import alone, cosine_table, image_tokens, picked
 from tests.unit.methods.naive.prunesid import naive_components, naive_quotas
-from tokenprune.methods.pre_llm.prunesid import components, quotas
+from tokenprune.methods.pre_llm.prunesid import compute_quotas, project_to_components
 
 
 @pytest.mark.parametrize("width", [5, 40])  # fewer features than tokens, and more
@@ -17,8 +17,8 @@ def test_components(width: int) -> None:
     x = torch.randn(20, width, generator=torch.Generator().manual_seed(width))
     want = naive_components(x.double(), 8)
     rank = min(20, width) - (width < 20)  # less the mean over few features
-    assert torch.allclose(components(x, 8)[:, :rank].double(), want[:, :rank], atol=1e-5)
-    assert not components(x, 8)[:, rank:].any()
+    assert torch.allclose(project_to_components(x, 8)[:, :rank].double(), want[:, :rank], atol=1e-5)
+    assert not project_to_components(x, 8)[:, rank:].any()
 
 
 def test_quotas() -> None:
@@ -30,7 +30,7 @@ def test_quotas() -> None:
         left = [0 if not c else 1 + int(torch.randint(0, c, (1,), generator=g)) for c in members]
         keep = int(torch.randint(min(groups, sum(members)), sum(members) + 1, (1,), generator=g))
         keep = max(keep, sum(c > 0 for c in members))
-        got = quotas(members, left, keep)
+        got = compute_quotas(members, left, keep)
         assert got == naive_quotas(members, left, keep)
         assert sum(got) == keep and all(min(1, c) <= q <= c for q, c in zip(got, members, strict=True))
 

@@ -15,7 +15,7 @@ from each import each
 from tests.unit.kernels.test_temporal import naive_shares
 from tests.unit.methods.naive.prunevid import contiguous, naive, spans_of
 from tokenprune import Budget
-from tokenprune.methods.video.prunevid import scene_ends
+from tokenprune.methods.video.prunevid import find_scene_ends
 from tokenprune.testing import visual_tokens
 from videos import best, given, moving, same, select, shares_of
 
@@ -41,14 +41,14 @@ def test_scenes_are_contiguous(labels: str, lengths: list[int]) -> None:
     numbers = ["abcd".index(one) for one in labels]
     made = contiguous(numbers)
     assert [len(span) for span in spans_of(made)] == lengths
-    assert scene_ends(numbers) == [a != b for a, b in pairwise(made)]
+    assert find_scene_ends(numbers) == [a != b for a, b in pairwise(made)]
 
 
 def test_scenes_equal_the_loop_in_200_cases() -> None:
     draw = random.Random(0)
     for _ in range(200):
         labels = [draw.randrange(draw.randint(1, 4)) for _ in range(draw.randint(1, 20))]
-        assert scene_ends(labels) == [a != b for a, b in pairwise(contiguous(labels))], labels
+        assert find_scene_ends(labels) == [a != b for a, b in pairwise(contiguous(labels))], labels
 
 
 def test_equals_the_loop_in_200_cases() -> None:

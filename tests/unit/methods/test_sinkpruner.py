@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tokenprune
 from several_cuts import COUNTS, SHARES, best, rows, view, wanted
-from tokenprune.methods.pre_llm.sinkpruner import different
+from tokenprune.methods.pre_llm.sinkpruner import pick_dissimilar
 
 
 def naive_different(x: Tensor, among: list[int], taken: list[int], number: int, at_once: int) -> list[int]:
@@ -62,7 +62,7 @@ def test_different_tokens_one_by_one_and_in_rounds() -> None:
     taken = torch.zeros(2, 30, dtype=torch.bool)
     taken[:, [2, 5]] = True
     for at_once in (1, 4, 16):
-        got = rows(different(x, mask, taken, torch.tensor([17, 9]), 17, at_once))
+        got = rows(pick_dissimilar(x, mask, taken, torch.tensor([17, 9]), 17, at_once))
         assert got == [
             naive_different(x[0], list(range(30)), [2, 5], 17, at_once),
             naive_different(x[1], list(range(21)), [2, 5], 9, at_once),

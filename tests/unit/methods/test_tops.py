@@ -9,7 +9,7 @@ import torch
 import tokenprune
 from greedy import alone, cosine_table, image_tokens, picked
 from tests.unit.methods.naive.tops import naive_agilepruner
-from tokenprune.methods.pre_llm.agilepruner import effective_rank
+from tokenprune.methods.pre_llm.agilepruner import compute_effective_rank
 
 
 @pytest.mark.parametrize("name", ["tops", "idselection", "agilepruner"])
@@ -47,7 +47,7 @@ def test_agilepruner_keeps_a_distance_before_it_fills_up() -> None:
     seen = alone(tokens, 0)
     picks = naive_agilepruner(**seen, keep=60, filled=False)
     order = seen["a"].argsort(descending=True).tolist()
-    rank = float(effective_rank(tokens.hidden, tokens.mask))
+    rank = float(compute_effective_rank(tokens.hidden, tokens.mask))
     distance = 1 - cosine_table(seen["x"])
     for n, i in enumerate(picks):
         for j in picks[:n]:
@@ -57,14 +57,14 @@ def test_agilepruner_keeps_a_distance_before_it_fills_up() -> None:
 
 def test_effective_rank() -> None:
     mask = torch.ones(1, 6, dtype=torch.bool)
-    assert float(effective_rank(torch.eye(6, 9)[None], mask)) == pytest.approx(6)
-    assert float(effective_rank(torch.ones(1, 6, 9), mask)) == pytest.approx(1, abs=1e-4)
+    assert float(compute_effective_rank(torch.eye(6, 9)[None], mask)) == pytest.approx(6)
+    assert float(compute_effective_rank(torch.ones(1, 6, 9), mask)) == pytest.approx(1, abs=1e-4)
     x = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0))
     masks = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
     for scale in (1, 100):
-        got = effective_rank(x * scale, masks)
+        got = compute_effective_rank(x * scale, masks)
         for row, count in enumerate((6, 4)):
             share = torch.linalg.svdvals(x[row, :count].double())
             share = share / share.sum()
             assert float(got[row]) == pytest.approx(float((-(share * share.log()).sum()).exp()), rel=1e-4)
-    assert torch.isfinite(effective_rank(torch.zeros(1, 6, 3), mask)).all()
+    assert torch.isfinite(compute_effective_rank(torch.zeros(1, 6, 3), mask)).all()

@@ -46,7 +46,7 @@ def test_many_tokens_without_a_table(few: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tokenprune.kernels.farthest.TABLE", 0)
     monkeypatch.setattr(vispruner, "_FEW", few)
     monkeypatch.setattr(vispruner, "_ROWS", 50)
-    monkeypatch.setattr(vispruner, "_rounds", None)
+    monkeypatch.setattr(vispruner, "_run_rounds", None)
     assert chosen(tokens) == whole
 
 

@@ -14,7 +14,7 @@ import tokenprune
 from merging_models import blocks_of, tower_of
 from several_cuts import Arrived, check_in_model, counts_of
 from tokenprune import Budget
-from tokenprune.methods.pre_llm.vitcop import centres_of
+from tokenprune.methods.pre_llm.vitcop import find_cluster_centers
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.testing import visual_tokens
 from tower_tokens import LAYOUTS, budgets, tower_tokens
@@ -168,9 +168,9 @@ def test_equal_keys_and_the_place_limit() -> None:
     one, mask = torch.ones(1, 6, 16), torch.ones(1, 6, dtype=torch.bool)
     tile, number = torch.zeros(1, 6, dtype=torch.long), torch.tensor([2])
     row = torch.stack([torch.zeros(6), torch.arange(6) / 6], 1)[None].double()
-    assert set(centres_of(one, row, tile, mask, number)[0].tolist()) <= {-1, 0, 1, 2, 3, 4, 5}
-    assert centres_of(one, row, tile, mask, torch.tensor([6]))[0].tolist() == list(range(6))
-    apart = centres_of(torch.randn(1, 6, 16), row * 10, tile, mask, number)
+    assert set(find_cluster_centers(one, row, tile, mask, number)[0].tolist()) <= {-1, 0, 1, 2, 3, 4, 5}
+    assert find_cluster_centers(one, row, tile, mask, torch.tensor([6]))[0].tolist() == list(range(6))
+    apart = find_cluster_centers(torch.randn(1, 6, 16), row * 10, tile, mask, number)
     assert apart[0].tolist() == [0, 1, 0, 0, 0, 0]  # of those without a parent the first are centres
 
 

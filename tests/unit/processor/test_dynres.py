@@ -19,7 +19,7 @@ from each import each
 from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, special_tokenizer, state
 from tokenprune import Budget, BudgetError, OptionError, count_visual_tokens, patch_processor, unpatch_processor
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune.methods.pixels.dynres import _cells, look
+from tokenprune.methods.pixels.dynres import _cells, measure_detail
 from tokenprune.selection.images import InputImage
 
 KEEPS = [0.0625, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0]
@@ -85,7 +85,7 @@ def test_text_stays_whole(letters: int, colours: tuple[str, str]) -> None:
 
 def test_what_is_no_text() -> None:
     for image in (plain(), slope(), photo(200, 300), noise(), photo(20, 30), plain(1, 1), plain(2, 300)):
-        assert not look(InputImage(image).grey)[1]
+        assert not measure_detail(InputImage(image).grey)[1]
 
 
 def test_photographs_get_what_was_asked_on_average() -> None:
@@ -251,15 +251,15 @@ def test_wrong_options() -> None:
 
 
 def test_statistics() -> None:
-    assert look(torch.full((64, 64), 0.3)) == (0.0, False)
+    assert measure_detail(torch.full((64, 64), 0.3)) == (0.0, False)
     g = torch.Generator().manual_seed(0)
     grey = torch.rand(64, 96, generator=g)
-    detail, _ = look(0.5 + 0.05 * (grey - 0.5))
-    assert 0 < detail < look(0.5 + 0.1 * (grey - 0.5))[0] < look(grey)[0] == 1.0
+    detail, _ = measure_detail(0.5 + 0.05 * (grey - 0.5))
+    assert 0 < detail < measure_detail(0.5 + 0.1 * (grey - 0.5))[0] < measure_detail(grey)[0] == 1.0
     # Twice the contrast is four times the variance, whatever the brightness; mirrored images are alike.
-    a, b = (look(0.2 + 0.05 * grey)[0], look(0.5 + 0.05 * grey)[0])
-    assert a == pytest.approx(b, abs=1e-4) == look((0.2 + 0.05 * grey).flip(1))[0]
-    assert look(torch.zeros(1, 1)) == (0.0, False)
+    a, b = (measure_detail(0.2 + 0.05 * grey)[0], measure_detail(0.5 + 0.05 * grey)[0])
+    assert a == pytest.approx(b, abs=1e-4) == measure_detail((0.2 + 0.05 * grey).flip(1))[0]
+    assert measure_detail(torch.zeros(1, 1)) == (0.0, False)
     # Cells are squares of the image; what does not fill one at the border is left out.
     assert _cells(torch.arange(30).view(5, 6), 2)[:4].tolist() == [
         [0, 1, 6, 7],

@@ -16,7 +16,7 @@ from tokenprune import (
     OptionError,
 )
 from tokenprune.integrations.hf.pixels.prompts import PromptReader
-from tokenprune.methods.pixels.view_select import similarity
+from tokenprune.methods.pixels.view_select import build_similarity_scorer
 
 CAMERAS = ["CAM_FRONT", "CAM_FRONT_LEFT", "CAM_FRONT_RIGHT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT"]
 VIEWS = [photo(40 + 8 * number, 64, number) for number in range(6)]
@@ -128,7 +128,9 @@ def test_a_scorer_of_ones_own() -> None:
 
 def test_similarity_follows_its_formula() -> None:
     table = {"lorry": [1.0, 0.0], "a": [2.0, 0.0], "b": [0.0, 1.0], "c": [1.0, 1.0]}
-    scores = similarity(lambda texts: torch.tensor([table[text] for text in texts]))("lorry", ["a", "b", "c"])
+    scores = build_similarity_scorer(lambda texts: torch.tensor([table[text] for text in texts]))(
+        "lorry", ["a", "b", "c"]
+    )
     cosines = [1.0, 0.0, 0.5**0.5]
     mean = sum(cosines) / 3
     assert scores == pytest.approx([2 / (1 + np.exp(-8 * (one - mean))) - 1 for one in cosines], abs=1e-6)

@@ -422,7 +422,7 @@ def test_the_page_of_a_gpu(script: Any) -> None:
     graphed = next(row for row in rows if (row["method"], row["visual"], row["batch"]) == ("divprune", 2880, 1))
     assert by["... with `graphs=True`"].pruned == graphed["graphs_ms"]
     assert page.short() in (ROOT / "README.md").read_text()
-    assert page.table() in (ROOT / "docs/guide/gpu.md").read_text()
+    assert page.table() in (ROOT / "docs/guides/gpu.md").read_text()
 
 
 def test_graphs_beside_eager(script: Any, tmp_path: Path) -> None:

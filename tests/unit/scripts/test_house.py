@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that the site shows in docs/architecture.md are counted right, and CITATION.cff can be read."""
+"""The numbers that the site shows in docs/extend/architecture.md are counted right, and CITATION.cff can be read."""
 
 from __future__ import annotations
 

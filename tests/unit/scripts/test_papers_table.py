@@ -157,7 +157,7 @@ def test_the_page_is_current(papers: Any, call: Any, tmp_path: Path, monkeypatch
     assert call("page", "--check")[0] == 0
     for row in papers.published.published().rows:
         assert f"[{row.source}]" in text
-    stale = tmp_path / "papers.md"
+    stale = tmp_path / "results/papers.md"
     stale.write_text(text.replace("| GQA | 61.9 |", "| GQA | 62.9 |"))
     monkeypatch.setattr(papers.script, "PAGE", stale)
     assert call("page", "--check")[0] == 1

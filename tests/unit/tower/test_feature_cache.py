@@ -244,7 +244,7 @@ def test_a_copy_has_a_cache_of_its_own(way: Callable) -> None:
     family = FAMILIES["llava"]
     model, inputs = family.build(), family.make_inputs(only=0)
     tokenprune.patch(model, "divprune", keep=0.5, feature_cache=ROOM)
-    other = way(model)  # of a model that has not run: see docs/faq.md
+    other = way(model)  # of a model that has not run: see docs/start/questions.md
     want = model(**inputs).logits
     assert counts(model) == (0, 1) and counts(other) == (0, 0)
     assert all(torch.equal(other(**inputs).logits, want) for _ in range(2))

@@ -127,7 +127,7 @@ def test_blocks_show_of_an_image_what_they_show_of_it_alone(build, monkeypatch: 
         return Merge.dropping(stays, stays.sum(1).tolist())
 
     patches = tower_of(model).embeddings(pixels).shape[1] - 1
-    monkeypatch.setattr(flowcut._Cuts, "look", note)
+    monkeypatch.setattr(flowcut._TowerCuts, "look", note)
     with tokenprune.patched(model, "flowcut", inside=True, keep=9, guard="off"):
         for images in (pixels, *pixels[:, None]):
             tower_of(model)(images, output_hidden_states=True)

@@ -186,6 +186,6 @@ def test_what_was_promised_is_held_against_what_was_measured(script: Any, tmp_pa
 
 
 def test_the_page_shows_the_results(script: Any) -> None:
-    page = (ROOT / "docs/tune-in-full.md").read_text()
+    page = (ROOT / "docs/measure/tune.md").read_text()
     shown = page.split(script.BEGIN)[1].split(script.END)[0]
     assert shown.strip() == script.table(script.RESULTS).strip()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/serving-in-full.md says of families and methods is what the plugin does."""
+"""What docs/serving/reference.md says of families and methods is what the plugin does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenprune.methods.registry import build, method_class
 from tokenprune.models.families import SERVED, Family
 from tokenprune.selection.observable import Backend
 
-PAGE = (Path(__file__).parents[3] / "docs/serving-in-full.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/serving/reference.md").read_text()
 
 
 def section(title: str) -> list[list[str]]:

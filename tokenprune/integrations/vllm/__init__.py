@@ -4,7 +4,7 @@
 The number of tokens that a method keeps follows from an item's shape alone, so the processor (front end) can write the
 shorter prompt before anything is encoded. It sends a plan with each item; the model (worker) lets the method choose
 among the features of the encoder, and returns as many rows as the prompt has room for. Nothing happens on a server
-that is not configured for it; see docs/serving.md. Nothing outside this package, and `gateway` above it,
+that is not configured for it; see docs/serving/start.md. Nothing outside this package, and `gateway` above it,
 imports vllm.
 
 The path of one request, through the files that it passes:

@@ -20,7 +20,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 @dataclass(frozen=True)
 class Assumptions:
     """Shares of the data sheet's numbers, and others that no closed form knows; the defaults are an H200's
-    (docs/capacity.md).
+    (docs/serving/capacity.md).
 
     compute, tower: of the FLOPs, in the decoder's prefill and in the vision tower. read: of the bandwidth, while
     decoding. memory: for weights and KV cache; the rest is left to activations and the runtime. at_once: most requests

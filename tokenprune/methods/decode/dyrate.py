@@ -12,7 +12,7 @@ from annotated_types import Ge, Lt
 
 from tokenprune.errors import OptionError
 from tokenprune.methods.decode.rate_predictor import RatePredictor
-from tokenprune.methods.fitted import FitAt
+from tokenprune.methods.fitted import LazyFit
 from tokenprune.methods.registry import register
 from tokenprune.models.fingerprint import fingerprint
 from tokenprune.models.per_layer import per_layer
@@ -56,7 +56,7 @@ class DyRate(DecodeMethod):
 
     never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.5
-    fit = FitAt("tokenprune_bench.calibration.rate_fitting", "fit_dyrate")
+    fit = LazyFit("tokenprune_bench.calibration.rate_fitting", "fit_dyrate")
     fit_limit: ClassVar[int | None] = 24
     fit_question: ClassVar[str | None] = None
 
@@ -101,7 +101,7 @@ class DyRate(DecodeMethod):
             step = masses.shape[1] - 1
             return torch.full_like(share, self.schedule[min(step, len(self.schedule)) - 1])
         if self.rate == "predictor":
-            return self._fitted.classes(masses[:, -1]).double() / self.grid
+            return self._fitted.predict(masses[:, -1]).double() / self.grid
         lowest = torch.full_like(share, self.k_min).minimum(share)
         kept = lowest + (share - lowest) * self._attention_left(masses)
         return ((1 - kept) * self.grid + 1e-6).floor().clamp(max=self.grid - 1) / self.grid

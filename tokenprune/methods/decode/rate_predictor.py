@@ -32,7 +32,7 @@ class RatePredictor:
         """K, the number of rates."""
         return self.weight.shape[0]
 
-    def classes(self, masses: torch.Tensor) -> torch.Tensor:
+    def predict(self, masses: torch.Tensor) -> torch.Tensor:
         """long `[B]`: the index of the rate for masses `[B, H, 4]`."""
         weight, bias = self.weight.to(masses.device), self.bias.to(masses.device)
         return (masses.float().flatten(1) @ weight.T + bias).argmax(dim=1)

@@ -12,8 +12,8 @@ from annotated_types import Ge
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.kernels.merging import threshold_match
-from tokenprune.methods.encoder.thresholds import Thresholds, shipped
-from tokenprune.methods.fitted import FitAt
+from tokenprune.methods.encoder.thresholds import Thresholds, find_shipped
+from tokenprune.methods.fitted import LazyFit
 from tokenprune.methods.registry import register
 from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection.method import Site
@@ -35,7 +35,7 @@ class DyMU(EncoderMethod):
     its members did.
     max_r: tokens that a block merges in one image at most; half of them is the limit in any case.
     vtu: virtual unmerging in the decoder: "off", or "expanded", which applies its weights to the merged tokens and its
-    attention to all positions. It saves no KV memory (docs/vtu.md).
+    attention to all positions. It saves no KV memory (docs/methods/dymu.md).
     exact: every image keeps exactly the number of patches that `keep` asks for: what merges in which block is still
     its content's choice, but no block goes below that number, and where the thresholds would leave more than the blocks
     after can still merge, the best pairs below the threshold merge too. For those who must know the number before the
@@ -55,7 +55,7 @@ class DyMU(EncoderMethod):
     """
 
     ragged = True
-    fit = FitAt("tokenprune_bench.calibration.run", "fit_dymu")
+    fit = LazyFit("tokenprune_bench.calibration.run", "fit_dymu")
     fit_limit: ClassVar[int | None] = None
 
     thresholds: str | Path | Thresholds | None = field(default=None, metadata={"file": True})
@@ -102,7 +102,7 @@ class DyMU(EncoderMethod):
         """Return what merges the pairs above each block's threshold."""
         if self.is_identity(budget):
             return [None] * tower.blocks
-        thresholds = self._given or shipped(tower.fingerprint)
+        thresholds = self._given or find_shipped(tower.fingerprint)
         thresholds.check(tower.fingerprint)
         match = partial(threshold_match, protected=tower.protected, limit=self.max_r)
         values = thresholds.for_keep(budget.keep).tolist()

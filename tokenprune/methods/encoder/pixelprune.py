@@ -13,11 +13,11 @@ from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.encoder.prediction import (
     Distances,
     Prediction,
-    anchored,
-    anchored_in_time,
-    from_neighbours,
+    predict_anchored,
+    predict_anchored_in_time,
+    predict_from_neighbours,
 )
-from tokenprune.methods.pre_llm.uniform import spread
+from tokenprune.methods.pre_llm.uniform import spread_over_grid
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.units import UnitDropper
@@ -84,9 +84,9 @@ class PixelPrune(UnitDropper):
     def keep_units(self, pixels: Tensor, most: int) -> Tensor:
         if self.neighbours == "before" and most < pixels.shape[1] * pixels.shape[2]:
             keep = torch.zeros(pixels.shape[:3], dtype=torch.bool, device="cpu")
-            keep.view(-1)[spread(keep[0].numel(), most, (1, *keep.shape[1:]))] = True
+            keep.view(-1)[spread_over_grid(keep[0].numel(), most, (1, *keep.shape[1:]))] = True
             return to_device(keep, pixels.device)
-        found = Distances.of(pixels, self.metric, spatial=self.neighbours == "all")
+        found = Distances.from_pixels(pixels, self.metric, spatial=self.neighbours == "all")
         low = self.threshold
         best = self._predict(pixels, found, low)
         if most >= best.keep.numel() or int(best.keep.sum()) <= most:
@@ -108,5 +108,7 @@ class PixelPrune(UnitDropper):
 
     def _predict(self, pixels: Tensor, found: Distances, threshold: float) -> Prediction:
         if threshold == 0 or not self.anchored:
-            return from_neighbours(found, threshold)
-        return (anchored if self.neighbours == "all" else anchored_in_time)(pixels, threshold, self.metric)
+            return predict_from_neighbours(found, threshold)
+        return (predict_anchored if self.neighbours == "all" else predict_anchored_in_time)(
+            pixels, threshold, self.metric
+        )

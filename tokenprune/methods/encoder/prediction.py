@@ -39,7 +39,7 @@ class Prediction:
     source: Tensor | None = None
 
 
-def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
+def compute_distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
     """Return float `[...]`, how far the units a and b, `[..., P]`, are apart: the largest ("max"), mean ("mae") or root
     mean square ("rmse") difference of their values."""
     difference = a - b
@@ -59,21 +59,21 @@ class Distances:
     before: Tensor | None
 
     @staticmethod
-    def of(pixels: Tensor, metric: str, spatial: bool = True) -> Distances:
+    def from_pixels(pixels: Tensor, metric: str, spatial: bool = True) -> Distances:
         """pixels: `[T, H, W, P]`. Frame by frame, so that no second copy of a video is made. spatial: units of the same
         frame are neighbours too."""
         left, above = (pixels.new_full(pixels.shape[:3], torch.inf) for _ in range(2))
         before = torch.full_like(left, torch.inf) if len(pixels) > 1 else None
         for t, frame in enumerate(pixels):
             if spatial:
-                left[t, :, 1:] = distance(frame[:, 1:], frame[:, :-1], metric)
-                above[t, 1:] = distance(frame[1:], frame[:-1], metric)
+                left[t, :, 1:] = compute_distance(frame[:, 1:], frame[:, :-1], metric)
+                above[t, 1:] = compute_distance(frame[1:], frame[:-1], metric)
             if before is not None and t:
-                before[t] = distance(frame, pixels[t - 1], metric)
+                before[t] = compute_distance(frame, pixels[t - 1], metric)
         return Distances(left, above, before)
 
 
-def from_neighbours(found: Distances, threshold: float) -> Prediction:
+def predict_from_neighbours(found: Distances, threshold: float) -> Prediction:
     """Predict every unit from its neighbours as they are: no loop over units. At threshold 0 this is the same as
     `anchored`, since what is equal to a neighbour reconstructs to it."""
     limit = threshold * _ROUNDING
@@ -87,7 +87,7 @@ def from_neighbours(found: Distances, threshold: float) -> Prediction:
     return Prediction(~(error <= limit), error)
 
 
-def anchored(pixels: Tensor, threshold: float, metric: str) -> Prediction:
+def predict_anchored(pixels: Tensor, threshold: float, metric: str) -> Prediction:
     """Predict every unit from what a decoder would have: a kept unit is itself, one that is gone has the pixels of its
     prediction. So no unit is further than the threshold from what stands for it, however long the chain.
 
@@ -100,11 +100,11 @@ def anchored(pixels: Tensor, threshold: float, metric: str) -> Prediction:
     for at in (one.to(x.device) for one in _diagonals(frames, height, width)):
         row, column = at // width % height, at % width
         a, b, c, p = (source[(at - step).clamp(min=0)] for step in (1, width, width + 1, height * width))
-        edge = (distance(x[c], x[a], metric) <= limit) & (distance(x[c], x[b], metric) > limit)
+        edge = (compute_distance(x[c], x[a], metric) <= limit) & (compute_distance(x[c], x[b], metric) > limit)
         prediction = torch.where((row > 0) & (edge | (column == 0)), b, a)
         own = x[at]
-        spatial = distance(own, x[prediction], metric).masked_fill((row == 0) & (column == 0), torch.inf)
-        temporal = distance(own, x[p], metric).masked_fill(at < height * width, torch.inf)
+        spatial = compute_distance(own, x[prediction], metric).masked_fill((row == 0) & (column == 0), torch.inf)
+        temporal = compute_distance(own, x[p], metric).masked_fill(at < height * width, torch.inf)
         source[at] = torch.where(temporal <= limit, p, torch.where(spatial <= limit, prediction, at))
         error[at] = torch.minimum(spatial, temporal)
     shape = frames, height, width
@@ -112,14 +112,14 @@ def anchored(pixels: Tensor, threshold: float, metric: str) -> Prediction:
     return Prediction(keep.view(shape), error.view(shape), source.view(shape))
 
 
-def anchored_in_time(pixels: Tensor, threshold: float, metric: str) -> Prediction:
+def predict_anchored_in_time(pixels: Tensor, threshold: float, metric: str) -> Prediction:
     """Predict every unit as `anchored` does, from its place one temporal patch before alone."""
     x, limit = pixels.flatten(1, 2), threshold * _ROUNDING
     stands, (count, units) = x[0], x.shape[:2]
     source = torch.arange(count * units, device=x.device).view(count, units)
     error = x.new_full(source.shape, torch.inf)
     for t in range(1, count):
-        error[t] = distance(x[t], stands, metric)
+        error[t] = compute_distance(x[t], stands, metric)
         same = error[t] <= limit
         source[t] = torch.where(same, source[t - 1], source[t])
         stands = torch.where(same[:, None], stands, x[t])

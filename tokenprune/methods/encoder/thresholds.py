@@ -92,7 +92,7 @@ class Thresholds:
         }
         tensors = {f"keep={keep!r}": self.values[keep] for keep in self.keeps}
         # One entry: safetensors promises no order of several, and equal thresholds shall make equal files.
-        write(Path(path), save(tensors, {_ENTRY: json.dumps(about, sort_keys=True)}))
+        write_atomically(Path(path), save(tensors, {_ENTRY: json.dumps(about, sort_keys=True)}))
 
     @staticmethod
     def load(path: str | Path) -> Thresholds:
@@ -116,13 +116,13 @@ class Thresholds:
 
 
 @cache
-def _shipped() -> list[Thresholds]:
+def _load_shipped() -> list[Thresholds]:
     return [Thresholds.load(path) for path in sorted(_SHIPPED.glob("*.safetensors"))]
 
 
-def shipped(fingerprint: Fingerprint) -> Thresholds:
+def find_shipped(fingerprint: Fingerprint) -> Thresholds:
     """Return the thresholds that the package has for a tower; raises OptionError if it has none."""
-    for one in _shipped():
+    for one in _load_shipped():
         if one.fingerprint == fingerprint:
             return one
     raise OptionError(
@@ -133,7 +133,7 @@ def shipped(fingerprint: Fingerprint) -> Thresholds:
     )
 
 
-def write(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file in one step, so that a run that is cut short leaves the old one; raises TokenPruneError."""
     fresh = path.with_name(f".{path.name}.new")
     try:

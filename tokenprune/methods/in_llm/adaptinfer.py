@@ -7,15 +7,15 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Le
 
+from tokenprune.methods.multi_cut import TEXT_ATTENTION, SharedBudgetCuts, sum_text_attention
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import TEXT, SeveralCuts, text_votes
 from tokenprune.selection.method import Site
 from tokenprune.selection.tokens import VisualTokens
 
 
-@register("adaptinfer", site=Site.IN_LLM, needs=TEXT, paper="arXiv 2508.06084")
+@register("adaptinfer", site=Site.IN_LLM, needs=TEXT_ATTENTION, paper="arXiv 2508.06084")
 @dataclass(frozen=True)
-class AdaptInfer(SeveralCuts):
+class AdaptInfer(SharedBudgetCuts):
     """Keep the visual tokens that the question attends to, each of its words weighted by what the other words make of
     it in the same layer.
 
@@ -48,4 +48,4 @@ class AdaptInfer(SeveralCuts):
         got_and_gave = among.sum(2) + among.sum(3) - among.diagonal(dim1=2, dim2=3)
         words = tokens.text.mask.sum(1).clamp(min=1)[:, None, None]
         mean = got_and_gave.sum(2, keepdim=True) / words
-        return text_votes(tokens, self.dynamic * got_and_gave + (1 - self.dynamic) * mean).sum(1)
+        return sum_text_attention(tokens, self.dynamic * got_and_gave + (1 - self.dynamic) * mean).sum(1)

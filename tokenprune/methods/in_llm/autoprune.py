@@ -14,8 +14,8 @@ from tokenprune.budgets.schedule import place, profile
 from tokenprune.kernels.masses import evenly
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.multi_cut import TEXT_ATTENTION, CutStage, SharedBudgetCuts, sum_text_attention
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import TEXT, OneCut, SeveralCuts, text_votes
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -23,9 +23,9 @@ _LAYERS, _HEADS = 32, 32  # of the model that the curve's numbers are for
 _TOP, _MIDDLE = 0.75, 14.9  # of the curve: its height, and where it has fallen by half
 
 
-@register("autoprune", site=Site.IN_LLM, needs=TEXT, paper="arXiv 2509.23931, NeurIPS 2025")
+@register("autoprune", site=Site.IN_LLM, needs=TEXT_ATTENTION, paper="arXiv 2509.23931, NeurIPS 2025")
 @dataclass(frozen=True)
-class AutoPrune(SeveralCuts):
+class AutoPrune(SharedBudgetCuts):
     """Let image and question together decide how early visual tokens go: early where the words attend to few of them,
     late where much of the image bears on the question.
 
@@ -77,24 +77,24 @@ class AutoPrune(SeveralCuts):
 
 
 @dataclass(frozen=True)
-class _Stage(OneCut):
+class _Stage(CutStage):
     """One of the cuts at the layers `placed` of `depth`."""
 
-    of: AutoPrune
+    method: AutoPrune
     placed: tuple[int, ...]
     depth: int
 
     def select(self, tokens: VisualTokens) -> Selection:
         if "counts" not in tokens.carry:
-            bits = mutual_information(tokens.text_attention, tokens.text.mask).mean(1) * _HEADS
-            slopes = (self.of.slope - self.of.gamma * bits.nan_to_num(nan=0.0, posinf=0.0)).clamp(min=0)
+            bits = compute_mutual_information(tokens.text_attention, tokens.text.mask).mean(1) * _HEADS
+            slopes = (self.method.slope - self.method.gamma * bits.nan_to_num(nan=0.0, posinf=0.0)).clamp(min=0)
             each = zip(tokens.counts, tokens.keep, slopes.tolist(), strict=True)  # waits for the device
             tokens.remember("counts", [self._counts(*one) for one in each])
-        planned = [one[self.number] for one in tokens.carry["counts"]]
+        planned = [one[self.index] for one in tokens.carry["counts"]]
         counts = [min(count, number) for count, number in zip(tokens.counts, planned, strict=True)]
         if counts == tokens.counts:
             return Selection(tokens.mask, counts=counts)
-        score = text_votes(tokens, evenly(tokens.text.mask)).mean(1)
+        score = sum_text_attention(tokens, evenly(tokens.text.mask)).mean(1)
         return Selection(top_mask(score, tokens.mask, to_device(counts, score.device), max(counts)), counts=counts)
 
     def _counts(self, count: int, even: int, slope: float) -> list[int]:
@@ -104,7 +104,8 @@ class _Stage(OneCut):
         ends = [*self.placed[1:], self.depth]
         spans = [end - start for start, end in zip(self.placed, ends, strict=True)]
         curve = [
-            sum(retention(layer * _LAYERS / self.depth - 1, slope) for layer in range(start, end)) / (end - start)
+            sum(compute_retention(layer * _LAYERS / self.depth - 1, slope) for layer in range(start, end))
+            / (end - start)
             for start, end in zip(self.placed, ends, strict=True)
         ]
         room = even * sum(spans)
@@ -120,12 +121,12 @@ class _Stage(OneCut):
         return kept(low)
 
 
-def retention(layer: float, slope: float) -> float:
+def compute_retention(layer: float, slope: float) -> float:
     """Return the curve of the number of tokens that stay after `layer` of 32."""
     return _TOP / (1 + math.exp(min(700.0, slope * (layer - _MIDDLE - slope))))
 
 
-def mutual_information(attention: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+def compute_mutual_information(attention: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """float32 `[S, H]`, in bits: of the words of a text, each as likely, and the visual tokens that they attend to.
 
     attention: float `[S, H, M, N]`, of which 0 tells nothing; words: bool `[S, M]`.

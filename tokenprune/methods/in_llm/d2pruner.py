@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le
 from tokenprune.kernels.pairs import PickedRows, Products, unit
 from tokenprune.kernels.take import settle, top_mask
 from tokenprune.kernels.transfer import to_device
-from tokenprune.methods.fitted import FitAt, Fitted
+from tokenprune.methods.fitted import FittedTable, LazyFit
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
@@ -20,7 +20,7 @@ from tokenprune.selection.tokens import VisualTokens
 _LEAST = 1e-3  # of the prior's mean, which a cell of it counts at least
 
 
-class AttentionPrior(Fitted):
+class AttentionPrior(FittedTable):
     """The attention of the prompt's last token that does not depend on the image: float32 `[rows, columns]`."""
 
     kind = "tokenprune attention prior"
@@ -63,7 +63,7 @@ class D2Pruner(Pruner):
 
     query_aware: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.25
-    fit = FitAt("tokenprune_bench.calibration.attention_fitting", "fit_d2pruner")
+    fit = LazyFit("tokenprune_bench.calibration.attention_fitting", "fit_d2pruner")
     fit_limit: ClassVar[int | None] = 200  # the authors take 1000
 
     layer: Annotated[int, Ge(1)] = 2
@@ -87,7 +87,7 @@ class D2Pruner(Pruner):
 
     def check_model(self, decoder: torch.nn.Module) -> None:
         if self._fitted is not None and self.prior is not None:
-            self._fitted.check(self.name, self.prior, decoder)
+            self._fitted.check_decoder(self.name, self.prior, decoder)
 
     def select(self, tokens: VisualTokens) -> Selection:
         importance = tokens.last_row_attention.float().mean(1) / self._expected(tokens)
@@ -106,7 +106,7 @@ class D2Pruner(Pruner):
             tokens.note(f"{self.name}: no prior was given, so attention counts as it is (`tokenprune fit d2pruner`)")
         else:
             for row, (count, grid) in enumerate(zip(tokens.counts, tokens.grids, strict=True)):
-                expected[row, :count] = stretched(self._fitted.table, count, grid)
+                expected[row, :count] = resize_table(self._fitted.table, count, grid)
             expected = expected.clamp(min=max(_LEAST * float(self._fitted.table.mean()), 1e-12))
         return to_device(expected, tokens.mask.device)
 
@@ -142,7 +142,7 @@ class D2Pruner(Pruner):
         return torch.exp(-square / (2 * self.radius**2)).masked_fill(cells[..., 0] != one[..., 0], 0)
 
 
-def stretched(table: torch.Tensor, count: int, grid: tuple[int, int, int] | None) -> torch.Tensor:
+def resize_table(table: torch.Tensor, count: int, grid: tuple[int, int, int] | None) -> torch.Tensor:
     """float32 `[count]`: a table `[rows, columns]` at the places of a grid's tokens, the same in each frame; along the
     order of the tokens where the grid is not known."""
     if grid is None:

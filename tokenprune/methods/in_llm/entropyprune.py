@@ -55,11 +55,11 @@ class EntropyPrune(Pruner):
     def score(self, tokens: VisualTokens) -> torch.Tensor:
         heads = getattr(tokens, self._observable)
         step = max(1, _ELEMENTS // (heads.shape[2] * max(heads.shape[2:])))
-        parts = [entropies(part, self.normalise) for part in heads.flatten(0, 1).split(step)]
+        parts = [compute_entropies(part, self.normalise) for part in heads.flatten(0, 1).split(step)]
         return torch.cat(parts).view(tokens.mask.shape)
 
 
-def entropies(heads: torch.Tensor, normalise: bool = False) -> torch.Tensor:
+def compute_entropies(heads: torch.Tensor, normalise: bool = False) -> torch.Tensor:
     """float64 `[n]`: the matrix entropy of each token, NaN for one that is not finite. heads: `[n, H, Dh]`."""
     number = heads.shape[1]
     x = heads.double()

@@ -8,15 +8,15 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.multi_cut import SharedBudgetCuts
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import SeveralCuts
 from tokenprune.selection.method import Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
 
 @register("feather", site=Site.IN_LLM, needs=("unrotated_last_row",), paper="arXiv 2412.13180, ICCV 2025")
 @dataclass(frozen=True)
-class Feather(SeveralCuts):
+class Feather(SharedBudgetCuts):
     """Keep an even grid, and of the rest what the prompt's last token attends to whatever the distance; later, and from
     a deeper layer, only the latter (FEATHER).
 

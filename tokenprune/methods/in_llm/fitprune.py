@@ -11,15 +11,15 @@ import torch
 
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
-from tokenprune.methods.fitted import FitAt, Fitted
+from tokenprune.methods.fitted import FittedTable, LazyFit
+from tokenprune.methods.multi_cut import CutStage, MultiCutMethod
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import CutsInside, OneCut
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.tokens import VisualTokens
 
 
-class Recipe(Fitted):
+class Recipe(FittedTable):
     """Shares of an image's tokens that each decoder layer sees: float32 `[recipes, layers]`, from all to few."""
 
     kind = "tokenprune fitprune recipe"
@@ -31,7 +31,7 @@ class Recipe(Fitted):
 
 @register("fitprune", site=Site.IN_LLM, needs=("head_maxima",), paper="arXiv 2409.10197, AAAI 2025")
 @dataclass(frozen=True)
-class FitPrune(CutsInside):
+class FitPrune(MultiCutMethod):
     """Drop a few visual tokens at every decoder layer, as many as a recipe says that was fitted so that attention
     stays what it was.
 
@@ -54,7 +54,7 @@ class FitPrune(CutsInside):
     query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.4
-    fit = FitAt("tokenprune_bench.calibration.attention_fitting", "fit_fitprune")
+    fit = LazyFit("tokenprune_bench.calibration.attention_fitting", "fit_fitprune")
 
     recipe: str | Path | None = field(default=None, metadata={"file": True})
 
@@ -68,7 +68,7 @@ class FitPrune(CutsInside):
 
     def check_model(self, decoder: torch.nn.Module) -> None:
         if self._fitted is not None and self.recipe is not None:
-            self._fitted.check(self.name, self.recipe, decoder)
+            self._fitted.check_decoder(self.name, self.recipe, decoder)
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if budget.target == "flops_share":
@@ -77,9 +77,9 @@ class FitPrune(CutsInside):
         if rows and len(rows[0]) != layers:
             self._check(False, f"{self.recipe} is for {len(rows[0])} layers, and this decoder has {layers}")
         if budget.share is not None:
-            shares(rows, layers, budget.share)  # raises for what cannot be
+            compute_layer_shares(rows, layers, budget.share)  # raises for what cannot be
         parts = [_ByRecipe(**budget.init_values(), rows=rows) for _ in range(1, layers)]
-        return [(OneCut(self, layer - 1, layer), part) for layer, part in enumerate(parts, 1)]
+        return [(CutStage(self, layer - 1, layer), part) for layer, part in enumerate(parts, 1)]
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
         return tokens.head_maxima.float().prod(1)
@@ -102,7 +102,7 @@ class _ByRecipe(Budget):
         return left
 
 
-def shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[float]:
+def compute_layer_shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[float]:
     """Return what share of an image's tokens each layer sees, so that the average is `share`.
 
     rows: of a recipe; none: each layer keeps the same share of what reaches it. Raises BudgetError for what the first
@@ -127,4 +127,4 @@ def shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[f
     return [low**layer for layer in range(layers)]
 
 
-_known_shares = lru_cache(maxsize=64)(shares)  # asked at every layer of every call
+_known_shares = lru_cache(maxsize=64)(compute_layer_shares)  # asked at every layer of every call

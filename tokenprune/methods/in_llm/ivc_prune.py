@@ -76,9 +76,9 @@ class IvcPrune(Pruner):
         rated = _likeness(tokens.text.value_heads, raters, values, there)[..., : mask.shape[1]].sum(1)
         seeds = [max(1, round(_SEEDS * count)) for count in tokens.counts]
         seed = top_mask(rated, mask, to_device(seeds, device), max(seeds))
-        at = partition(seed)[:, : max(seeds)]  # the seeds, then others
-        own = gather_tokens(values, at, 1)
-        from_seeds = _likeness(own, seed.gather(1, at), values, there)[..., : mask.shape[1]].sum(1)
+        seed_index = partition(seed)[:, : max(seeds)]  # the seeds, then others
+        own = gather_tokens(values, seed_index, 1)
+        from_seeds = _likeness(own, seed.gather(1, seed_index), values, there)[..., : mask.shape[1]].sum(1)
         score = (rated + from_seeds) / (raters.sum(1) + seed.sum(1))[:, None]
 
         first = torch.where(anchors, 2, torch.where(seed, 1, 0))

@@ -14,8 +14,8 @@ from tokenprune.budgets import Budget
 from tokenprune.budgets.schedule import place, profile
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.multi_cut import CutStage, SharedBudgetCuts
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import OneCut, SeveralCuts
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -25,7 +25,7 @@ _STEP = 0.5  # from cut to cut, for a number of tokens, which is no share before
 
 @register("mustdrop", site=Site.IN_LLM, paper="arXiv 2411.10803")
 @dataclass(frozen=True)
-class MustDrop(SeveralCuts):
+class MustDrop(SharedBudgetCuts):
     """Drop in four cuts the visual tokens that the text neither attends to on the whole nor with any of its words; what
     the vision tower finds most salient is dropped last.
 
@@ -75,7 +75,7 @@ class MustDrop(SeveralCuts):
         placed = list(self.layers or place(self.depths[: layers - 1], layers, budget))
         step = _STEP if budget.share is None else _step(placed, layers, budget.share)
         cuts = profile(layers, [(layer, step**number) for number, layer in enumerate(placed)], budget)
-        return [(OneCut(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
+        return [(CutStage(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
 
     def select(self, tokens: VisualTokens) -> Selection:
         share, word = self._paid(tokens)

@@ -101,7 +101,7 @@ class PACT(Pruner):
         place = place[dense.argsort(descending=True, stable=True)]
         alike = Products(keys[None, place], round_=True)
         cutoff = self._cutoff(alike, keep)
-        centre = centres(alike, cutoff)
+        centre = find_centres(alike, cutoff)
         if not self.by_content_count:
             # Copies are one centre at any cutoff: where that is too few, the densest others are centres as well.
             rank = torch.where(centre, 0, len(place)) + torch.arange(len(place), device=device)
@@ -120,7 +120,7 @@ class PACT(Pruner):
         low, high = 0.0, 2.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            number = int(centres(alike, middle).sum())
+            number = int(find_centres(alike, middle).sum())
             low, high = (middle, high) if number >= keep else (low, middle)
             if number == keep:
                 break
@@ -132,20 +132,20 @@ def _density(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
     return torch.exp(-((1 - rows).clamp(min=0) / _DENSITY).square()).sum(1, dtype=torch.float64)
 
 
-def centres(alike: Products, cutoff: float) -> torch.Tensor:
+def find_centres(alike: Products, cutoff: float) -> torch.Tensor:
     """bool `[m]`: tokens, in their order, of which none before them is within the cutoff that is one itself. alike:
     cosines `[1, m, m]`. Waits for the device."""
     found = torch.zeros(alike.shape[1], dtype=torch.bool, device=alike.a.device)
 
     def block(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
         near, own = 1 - rows <= cutoff, slice(start, start + len(rows))
-        found[own] = in_rounds(near[:, own], ~(near[:, :start] & found[:start]).any(1))
+        found[own] = select_in_rounds(near[:, own], ~(near[:, :start] & found[:start]).any(1))
         return found[own]
 
     return alike.of_rows(block)[0]
 
 
-def in_rounds(near: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+def select_in_rounds(near: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
     """bool `[m]`: tokens out of `left` (bool `[m]`), in their order, that are near to none that is so before them.
 
     near: bool `[m, m]`, symmetric. In rounds, each of all tokens that no token before them can bar any more.

@@ -9,15 +9,15 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Gt, Le
 
+from tokenprune.methods.multi_cut import SharedBudgetCuts
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import SeveralCuts
 from tokenprune.selection.method import Site
 from tokenprune.selection.tokens import VisualTokens
 
 
 @register("pyramiddrop", site=Site.IN_LLM, needs=("next_row_attention",), paper="arXiv 2410.17247, CVPR 2025")
 @dataclass(frozen=True)
-class PyramidDrop(SeveralCuts):
+class PyramidDrop(SharedBudgetCuts):
     """Drop visual tokens in stages, ever more with depth, by what the prompt's last token attends to in the next layer.
 
     keep: tokens averaged over the decoder's layers; 0.46875 (default) is the paper's schedule, 576, 288, 144 and 72 of

@@ -12,8 +12,8 @@ from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.masses import evenly
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.multi_cut import TEXT_ATTENTION, SharedBudgetCuts, sum_text_attention
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import TEXT, SeveralCuts, text_votes
 from tokenprune.selection.method import Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -22,7 +22,7 @@ _A_CLUSTER = 10  # recycled tokens for each cluster
 
 @register("sparsevlm", site=Site.IN_LLM, paper="arXiv 2410.04417, ICML 2025", merges=True)
 @dataclass(frozen=True)
-class SparseVLM(SeveralCuts):
+class SparseVLM(SharedBudgetCuts):
     """Keep the visual tokens that those words of the question attend to which the image brings up, and merge the best
     of the others into a few.
 
@@ -60,7 +60,7 @@ class SparseVLM(SeveralCuts):
 
     @property
     def needs(self) -> frozenset[str]:
-        return TEXT | ({"embeddings"} if self.version == "1" else {"embeddings", "rotation"})
+        return TEXT_ATTENTION | ({"embeddings"} if self.version == "1" else {"embeddings", "rotation"})
 
     def budget(self, count: int, keep: int) -> int:
         return keep if self.exact else min(count, keep + self._merged(count, keep))
@@ -108,7 +108,7 @@ class SparseVLM(SeveralCuts):
         raters = self._raters(tokens)
         weights = evenly(raters)
         if self.version == "1":
-            return text_votes(tokens, weights).mean(1)
+            return sum_text_attention(tokens, weights).mean(1)
         there = tokens.text.mask.any(1)[:, None, None]
         corrected = tokens.text_attention / _by_distance(tokens)[:, None]
         votes = torch.where(there, (corrected * weights[:, None, :, None]).sum(2), tokens.last_row_attention)

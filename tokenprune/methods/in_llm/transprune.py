@@ -9,8 +9,8 @@ from annotated_types import Ge, Le
 
 from tokenprune.budgets import Budget
 from tokenprune.kernels.masses import evenly
+from tokenprune.methods.multi_cut import CutStage, SharedBudgetCuts
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import OneCut, SeveralCuts
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -22,7 +22,7 @@ _LOOKS = frozenset({"transitions"})
     paper="arXiv 2507.20630, CVPR 2026",
 )  # fmt: skip
 @dataclass(frozen=True)
-class TransPrune(SeveralCuts):
+class TransPrune(SharedBudgetCuts):
     """Keep the visual tokens that attention and MLP turn and lengthen, layer after layer, and those that the question
     attends to (TransPrune).
 
@@ -54,13 +54,13 @@ class TransPrune(SeveralCuts):
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         whole = super().stages(budget, layers)
-        cuts = {stage.layer: (stage, part) for stage, part in whole if isinstance(stage, OneCut)}
+        cuts = {stage.layer: (stage, part) for stage, part in whole if isinstance(stage, CutStage)}
         between = range(min(cuts), max(cuts))
         looks = [(_Look(self, 0, layer), Budget(keep=1.0, per=budget.per)) for layer in between if layer not in cuts]
         return [*sorted([*cuts.values(), *looks], key=lambda one: one[0].layer)]
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
-        total = added(tokens)
+        total = accumulate_transitions(tokens)
         words = tokens.text.mask
         weights = evenly(words)
         attention = tokens.attention_from(weights, "next_text_attention").mean(1)
@@ -69,18 +69,18 @@ class TransPrune(SeveralCuts):
 
 
 @dataclass(frozen=True)
-class _Look(OneCut):
+class _Look(CutStage):
     """Adds the transitions of the layer before to what is known, and removes nothing."""
 
     needs = _LOOKS
     by_content_count = True  # asked, though all tokens stay
 
     def select(self, tokens: VisualTokens) -> Selection:
-        added(tokens)
+        accumulate_transitions(tokens)
         return Selection(tokens.mask, counts=tokens.counts)
 
 
-def added(tokens: VisualTokens) -> torch.Tensor:
+def accumulate_transitions(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: the transitions of all layers so far, that before this stage included."""
     longer, cosine = tokens.transitions.float().unbind(-1)  # [S, N, 2]
     turned = (1 - cosine).masked_fill(~tokens.mask[:, :, None], -torch.inf).softmax(1)

@@ -6,15 +6,15 @@ from typing import ClassVar, Literal
 
 import torch
 
+from tokenprune.methods.multi_cut import SharedBudgetCuts
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import SeveralCuts
 from tokenprune.selection.method import Site
 from tokenprune.selection.tokens import VisualTokens
 
 
 @register("v2drop", site=Site.IN_LLM, needs=("previous_hidden",), paper="arXiv 2509.01552, CVPR 2026")
 @dataclass(frozen=True)
-class V2Drop(SeveralCuts):
+class V2Drop(SharedBudgetCuts):
     """Keep the visual tokens that the decoder layer before a cut changed most, and one or none for the last layers.
 
     The change is the length of the difference between what leaves the layer and what enters it. No attention is read,

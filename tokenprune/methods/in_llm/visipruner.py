@@ -10,8 +10,8 @@ from annotated_types import Ge, Le
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.take import top_mask
+from tokenprune.methods.multi_cut import CutStage, MultiCutMethod
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import CutsInside, OneCut
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -25,7 +25,7 @@ _CALM_LAYERS = 2  # as many of which end it
     paper="arXiv 2510.17205, EMNLP 2025",
 )  # fmt: skip
 @dataclass(frozen=True)
-class VisiPruner(CutsInside):
+class VisiPruner(MultiCutMethod):
     """Wait for the first layer that visual tokens matter to, keep those that do, and withdraw these when they no longer
     do (VisiPruner).
 
@@ -64,7 +64,7 @@ class VisiPruner(CutsInside):
                 "or a number, keep=0.5 or keep=128, which is the most that stay"
             )
         first = min(layers - 1, round(_SHALLOW * layers) + 2)
-        return [(OneCut(self, layer - first, layer), budget) for layer in range(first, layers)]
+        return [(CutStage(self, layer - first, layer), budget) for layer in range(first, layers)]
 
     def select(self, tokens: VisualTokens) -> Selection:
         part, cosine = self._parts(tokens)

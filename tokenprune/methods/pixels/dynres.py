@@ -80,7 +80,7 @@ class DynRes(ResizeMethod):
             )
 
     def shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
-        looks = [look(image.grey) for image in images]
+        looks = [measure_detail(image.grey) for image in images]
         whole = [
             (self.text_guard and text) or (self.question_guard and asks_for_detail(image.question))
             for image, (_, text) in zip(images, looks, strict=True)
@@ -129,7 +129,7 @@ def asks_for_detail(question: str) -> bool:
     return _FINE.search(question.lower()) is not None
 
 
-def look(grey: Tensor) -> tuple[float, bool]:
+def measure_detail(grey: Tensor) -> tuple[float, bool]:
     """Return how much detail an image has, in 0..1, and whether it looks like text. grey: float `[H, W]` in 0..1."""
     # The mean difference to the eight neighbours.
     padded = torch.nn.functional.pad(grey[None, None], (1, 1, 1, 1), mode="replicate")

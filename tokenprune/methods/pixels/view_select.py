@@ -74,7 +74,7 @@ class ViewSelect(ImageChooser):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check(all(view.strip() for view in self.views), f"views={list(self.views)}: a view needs a name")
-        said = [phrases(view) for view in self.views]
+        said = [list_phrases(view) for view in self.views]
         for (a, one), (b, other) in itertools.combinations(zip(self.views, said, strict=True), 2):
             self._check(not one & other, f"the views {a!r} and {b!r} have the same name")
         for name in self.always_keep:
@@ -89,7 +89,7 @@ class ViewSelect(ImageChooser):
                 "image of a prompt"
             )
         names = list(self.views) or [f"image {number}" for number in range(1, count + 1)]
-        found = named(question, names, match_names=bool(self.views))
+        found = find_named_views(question, names, match_names=bool(self.views))
         if not found and self.scorer is None:
             score = [0.0] * count
             wanted = set(range(count))
@@ -112,7 +112,7 @@ class ViewSelect(ImageChooser):
         return scores
 
 
-def phrases(view: str) -> set[str]:
+def list_phrases(view: str) -> set[str]:
     """Return all ways to say a view's name, in lower case."""
     words = re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", view).lower())
     bare = [word for word in words if not re.fullmatch(_NOUN, word)]
@@ -124,7 +124,7 @@ def phrases(view: str) -> set[str]:
     return {" ".join(order) for way in ways for order in itertools.permutations(way)}
 
 
-def named(question: str, views: Sequence[str], match_names: bool = True) -> set[int]:
+def find_named_views(question: str, views: Sequence[str], match_names: bool = True) -> set[int]:
     """Return which views a question names, by name or by number; none where it asks about others too."""
     text = re.sub(r"[-_\s]+", " ", question.lower())
     if _OPEN.search(text):
@@ -138,7 +138,7 @@ def named(question: str, views: Sequence[str], match_names: bool = True) -> set[
     text = _NUMBERED.sub(lambda match: note([int(n) for n in re.findall(r"\d+", match[1]) if int(n)]), text)
     text = _COUNTED.sub(lambda match: note([_ORDINALS[one] for one in re.findall(_ORDINAL, match[1])]), text)
     if match_names:
-        owner = {phrase: view for view, name in enumerate(views) for phrase in phrases(name)}
+        owner = {phrase: view for view, name in enumerate(views) for phrase in list_phrases(name)}
         longest_first = "|".join(re.escape(phrase) for phrase in sorted(owner, key=len, reverse=True))
         pattern = re.compile(rf"(?<!\w)(?:{longest_first})(?!\w)")
         said = {owner[phrase] for phrase in pattern.findall(text)}
@@ -150,7 +150,7 @@ def named(question: str, views: Sequence[str], match_names: bool = True) -> set[
     return found
 
 
-def similarity(encode: Callable[[list[str]], torch.Tensor]) -> Callable[[str, list[str]], list[float]]:
+def build_similarity_scorer(encode: Callable[[list[str]], torch.Tensor]) -> Callable[[str, list[str]], list[float]]:
     """Return a `scorer` that compares a question with names by a text encoder of yours.
 
     encode: a list of texts -> float `[texts, dim]`, for example the text tower of a CLIP model. A view's score is

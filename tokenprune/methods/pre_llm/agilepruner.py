@@ -13,7 +13,7 @@ from tokenprune.kernels.pairs import Relation, finite
 from tokenprune.kernels.suppress import unsuppressed
 from tokenprune.kernels.take import rank_in_group, settle
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import saliency
+from tokenprune.methods.scores import compute_saliency
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -53,16 +53,16 @@ class AgilePruner(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, salient: torch.Tensor) -> torch.Tensor:
             place = 1 + rank_in_group((~mask).byte(), salient)
-            base = effective_rank(x, mask).unsqueeze(1) / self.average_rank * _STEP
+            base = compute_effective_rank(x, mask).unsqueeze(1) / self.average_rank * _STEP
             threshold = (place * base).clamp(max=self.limit)
             near = Relation(alike(x, mask), lambda alike, threshold: 1 - alike < threshold, threshold)
             return settle(unsuppressed(near, salient, mask), salient, mask, number)
 
-        given = (tokens.hidden, tokens.mask, tokens.budget, saliency(tokens))
+        given = (tokens.hidden, tokens.mask, tokens.budget, compute_saliency(tokens))
         return Selection(by_rows(of, tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
 
 
-def effective_rank(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def compute_effective_rank(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """float32 `[S]`: exp of the entropy of the singular values of the tokens `[S, N, D]` of `mask`, as shares of their
     sum; from 1 to the rank. A token with NaN is left out. Waits for the device."""
     x = x.double().masked_fill(~(mask & finite(x)).unsqueeze(2), 0)

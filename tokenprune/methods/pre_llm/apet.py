@@ -68,20 +68,20 @@ class ApET(Pruner):
             return [(self, budget)]
         early, late = profile(layers, ((0, 3.0), (0.5, 1.0)), budget)
         first = dataclasses.replace(self, inner=False)
-        return [(first, early.budget), (_HalfwayApET(basis=self.basis, own=self.own, layer=late.layer), late.budget)]
+        return [(first, early.budget), (_InnerApET(basis=self.basis, own=self.own, layer=late.layer), late.budget)]
 
     def select(self, tokens: VisualTokens) -> Selection:
         most, mask = max(tokens.keep), tokens.mask
         x = (tokens.encoder_features if self.features == "tower" else tokens.hidden).float()
         x = x.masked_fill(~(mask & finite(x)).unsqueeze(2), 0)
         number = [min(self.basis, keep - 1) for keep in tokens.keep]
-        basis, real = farthest_points(x, mask, number)
-        error = approximation_error(x, gather_tokens(x, basis, 1).masked_fill(~real.unsqueeze(2), 0))
+        basis, real = pick_farthest_points(x, mask, number)
+        error = compute_approximation_error(x, gather_tokens(x, basis, 1).masked_fill(~real.unsqueeze(2), 0))
         keep = top_mask(error, mask, tokens.budget, most)
         worst = top_mask(error, mask, tokens.budget - real.sum(1), most)
         joins = mask & ~keep & x.any(2)
         itself = torch.arange(keep.shape[1], device=keep.device)
-        assign = torch.where(keep, itself, torch.where(joins, _most_similar(x, worst, most), -1))
+        assign = torch.where(keep, itself, torch.where(joins, _find_most_similar(x, worst, most), -1))
         return self._with_basis(keep, assign, basis, real, keep & ~worst, tokens.keep)
 
     def _with_basis(
@@ -108,7 +108,7 @@ class ApET(Pruner):
         return Selection(keep, assign, weight[:, :-1], counts=counts)
 
 
-def farthest_points(x: torch.Tensor, mask: torch.Tensor, number: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def pick_farthest_points(x: torch.Tensor, mask: torch.Tensor, number: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token of largest norm, then again and again that with the largest Euclidean distance to the nearest of
     those before it, of equal ones the first: long `[S, k]`, and bool `[S, k]`, the first `number` of each row.
 
@@ -124,7 +124,7 @@ def farthest_points(x: torch.Tensor, mask: torch.Tensor, number: list[int]) -> t
     return torch.stack(taken, 1), order < to_device(number, x.device)[:, None]
 
 
-def approximation_error(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+def compute_approximation_error(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """float32 `[S, N]`: how far each token `[S, N, D]` is from the best linear combination of `basis` `[S, k, D]`, by
     ridge regression; 0 where that is next to nothing of the token. A row of zeros in the basis is none."""
     wide = basis.double()
@@ -139,14 +139,14 @@ def approximation_error(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     return error.masked_fill(error < _EXACT * x.norm(dim=2), 0)
 
 
-def _most_similar(x: torch.Tensor, among: torch.Tensor, most: int) -> torch.Tensor:
+def _find_most_similar(x: torch.Tensor, among: torch.Tensor, most: int) -> torch.Tensor:
     """long `[S, N]`: for each token the one of `among` that is most similar by cosine, the first of equals."""
     place = partition(among)[:, :most]
     return place.gather(1, best_match(x, gather_tokens(x, place, 1), among.gather(1, place))[1])
 
 
 @dataclass(frozen=True)
-class _HalfwayApET(ApET):
+class _InnerApET(ApET):
     """The same by hidden states, where they enter decoder layer `layer`."""
 
     site: ClassVar[Site] = Site.IN_LLM

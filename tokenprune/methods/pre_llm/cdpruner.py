@@ -12,7 +12,7 @@ from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.kernels.pairs import unit
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import Centering, centred, needs_of, relevance, stretched
+from tokenprune.methods.scores import Centering, center_tokens, compute_relevance, get_center_needs, rescale
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -58,19 +58,19 @@ class CDPruner(Pruner):
 
     @property
     def needs(self) -> frozenset[str]:
-        return needs_of(self.center)
+        return get_center_needs(self.center)
 
     def select(self, tokens: VisualTokens) -> Selection:
         x = tokens.hidden
         if self.theta > 0:
-            weight = stretched(self.sign * relevance(tokens), tokens.mask, above=_LOWEST)
+            weight = rescale(self.sign * compute_relevance(tokens), tokens.mask, above=_LOWEST)
         else:
             weight = tokens.mask.float()
         if 0 < self.theta < 1:
             # Less 1, which changes all by one factor, so that none is too large.
             weight = ((weight - 1) * (self.theta / (2 - 2 * self.theta))).exp()
         if self.center is not False:
-            x, distinct = centred(tokens, self.center)
+            x, distinct = center_tokens(tokens, self.center)
             weight = weight * distinct
         most = max(tokens.keep)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from tokenprune.kernels.clusters import farthest_weighted
 from tokenprune.kernels.farthest import farthest
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import Centering, centred, needs_of
+from tokenprune.methods.scores import Centering, center_tokens, get_center_needs
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -43,13 +43,13 @@ class DivPrune(Pruner):
 
     @property
     def needs(self) -> frozenset[str]:
-        return needs_of(self.center)
+        return get_center_needs(self.center)
 
     def select(self, tokens: VisualTokens) -> Selection:
         most = max(tokens.keep)
         if self.center is False:
             keep = farthest(tokens.hidden, tokens.mask, tokens.budget, most)
         else:
-            left, distinct = centred(tokens, self.center)
+            left, distinct = center_tokens(tokens, self.center)
             keep = farthest_weighted(left, tokens.mask, distinct, tokens.budget, most, weigh_first=False)
         return Selection(keep, counts=tokens.keep)

@@ -13,7 +13,7 @@ from tokenprune.kernels.coverage import alike, cosines, cover
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import stretched
+from tokenprune.methods.scores import rescale
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import TextTokens, VisualTokens
 
@@ -56,9 +56,9 @@ class EADP(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         mask, most = tokens.mask, max(tokens.keep)
-        weight = stretched(self._relevance(tokens), mask, above=_TINY)
+        weight = rescale(self._relevance(tokens), mask, above=_TINY)
         if self.smooth:
-            weight = smoothed(weight, tokens)
+            weight = smooth_on_grid(weight, tokens)
 
         def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             covered = Relation(alike(x, mask), lambda one, weight: (one + 1) / 2 * weight, weight.masked_fill(~mask, 0))
@@ -75,21 +75,21 @@ class EADP(Pruner):
         pointed = self.sign * cosines(tokens.hidden, text.hidden, mask)
         there = (_SHARPNESS * pointed).masked_fill(~mask.unsqueeze(2), -torch.inf).softmax(1)
         entropy = -(there * (there + 1e-12).log()).sum(1)
-        telling = telling_words(entropy, text, self.share)
+        telling = select_low_entropy_words(entropy, text, self.share)
         weight = (-entropy / _TEMPERATURE).masked_fill(~telling, -torch.inf).softmax(1).nan_to_num(nan=0.0)
         words = text.hidden.float().masked_fill(~text.mask.unsqueeze(2), 0).sum(1, keepdim=True)
         whole = self.sign * cosines(tokens.hidden, words, mask).squeeze(2)  # a sum points where the mean does
         return self.alpha * whole + (1 - self.alpha) * (pointed @ weight.unsqueeze(2)).squeeze(2)
 
 
-def telling_words(entropy: torch.Tensor, text: TextTokens, share: float) -> torch.Tensor:
+def select_low_entropy_words(entropy: torch.Tensor, text: TextTokens, share: float) -> torch.Tensor:
     """bool `[S, M]`: the text tokens of the lowest entropy (float `[S, M]`), a share of them, rounded down, at least 1;
     of equal ones the first."""
     number = (text.mask.sum(1).double() * share).long().clamp(min=1)
     return top_mask(-entropy, text.mask, torch.minimum(number, text.mask.sum(1)), text.mask.shape[1])
 
 
-def smoothed(score: torch.Tensor, tokens: VisualTokens) -> torch.Tensor:
+def smooth_on_grid(score: torch.Tensor, tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: `score` under a Gaussian of 3 x 3 cells (sigma 1), mirrored at the edges, on the grid of each
     image, frame by frame; as it is where no grid is known, or one is a single row or column."""
     near = math.exp(-0.5)

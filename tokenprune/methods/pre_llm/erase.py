@@ -14,8 +14,8 @@ from tokenprune.budgets.schedule import place
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.multi_cut import TEXT_ATTENTION, sum_text_attention
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import TEXT, text_votes
 from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -77,11 +77,11 @@ class Erase(Pruner):
             fits = inputs[1] < layers
             self._check(fits, f"layers={self.layers!r} is out of range: the last of {layers} layers is {layers - 1}")
         everything = Budget(keep=1.0)  # the first stage says how many stay
-        return [(self, budget), *((_ByText(number, layer), everything) for number, layer in enumerate(inputs))]
+        return [(self, budget), *((_TextGuidedCut(number, layer), everything) for number, layer in enumerate(inputs))]
 
     def select(self, tokens: VisualTokens) -> Selection:
         entropy = tokens.patch_entropy.float()
-        levels = self.levels(entropy, tokens).tolist()  # waits for the device
+        levels = self.compute_levels(entropy, tokens).tolist()  # waits for the device
         upper = (len(self.retain) + 1) // 2
         late = {row for row, level in zip(tokens.segments.row, levels, strict=True) if level < upper}
         counts, planned = [], []
@@ -92,7 +92,7 @@ class Erase(Pruner):
         tokens.remember("counts", planned)
         return Selection(top_mask(entropy, tokens.mask, to_device(counts, entropy.device), max(counts)), counts=counts)
 
-    def levels(self, entropy: torch.Tensor, tokens: VisualTokens) -> torch.Tensor:
+    def compute_levels(self, entropy: torch.Tensor, tokens: VisualTokens) -> torch.Tensor:
         """long `[S]`: the level of each image, 0 the most complex. entropy: float32 `[S, N]`."""
         rising = entropy.masked_fill(~tokens.mask, torch.inf).sort(1).values
         middle = to_device([[(count - 1) // 2] for count in tokens.counts], entropy.device)
@@ -101,13 +101,13 @@ class Erase(Pruner):
 
 
 @dataclass(frozen=True)
-class _ByText(Pruner):
+class _TextGuidedCut(Pruner):
     """Keep what the text attends to most in the layer before, of each image as many as the first stage planned for this
     cut. number: of the cut, 0 or 1. layer: at whose input it is made."""
 
     name: ClassVar[str] = "erase"
     site: ClassVar[Site] = Site.IN_LLM
-    needs: ClassVar[frozenset[str]] = TEXT
+    needs: ClassVar[frozenset[str]] = TEXT_ATTENTION
     query_aware: ClassVar[bool] = True
     by_content_count: ClassVar[bool] = True
 
@@ -119,5 +119,5 @@ class _ByText(Pruner):
         counts = [min(count, number) for count, number in zip(tokens.counts, planned, strict=True)]
         if counts == tokens.counts:
             return Selection(tokens.mask, counts=counts)
-        score = text_votes(tokens, tokens.text.mask.float()).mean(1)
+        score = sum_text_attention(tokens, tokens.text.mask.float()).mean(1)
         return Selection(top_mask(score, tokens.mask, to_device(counts, score.device), max(counts)), counts=counts)

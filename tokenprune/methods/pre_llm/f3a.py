@@ -54,19 +54,19 @@ class F3A(Pruner):
     seed: int = 42
 
     def select(self, tokens: VisualTokens) -> Selection:
-        x, cues = tokens.hidden, mean_of_text(tokens)
-        drawn = matrices(x.shape[2], cues.shape[1], self.seed, x.device)
+        x, cues = tokens.hidden, average_text(tokens)
+        drawn = draw_matrices(x.shape[2], cues.shape[1], self.seed, x.device)
         found = []
         for image, (count, number, shape) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
             frames, height, width = shape if shape is not None and math.prod(shape) == count else (1, 1, count)
             grid = Grid(frames * height, width, x.device)
-            found.append(pool_of(x[image, :count], cues[image], number, grid, drawn))
+            found.append(build_pool(x[image, :count], cues[image], number, grid, drawn))
         pools = [torch.nn.utils.rnn.pad_sequence(list(each), batch_first=True) for each in zip(*found, strict=True)]
-        choose = partial(spread, max(tokens.keep))
+        choose = partial(pick_spread_out, max(tokens.keep))
         return Selection(by_rows(choose, tokens.mask.shape[1] ** 2, tokens.budget, *pools), counts=tokens.keep)
 
 
-class Drawn(NamedTuple):
+class FrozenMatrices(NamedTuple):
     """Frozen matrices, float32: from tokens and from the cue to the space of heads; the heads; and from both to a space
     in which they are compared."""
 
@@ -78,14 +78,16 @@ class Drawn(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def matrices(width: int, words: int, seed: int, device: torch.device) -> Drawn:
+def draw_matrices(width: int, words: int, seed: int, device: torch.device) -> FrozenMatrices:
     """Return the matrices for tokens and a cue of these widths."""
     sizes = ((128, width, 32), (128, words, 8), (16, 128, 16), (96, width, 24), (96, words, 24))
     with torch.inference_mode(False):  # training may find them later
-        return Drawn(*(to_device(sparse(*size, seed + number), device) for number, size in enumerate(sizes)))
+        return FrozenMatrices(
+            *(to_device(draw_sparse_matrix(*size, seed + number), device) for number, size in enumerate(sizes))
+        )
 
 
-def sparse(rows: int, columns: int, filled: int, seed: int) -> torch.Tensor:
+def draw_sparse_matrix(rows: int, columns: int, filled: int, seed: int) -> torch.Tensor:
     """float32 `[rows, columns]` on the host: normal numbers at `filled` places of each row, drawn row by row, first the
     places, then the numbers."""
     generator = torch.Generator("cpu").manual_seed(seed % 2**63)
@@ -96,7 +98,7 @@ def sparse(rows: int, columns: int, filled: int, seed: int) -> torch.Tensor:
     return matrix
 
 
-def mean_of_text(tokens: VisualTokens) -> torch.Tensor:
+def average_text(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, D]`: mean embedding of the text after each image, 0 where there is none. A sum in float64 is the
     same in any order."""
     words = tokens.text.hidden
@@ -163,42 +165,44 @@ class Scores(NamedTuple):
     anchored: torch.Tensor
 
 
-def pool_of(x: torch.Tensor, cue: torch.Tensor, number: int, grid: Grid, drawn: Drawn) -> tuple[torch.Tensor, ...]:
+def build_pool(
+    x: torch.Tensor, cue: torch.Tensor, number: int, grid: Grid, drawn: FrozenMatrices
+) -> tuple[torch.Tensor, ...]:
     """Return what `spread` chooses `number` of an image's tokens `[N, D]` from, without its first dimension. cue:
     float32 `[D]`."""
     x = x.float()
-    x = standardised(x.masked_fill(~finite(x).unsqueeze(1), 0), 0)
-    anchors = anchors_of(len(x), number, x.device)
-    scores = scores_of(x, standardised(cue, 0), anchors, grid, drawn)
-    fixed, candidates = foraged(scores, anchors, number, grid)
+    x = standardize(x.masked_fill(~finite(x).unsqueeze(1), 0), 0)
+    anchors = pick_anchors(len(x), number, x.device)
+    scores = compute_scores(x, standardize(cue, 0), anchors, grid, drawn)
+    fixed, candidates = forage(scores, anchors, number, grid)
     _, lock, jump, task, detail, anchored = scores
     worth = lock + 0.35 * jump + 0.20 * task + 0.10 * detail + 0.08 * anchored
-    there = candidates | best(worth, max(3 * number, number + 32), torch.ones_like(fixed))
+    there = candidates | top_tokens(worth, max(3 * number, number + 32), torch.ones_like(fixed))
     low = worth.masked_fill(~there, torch.inf).amin()
     high = worth.masked_fill(~there, -torch.inf).amax()
     worth = ((worth - low) / (high - low + _TINY)).masked_fill(~there, 0)
     return unit(x), grid.place / grid.longest(there).clamp(min=_TINY), worth, there, fixed
 
 
-def standardised(x: torch.Tensor, dim: int) -> torch.Tensor:
+def standardize(x: torch.Tensor, dim: int) -> torch.Tensor:
     """`x` with mean 0 and standard deviation 1 along `dim`."""
     x = (x - x.mean(dim, keepdim=True)) / (x.std(dim, correction=0, keepdim=True) + _TINY)
     return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def ranged(score: torch.Tensor) -> torch.Tensor:
+def rescale(score: torch.Tensor) -> torch.Tensor:
     """`score` from 0 to 1 over the tokens; 0 where all are alike."""
     low = score.amin()
     return (score - low) / (score.amax() - low + _TINY)
 
 
-def best(score: torch.Tensor, number: int | torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+def top_tokens(score: torch.Tensor, number: int | torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     """bool `[N]`: the `number` highest scores `among` (bool `[N]`) those that there are; of equal ones the first."""
     count = torch.zeros(1, dtype=torch.long, device=score.device) + number
     return top_mask(score[None], among[None], count, len(score))[0]
 
 
-def anchors_of(count: int, number: int, device: torch.device) -> torch.Tensor:
+def pick_anchors(count: int, number: int, device: torch.device) -> torch.Tensor:
     """bool `[N]`: a tenth of the number to keep, those of the greatest sum of cosines, and of sines, of a rotary
     embedding of their index."""
     total = min(max(1, round(0.1 * number)), max(1, number // 4))
@@ -207,31 +211,33 @@ def anchors_of(count: int, number: int, device: torch.device) -> torch.Tensor:
     angle = torch.arange(_ANGLES, dtype=torch.float32, device=device) * (-1 / _ANGLES)
     turned = token[:, None] * torch.pow(10000.0, angle)
     every = torch.ones(count, dtype=torch.bool, device=device)
-    both = best(turned.cos().sum(1), each, every) | best(turned.sin().sum(1), each, every)
+    both = top_tokens(turned.cos().sum(1), each, every) | top_tokens(turned.sin().sum(1), each, every)
     return both & (both.cumsum(0) <= total)
 
 
-def scores_of(x: torch.Tensor, cue: torch.Tensor, anchors: torch.Tensor, grid: Grid, drawn: Drawn) -> Scores:
+def compute_scores(
+    x: torch.Tensor, cue: torch.Tensor, anchors: torch.Tensor, grid: Grid, drawn: FrozenMatrices
+) -> Scores:
     """Return the scores of tokens `[N, D]` for a cue `[D]`, both standardised."""
-    task = in_open_heads(x, cue, drawn)
+    task = score_in_open_heads(x, cue, drawn)
     aligned = torch.nn.functional.normalize(x @ drawn.tokens_aligned.T, dim=1) @ torch.nn.functional.normalize(
         drawn.cue_aligned @ cue, dim=0
     )
-    found = 0.65 * ranged(task) + 0.35 * ranged((aligned.clamp(-1, 1) + 1) / 2)
-    coarse, fine = (like_places(found, basis) for basis in bases(grid.place))
-    found = ranged(found + 0.18 * coarse)
-    detail = detail_of(x, grid)
+    found = 0.65 * rescale(task) + 0.35 * rescale((aligned.clamp(-1, 1) + 1) / 2)
+    coarse, fine = (score_position_agreement(found, basis) for basis in build_position_features(grid.place))
+    found = rescale(found + 0.18 * coarse)
+    detail = compute_detail(x, grid)
     marked = detail * (0.4 + 0.6 * task)
 
     smell = found + 0.15 * grid.mean_around(found)
     local = smell + 0.45 * task + 0.20 * marked + 0.22 * fine * (0.35 + 0.65 * task)
     lock = local + 0.35 * (0.5 * grid.mean_around(smell) + 0.5 * grid.most_around(local))
-    anchored = near_anchors(anchors, grid)
+    anchored = score_anchor_proximity(anchors, grid)
     jump = lock + 0.25 * (1 - task) + 0.35 * marked + 0.35 * 0.16 * anchored
     return Scores(smell, lock, jump, task, detail, anchored)
 
 
-def in_open_heads(x: torch.Tensor, cue: torch.Tensor, drawn: Drawn) -> torch.Tensor:
+def score_in_open_heads(x: torch.Tensor, cue: torch.Tensor, drawn: FrozenMatrices) -> torch.Tensor:
     """float32 `[N]`: how much of each token is in the heads that the cue opens."""
     heads = torch.nn.functional.normalize(drawn.heads, dim=1)
     share = ((torch.nn.functional.normalize(x @ drawn.tokens.T, dim=1) @ heads.T) / 0.7).softmax(1)
@@ -240,7 +246,7 @@ def in_open_heads(x: torch.Tensor, cue: torch.Tensor, drawn: Drawn) -> torch.Ten
     return share[:, opened] @ (energy[opened] / 0.5).softmax(0)
 
 
-def bases(place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def build_position_features(place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 `[N, 8]` and `[N, 10]`: what is alike at places that are near each other, coarsely and finely."""
     y, x = place.unbind(1)
 
@@ -252,7 +258,7 @@ def bases(place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(coarse, 1), torch.stack(fine, 1)
 
 
-def like_places(score: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+def score_position_agreement(score: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """float32 `[N]`, 0 to 1: how alike the place of each token is to the mean place, weighed by `score`."""
     basis = torch.nn.functional.normalize(basis, dim=1)
     weight = score + (score.sum() <= _TINY)
@@ -260,7 +266,7 @@ def like_places(score: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     return ((basis @ prototype).clamp(-1, 1) + 1) / 2
 
 
-def detail_of(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+def compute_detail(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """float32 `[N]`, 0 to 1: how much tokens differ from their four neighbours, around each."""
     cells = torch.nn.functional.normalize(x, dim=1).view(grid.height, grid.width, -1)
     differs = torch.zeros(grid.height, grid.width, dtype=torch.float32, device=x.device)
@@ -269,24 +275,24 @@ def detail_of(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     differs[:, :-1] += across
     differs[1:] += down
     differs[:-1] += down
-    return ranged(grid.mean_around(differs))
+    return rescale(grid.mean_around(differs))
 
 
-def near_anchors(anchors: torch.Tensor, grid: Grid) -> torch.Tensor:
+def score_anchor_proximity(anchors: torch.Tensor, grid: Grid) -> torch.Tensor:
     """float32 `[N]`: 1 at an anchor, and less the farther the nearest one is. anchors: bool `[N]`, at least one."""
     at = partition(anchors[None])[0, : len(anchors) // 10 + 1]  # they are a tenth of what stays at most
     square = (grid.place[:, None] - grid.place[at]).square().sum(2).masked_fill(~anchors[at], torch.inf)
     return torch.exp(-square.amin(1) / (2 * _WIDTH**2 + _TINY))
 
 
-def foraged(scores: Scores, anchors: torch.Tensor, number: int, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+def forage(scores: Scores, anchors: torch.Tensor, number: int, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
     """bool `[N]` each: tokens that stay in any case, and with them those of a first choice."""
     smell, lock, jump, task, detail, anchored = scores
     windows = math.prod(grid.windows)
     two = grid.in_windows(smell).topk(2, dim=1).values
     strength = torch.where(two[:, 1] > -torch.inf, two.mean(1), two[:, 0]) + 0.20 * grid.share(anchors)
     active_number = max(2, min(round(number / max(1.15 * len(smell) / windows, 1)), windows, number))
-    active = best(strength, active_number, torch.ones_like(strength, dtype=torch.bool))
+    active = top_tokens(strength, active_number, torch.ones_like(strength, dtype=torch.bool))
     around = torch.nn.functional.max_pool2d(active.float().view(1, *grid.windows), 3, 1, 1).flatten() > 0
     candidate = (around | (grid.share(anchors) > 0))[grid.window]
 
@@ -296,18 +302,18 @@ def foraged(scores: Scores, anchors: torch.Tensor, number: int, grid: Grid) -> t
     rest = (number - fixed.sum()).clamp(min=0)
     jumps = rest.clamp(max=round(0.15 * number))
     exploited = lock + 0.15 * strength[grid.window] + 0.20 * task + 0.16 * anchored
-    taken = fixed | best(exploited, rest - jumps, candidate & ~fixed)
+    taken = fixed | top_tokens(exploited, rest - jumps, candidate & ~fixed)
 
     deficit = (1 - grid.share(taken))[grid.window]
     recovered = jumps.clamp(max=round(0.05 * number))
-    taken = taken | best(0.55 * jump + 0.30 * detail + 0.25 * task + 0.15 * deficit, recovered, ~taken)
+    taken = taken | top_tokens(0.55 * jump + 0.30 * detail + 0.25 * task + 0.15 * deficit, recovered, ~taken)
     far = jump + 0.50 * deficit + 0.20 * (~candidate).float() + 0.35 * task + 0.16 * (1.25 * anchored + 0.10 * deficit)
-    taken = taken | best(far, jumps - recovered, ~taken)
+    taken = taken | top_tokens(far, jumps - recovered, ~taken)
     filled = lock + 0.25 * deficit + 0.20 * task + 0.08 * anchored
-    return fixed, taken | best(filled, (number - taken.sum()).clamp(min=0), ~taken)
+    return fixed, taken | top_tokens(filled, (number - taken.sum()).clamp(min=0), ~taken)
 
 
-def spread(
+def pick_spread_out(
     most: int, number: torch.Tensor, direction: torch.Tensor, place: torch.Tensor, worth: torch.Tensor,
     there: torch.Tensor, fixed: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip

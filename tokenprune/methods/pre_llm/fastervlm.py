@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenprune.methods.registry import register
-from tokenprune.methods.tiles import Tiles, attended
+from tokenprune.methods.tiles import Tiles, compute_patch_attention
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -26,5 +26,5 @@ class FasterVLM(Pruner):
     """
 
     def select(self, tokens: VisualTokens) -> Selection:
-        tiles = Tiles.among(tokens)
-        return Selection(tiles.top(attended(tokens), tiles.number), counts=tokens.keep)
+        tiles = Tiles.from_tokens(tokens)
+        return Selection(tiles.top(compute_patch_attention(tokens), tiles.num_kept), counts=tokens.keep)

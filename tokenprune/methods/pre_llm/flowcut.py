@@ -66,14 +66,14 @@ class FlowCut(Pruner):
         return tuple((block + 0.5) / _BLOCKS for block in range(_CUTS_END + 1))
 
     def select(self, tokens: VisualTokens) -> Selection:
-        tiles = Tiles.among(tokens)
-        left, goal = tiles.patch, tiles.only(tiles.number)
+        tiles = Tiles.from_tokens(tokens)
+        left, goal = tiles.is_patch, tiles.zero_non_patches(tiles.num_kept)
         score: torch.Tensor | None = None
         for block, layer in enumerate(self.encoder_layers):
-            left, score = _look(tiles, tokens.encoder_flow(layer), left, score, goal, _CUTS_END - block)
+            left, score = _update_scores(tiles, tokens.encoder_flow(layer), left, score, goal, _CUTS_END - block)
         assert score is not None  # the tower has blocks
         # What is no patch stays where more is to be kept than there are patches.
-        return Selection(tiles.top(score, tiles.number, left | ~tiles.patch), counts=tokens.keep)
+        return Selection(tiles.top(score, tiles.num_kept, left | ~tiles.is_patch), counts=tokens.keep)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _InTower(EncoderMethod):
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
         """Return what drops patches in each block that is looked at."""
-        cuts = _Cuts(tower.protected, tower.left(budget))
+        cuts = _TowerCuts(tower.protected, tower.left(budget))
         looks: list[list[int]] = [[] for _ in range(tower.blocks)]
         for block in range(_CUTS_END + 1):
             looks[math.ceil((block + 0.5) / _BLOCKS * tower.read) - 1].append(_CUTS_END - block)
@@ -96,7 +96,7 @@ class _InTower(EncoderMethod):
 
 
 @dataclass
-class _Cuts:
+class _TowerCuts:
     """One forward of a tower with `protected` class tokens, of whose patches `keep` are to be left of each image.
 
     score: `[B, n]` so far, of the patches that are left of B images, n of the one that has most.
@@ -118,7 +118,7 @@ class _Cuts:
         of = torch.where(left, 0, 2)
         tiles = Tiles(of, keep, torch.zeros_like(keep).scatter_add(1, of, torch.ones_like(of)))
         for one in remaining:
-            left, self.score = _look(tiles, flow, left, self.score, keep, one)
+            left, self.score = _update_scores(tiles, flow, left, self.score, keep, one)
         stay = left.sum(1).tolist()
         if stay == counts:
             return None
@@ -129,35 +129,39 @@ class _Cuts:
         return merge
 
 
-def _look(
+def _update_scores(
     tiles: Tiles, flow: torch.Tensor, left: torch.Tensor, score: torch.Tensor | None, goal: torch.Tensor, remaining: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what is left behind a block (bool `[S, N]`), and the scores so far (`[S, N]`). flow: `[S, 3, N]`, see
     `encoder_flow`; left, score: before it; goal, remaining: see `_stay`."""
     attention, alike, size = flow.float().nan_to_num(nan=0.0).unbind(1)
-    part = _part(tiles, attention, left)
-    now = (part + _part(tiles, alike, left)) * size
+    part = _normalize_by_tile(tiles, attention, left)
+    now = (part + _normalize_by_tile(tiles, alike, left)) * size
     score = now if score is None else (score + now) / 2
     if remaining % 2 == 0:
-        left = tiles.top(score, _stay(tiles, part, left, goal, remaining), left)
+        left = tiles.top(score, _count_kept(tiles, part, left, goal, remaining), left)
     return left, score
 
 
-def _part(tiles: Tiles, score: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+def _normalize_by_tile(tiles: Tiles, score: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
     """float64 `[S, N]`: each score as a share of all that are `left` (bool `[S, N]`) of its tile."""
     score = score.double().masked_fill(~left, 0)
-    total = torch.zeros(tiles.number.shape, dtype=torch.double, device=score.device).scatter_add(1, tiles.of, score)
-    return score / total.gather(1, tiles.of).clamp(min=torch.finfo(torch.float64).tiny)
+    total = torch.zeros(tiles.num_kept.shape, dtype=torch.double, device=score.device).scatter_add(
+        1, tiles.index, score
+    )
+    return score / total.gather(1, tiles.index).clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def _stay(tiles: Tiles, part: torch.Tensor, left: torch.Tensor, goal: torch.Tensor, remaining: int) -> torch.Tensor:
+def _count_kept(
+    tiles: Tiles, part: torch.Tensor, left: torch.Tensor, goal: torch.Tensor, remaining: int
+) -> torch.Tensor:
     """long `[S, T + 2]`: how many of each tile stay. part: `[S, N]`, shares of attention; goal: long `[S, T + 2]`, how
     many stay at last; remaining: blocks up to the last cut."""
     if not remaining:
         return goal
-    number = tiles.total(left)
+    number = tiles.count_selected(left)
     entropy = torch.zeros(number.shape, dtype=torch.double, device=part.device)
-    entropy = entropy.scatter_add(1, tiles.of, -torch.special.xlogy(part, part))
+    entropy = entropy.scatter_add(1, tiles.index, -torch.special.xlogy(part, part))
     evenness = entropy / number.clamp(min=2).double().log()
     gone = ((number - goal).float() / remaining**0.5 * (1 - evenness.square())).round().long().clamp(min=0)
     return torch.maximum(number - gone, goal)

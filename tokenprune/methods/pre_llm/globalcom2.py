@@ -44,25 +44,25 @@ class GlobalCom2(Pruner):
     temperature: Annotated[float, Gt(0)] = 10.0
 
     def select(self, tokens: VisualTokens) -> Selection:
-        logits, tiling, tiles = tokens.encoder_logits(-1).float().mean(1), tokens.tiling, Tiles.among(tokens)
-        all_of = tiles.patch.sum(1)
+        logits, tiling, tiles = tokens.encoder_logits(-1).float().mean(1), tokens.tiling, Tiles.from_tokens(tokens)
+        all_of = tiles.is_patch.sum(1)
         budget = tokens.budget.clamp(max=all_of)
-        size = tiles.sizes[:, : tiles.count]
-        there = (size > 0) & (torch.arange(tiles.count, device=size.device) > 0)  # the first is the thumbnail
-        importance = tiles.sums(tiling.covers, logits)[:, : tiles.count].masked_fill(~there, -torch.inf)
+        size = tiles.sizes[:, : tiles.num_tiles]
+        there = (size > 0) & (torch.arange(tiles.num_tiles, device=size.device) > 0)  # the first is the thumbnail
+        importance = tiles.sum_by(tiling.covers, logits)[:, : tiles.num_tiles].masked_fill(~there, -torch.inf)
         power = ((importance - importance.amax(1, keepdim=True)) / self.temperature).exp().nan_to_num(nan=0.0)
         part = power / (power.sum(1, keepdim=True) + 1e-8)
         mean = 1 / there.sum(1, keepdim=True).clamp(min=1).float()
         # The share that is asked for would be a factor of all; no tile gets more than all of it.
-        tiles = tiles.shared(tiling, size[:, 0] * budget // all_of.clamp(min=1), (1 + part - mean) * size)
+        tiles = tiles.share_budget(tiling, size[:, 0] * budget // all_of.clamp(min=1), (1 + part - mean) * size)
 
-        whole = at_same_place(logits, tiling, tokens.patches)
-        score = _by_length(tiles, logits) + _by_length(tiles, whole)
-        score = torch.where((tiling.height[:, None] > 0) & (tiles.of > 0), score, logits)
-        return Selection(tiles.top(score, tiles.number), counts=tokens.keep)
+        whole = upsample_thumbnail(logits, tiling, tokens.patches)
+        score = _normalize_by_tile(tiles, logits) + _normalize_by_tile(tiles, whole)
+        score = torch.where((tiling.height[:, None] > 0) & (tiles.index > 0), score, logits)
+        return Selection(tiles.top(score, tiles.num_kept), counts=tokens.keep)
 
 
-def at_same_place(values: Tensor, tiling: Tiling, patches: Patches) -> Tensor:
+def upsample_thumbnail(values: Tensor, tiling: Tiling, patches: Patches) -> Tensor:
     """float32 `[S, N]`: for each token of a tile the thumbnail's `values` (`[S, N]`) at its place in the image, as the
     thumbnail is resized bilinearly to the map of all tiles; anything for others."""
     rows, width = values.shape
@@ -91,7 +91,7 @@ def at_same_place(values: Tensor, tiling: Tiling, patches: Patches) -> Tensor:
     return above * (1 - down) + below * down
 
 
-def _by_length(tiles: Tiles, values: Tensor) -> Tensor:
+def _normalize_by_tile(tiles: Tiles, values: Tensor) -> Tensor:
     """float32 `[S, N]`: `values` divided by their length over each tile."""
-    length = tiles.sums(tiles.of, values.square()).sqrt().clamp(min=1e-12)
-    return (values / length.gather(1, tiles.of)).float()
+    length = tiles.sum_by(tiles.index, values.square()).sqrt().clamp(min=1e-12)
+    return (values / length.gather(1, tiles.index)).float()

@@ -12,14 +12,14 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.methods.fitted import FitAt, Fitted
+from tokenprune.methods.fitted import FittedTable, LazyFit
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import stretched
+from tokenprune.methods.scores import rescale
 from tokenprune.selection.method import Pruner, Site
 from tokenprune.selection.tokens import VisualTokens
 
 
-class HeadWeights(Fitted):
+class HeadWeights(FittedTable):
     """The weight of each attention head: float32 `[H]`."""
 
     kind = "tokenprune head weights"
@@ -56,7 +56,7 @@ class Hawk(Pruner):
 
     query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True
-    fit = FitAt("tokenprune_bench.calibration.head_fitting", "fit_hawk")
+    fit = LazyFit("tokenprune_bench.calibration.head_fitting", "fit_hawk")
     fit_question: ClassVar[str | None] = None  # answers about what the image shows
 
     weights: Sequence[Annotated[float, Ge(0)]] | None = None
@@ -92,7 +92,7 @@ class Hawk(Pruner):
                 "cdpruner, which reads none"
             )
         if self._fitted is not None and self.heads is not None:
-            self._fitted.check(self.name, self.heads, decoder)
+            self._fitted.check_decoder(self.name, self.heads, decoder)
         heads = attention.q_proj.out_features // attention.head_dim
         if self.weights is not None and len(self.weights) != heads:
             raise OptionError(f"{self.name}: weights are of {len(self.weights)} heads, and this decoder has {heads}")
@@ -110,6 +110,6 @@ class Hawk(Pruner):
         if self.norm == "softmax":
             return scores.masked_fill(~mask, -torch.inf).softmax(2)
         if self.norm == "minmax":
-            return torch.stack([stretched(head, mask[:, 0]) for head in scores.unbind(1)], dim=1)
+            return torch.stack([rescale(head, mask[:, 0]) for head in scores.unbind(1)], dim=1)
         length = scores.masked_fill(~mask, 0).norm(dim=2, keepdim=True)
         return scores / length.clamp(min=torch.finfo(torch.float32).tiny)

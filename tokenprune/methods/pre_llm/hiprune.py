@@ -56,12 +56,12 @@ class HiPrune(Pruner):
         return self.object_layer, -1
 
     def select(self, tokens: VisualTokens) -> Selection:
-        tiles = Tiles.among(tokens)
+        tiles = Tiles.from_tokens(tokens)
         objects, deep = (tokens.encoder_received_attention(layer).float().mean(dim=1) for layer in self.encoder_layers)
-        wanted = (tiles.number.double() * self.alpha / _WITH_NEIGHBOURS).round().long()  # of halves the even number
-        wanted = tiles.only(torch.minimum(wanted, tiles.number // _WITH_NEIGHBOURS))
+        wanted = (tiles.num_kept.double() * self.alpha / _WITH_NEIGHBOURS).round().long()  # of halves the even number
+        wanted = tiles.zero_non_patches(torch.minimum(wanted, tiles.num_kept // _WITH_NEIGHBOURS))
         first = self._crosses(tokens, tiles, tiles.top(objects, wanted))
-        registers = tiles.top(deep, tiles.number - tiles.total(first), ~first)
+        registers = tiles.top(deep, tiles.num_kept - tiles.count_selected(first), ~first)
         return Selection(first | registers, counts=tokens.keep)
 
     def _crosses(self, tokens: VisualTokens, tiles: Tiles, anchors: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class HiPrune(Pruner):
         patches = tokens.patches
         at = partition(anchors)[:, : max(tokens.keep) // _WITH_NEIGHBOURS]  # of each anchor, then of other tokens
         row, column, height, width, tile = (
-            one.gather(1, at) for one in (patches.row, patches.column, patches.height, patches.width, tiles.of)
+            one.gather(1, at) for one in (patches.row, patches.column, patches.height, patches.width, tiles.index)
         )
         real, place, found = anchors.gather(1, at), patches.row * patches.width + patches.column, anchors
         for down, across in ((-1, 0), (1, 0), (0, -1), (0, 1)):
@@ -78,7 +78,7 @@ class HiPrune(Pruner):
             if self.edges == "grid":
                 inside = real & _within(row + down, height) & _within(column + across, width)
             there = torch.minimum(there.clamp(min=0), height * width - 1)
-            hit = (place[:, :, None] == there[:, None]) & (tiles.of[:, :, None] == tile[:, None]) & inside[:, None]
+            hit = (place[:, :, None] == there[:, None]) & (tiles.index[:, :, None] == tile[:, None]) & inside[:, None]
             found = found | hit.any(dim=2)
         return found
 

@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.registry import register
-from tokenprune.methods.tiles import Tiles, attended
+from tokenprune.methods.tiles import Tiles, compute_patch_attention
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -44,16 +44,16 @@ class Hired(Pruner):
     mode: Literal["blocks", "bands"] = "blocks"
 
     def select(self, tokens: VisualTokens) -> Selection:
-        tiling, tiles = tokens.tiling, Tiles.among(tokens)
+        tiling, tiles = tokens.tiling, Tiles.from_tokens(tokens)
         thumbnail = tiling.covers > 0
         size = thumbnail.sum(1)
         number = (size.double() * (1 - self.alpha)).long()
-        marked = top_mask(attended(tokens, 0), thumbnail, number, thumbnail.shape[1])
+        marked = top_mask(compute_patch_attention(tokens, 0), thumbnail, number, thumbnail.shape[1])
         part = tiling.covers
         if self.mode == "bands":
-            last = torch.where(part > 0, 0, tiles.of).masked_fill(tiles.of >= tiles.count, 0).amax(1)  # tile
+            last = torch.where(part > 0, 0, tiles.index).masked_fill(tiles.index >= tiles.num_tiles, 0).amax(1)  # tile
             run = (thumbnail.cumsum(1) - 1) * last[:, None] // size.clamp(min=1)[:, None] + 1
             part = torch.where(thumbnail, run, 0)
-        marks = tiles.sums(part, marked)[:, : tiles.count]
-        tiles = tiles.shared(tiling, (tokens.budget.double() * self.alpha).long(), marks)
-        return Selection(tiles.top(attended(tokens), tiles.number), counts=tokens.keep)
+        marks = tiles.sum_by(part, marked)[:, : tiles.num_tiles]
+        tiles = tiles.share_budget(tiling, (tokens.budget.double() * self.alpha).long(), marks)
+        return Selection(tiles.top(compute_patch_attention(tokens), tiles.num_kept), counts=tokens.keep)

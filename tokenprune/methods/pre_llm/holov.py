@@ -13,7 +13,7 @@ from tokenprune.kernels.take import rank_in_group
 from tokenprune.kernels.temporal import shares
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
-from tokenprune.methods.tiles import attended, ranked
+from tokenprune.methods.tiles import compute_patch_attention, make_sortable
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -52,22 +52,22 @@ class HoloV(Pruner):
             for count, keep in zip(tokens.counts, tokens.keep, strict=True)
         ]
         longest = max(-(-count // number) for count, number in zip(tokens.counts, numbers, strict=True))
-        strip, sizes = _strips(patch, tokens.mask, to_device(numbers, patch.device), max(numbers))
+        strip, sizes = _assign_strips(patch, tokens.mask, to_device(numbers, patch.device), max(numbers))
 
-        attention = attended(tokens)
+        attention = compute_patch_attention(tokens)
         share = torch.zeros(sizes.shape, dtype=torch.double, device=patch.device)
-        share = share.scatter_add(1, strip, ranked(attention).clamp(min=0).double()) / sizes.clamp(min=1)
+        share = share.scatter_add(1, strip, make_sortable(attention).clamp(min=0).double()) / sizes.clamp(min=1)
         number = shares(share[:, :-2], tokens.budget, sizes[:, :-2], remainder="largest")
         others = tokens.budget - number.sum(1)
         number = torch.cat([number, others[:, None], torch.zeros_like(others)[:, None]], dim=1)
 
         score = attention
         if self.rank == "holistic":
-            score = _holistic(attention, tokens.hidden, patch, sizes[:, :-2], longest)
-        return Selection(rank_in_group(strip, ranked(score)) < number.gather(1, strip), counts=tokens.keep)
+            score = _add_similarity_variance(attention, tokens.hidden, patch, sizes[:, :-2], longest)
+        return Selection(rank_in_group(strip, make_sortable(score)) < number.gather(1, strip), counts=tokens.keep)
 
 
-def _strips(
+def _assign_strips(
     patch: torch.Tensor, mask: torch.Tensor, numbers: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the strip of each token, long `[S, N]`, and how many tokens each has, long `[S, most + 2]`; `most` stands
@@ -87,7 +87,7 @@ def _strips(
     return strip, sizes.scatter_add(1, strip, torch.ones_like(strip))
 
 
-def _holistic(
+def _add_similarity_variance(
     attention: torch.Tensor, x: torch.Tensor, patch: torch.Tensor, sizes: torch.Tensor, longest: int
 ) -> torch.Tensor:
     """float32 `[S, N]`: attention, and the variance of a token's cosines to the others of its strip, on one scale.

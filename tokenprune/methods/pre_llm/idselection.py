@@ -12,7 +12,7 @@ from tokenprune.kernels.coverage import alike
 from tokenprune.kernels.pairs import PickedRows
 from tokenprune.kernels.picks import Picks
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import saliency, stretched
+from tokenprune.methods.scores import compute_saliency, rescale
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -51,6 +51,6 @@ class IDSelection(Pruner):
                 score = score - lowers * score.gather(1, pick.unsqueeze(1))
             return picks.first(number)
 
-        score = stretched(saliency(tokens), tokens.mask)
+        score = rescale(compute_saliency(tokens), tokens.mask)
         given = (tokens.hidden, tokens.mask, tokens.budget, score)
         return Selection(by_rows(of, tokens.hidden[0].numel(), *given), counts=tokens.keep)

@@ -70,15 +70,17 @@ class MMTok(Pruner):
             text: torch.Tensor,
             words: torch.Tensor,
         ) -> torch.Tensor:
-            said = shared(Products(unit(text), unit(x, mask)), self.text_temperature, 1.0, mask, words)
-            seen = shared(alike(z, mask), self.temperature, self.alpha, mask, mask)
+            said = build_softmax_relation(Products(unit(text), unit(x, mask)), self.text_temperature, 1.0, mask, words)
+            seen = build_softmax_relation(alike(z, mask), self.temperature, self.alpha, mask, mask)
             return cover([said, seen], mask, number, most)
 
         entries = 3 * x.shape[1] * (x.shape[1] + words.shape[1])
         return Selection(by_rows(of, entries, x, z, mask, tokens.budget, text, words), counts=tokens.keep)
 
 
-def shared(products: Products, temperature: float, weight: float, mask: torch.Tensor, rows: torch.Tensor) -> Relation:
+def build_softmax_relation(
+    products: Products, temperature: float, weight: float, mask: torch.Tensor, rows: torch.Tensor
+) -> Relation:
     """Return the shares of candidates in each row: its softmax over those of `mask` (bool `[S, N]`) at a temperature,
     times `weight`, by how many rows there are; 0 where `rows` (bool `[S, R]`) is False. products: of length 1."""
 

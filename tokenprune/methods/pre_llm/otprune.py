@@ -40,7 +40,7 @@ class OTPrune(Pruner):
         most = max(tokens.keep)
 
         def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-            a, b = in_common(x, mask)
+            a, b = factor_gram_product(x, mask)
             return greedy_dpp(self.gamma * a, b, mask, number, most, ridge=1.0)
 
         count, width = tokens.hidden.shape[1:]
@@ -48,7 +48,7 @@ class OTPrune(Pruner):
         return Selection(keep, counts=tokens.keep)
 
 
-def in_common(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def factor_gram_product(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two float32 `[S, N, n]`, n the less of N and D, whose products of all pairs are V V^T V V^T; V are the
     tokens `[S, N, D]` with each feature divided by its length over those of `mask`. A token with NaN, and padding, is
     0."""

@@ -25,14 +25,16 @@ class Pool(Pruner):
         size = tokens.mask.shape
         keep, assign = torch.zeros(size, dtype=torch.bool, device="cpu"), torch.full(size, -1, device="cpu")
         for segment, (count, budget, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
-            cell, middle = rectangles(count, budget, grid)
+            cell, middle = split_into_rectangles(count, budget, grid)
             keep[segment, middle] = True
             assign[segment, :count] = middle[cell]
         device = tokens.mask.device
         return Selection(to_device(keep, device), to_device(assign, device), counts=tokens.keep)
 
 
-def rectangles(count: int, cells: int, grid: tuple[int, int, int] | None) -> tuple[torch.Tensor, torch.Tensor]:
+def split_into_rectangles(
+    count: int, cells: int, grid: tuple[int, int, int] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut a grid into `cells` rectangles; returns each token's cell (long `[count]`) and each cell's middle token.
 
     The rows are cut into bands of about equal height, and each band into its share of the cells. Frames of a video are

@@ -12,7 +12,7 @@ from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.pairs import unit
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.registry import register
-from tokenprune.methods.tiles import Tiles, attended, ranked
+from tokenprune.methods.tiles import Tiles, compute_patch_attention, make_sortable
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -58,22 +58,25 @@ class PruMerge(Pruner):
     def by_content_count(self) -> bool:
         return not self.exact
 
-    def attention(self, tokens: VisualTokens) -> torch.Tensor:
+    def compute_attention(self, tokens: VisualTokens) -> torch.Tensor:
         """Return float `[S, N]`, the attention by which patches are ranked and weighted."""
-        return attended(tokens)
+        return compute_patch_attention(tokens)
 
     def select(self, tokens: VisualTokens) -> Selection:
-        tiles, attention = Tiles.among(tokens), ranked(self.attention(tokens))
+        tiles, attention = Tiles.from_tokens(tokens), make_sortable(self.compute_attention(tokens))
         if self.exact or tokens.keep == tokens.counts:
-            number, counts = tiles.number, tokens.keep
-            extra = tiles.only((number > 0) & (number < tiles.sizes)).long() * (self.merge == "rest")
+            number, counts = tiles.num_kept, tokens.keep
+            extra = tiles.zero_non_patches((number > 0) & (number < tiles.sizes)).long() * (self.merge == "rest")
             picked = self._picked(tiles, attention, number - extra)
         else:
-            picked, counts = self._adaptive(tiles, attention, tiles.only(_outliers(tiles, attention))), None
-            found = tiles.total(picked)
+            picked, counts = (
+                self._adaptive(tiles, attention, tiles.zero_non_patches(_count_outliers(tiles, attention))),
+                None,
+            )
+            found = tiles.count_selected(picked)
             # Without any a tile has at least its best one.
-            extra = tiles.only((found < tiles.sizes) & ((self.merge == "rest") | (found == 0))).long()
-        rest = tiles.top(attention, extra, tiles.patch & ~picked)
+            extra = tiles.zero_non_patches((found < tiles.sizes) & ((self.merge == "rest") | (found == 0))).long()
+        rest = tiles.top(attention, extra, tiles.is_patch & ~picked)
         keep = picked | rest
         weight = attention.clamp(min=0)
         itself = torch.arange(keep.shape[1], device=keep.device)
@@ -82,8 +85,8 @@ class PruMerge(Pruner):
         if self.merge == "clusters":
             into = self._clusters(tokens, tiles, keep)
         else:
-            at = torch.zeros_like(tiles.number).scatter_add(1, tiles.of, itself * rest)
-            into = torch.where(tiles.patch & (tiles.each(extra) > 0), tiles.each(at), -1)
+            at = torch.zeros_like(tiles.num_kept).scatter_add(1, tiles.index, itself * rest)
+            into = torch.where(tiles.is_patch & (tiles.expand(extra) > 0), tiles.expand(at), -1)
         return Selection(keep, torch.where(keep, itself, into), weight, counts)
 
     def _picked(self, tiles: Tiles, attention: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -103,7 +106,7 @@ class PruMerge(Pruner):
         for part in in_parts(place.shape[1], keep.numel()):
             at = place[:, part]
             alike = gather_tokens(keys, at, 1) @ keys.transpose(1, 2)
-            others = (tiles.of.gather(1, at).unsqueeze(2) == tiles.of.unsqueeze(1)) & tiles.patch.unsqueeze(1)
+            others = (tiles.index.gather(1, at).unsqueeze(2) == tiles.index.unsqueeze(1)) & tiles.is_patch.unsqueeze(1)
             others &= at.unsqueeze(2) != torch.arange(keep.shape[1], device=keep.device)
             alike = alike.masked_fill(~(others & keep.gather(1, at).unsqueeze(2)), -torch.inf)
             near = alike.topk(min(self.neighbours, keep.shape[1]), dim=2)
@@ -114,16 +117,16 @@ class PruMerge(Pruner):
         return into
 
 
-def _outliers(tiles: Tiles, attention: torch.Tensor) -> torch.Tensor:
+def _count_outliers(tiles: Tiles, attention: torch.Tensor) -> torch.Tensor:
     """long `[S, T + 2]`: how many tokens of each tile have more attention than the upper fence of a box plot."""
-    rank = rank_in_group(tiles.of, -attention)
+    rank = rank_in_group(tiles.index, -attention)
     last = (tiles.sizes - 1).clamp(min=0).double()
 
     def quantile(share: float) -> torch.Tensor:
         at = last * share
         values = [
             torch.zeros_like(last).scatter_add(
-                1, tiles.of, torch.where(rank == tiles.each(place.long()), attention.double(), 0.0)
+                1, tiles.index, torch.where(rank == tiles.expand(place.long()), attention.double(), 0.0)
             )
             for place in (at.floor(), at.ceil())
         ]  # fmt: skip
@@ -131,4 +134,4 @@ def _outliers(tiles: Tiles, attention: torch.Tensor) -> torch.Tensor:
 
     first, third = quantile(0.25), quantile(0.75)
     fence = third + 1.5 * (third - first)
-    return tiles.total(attention.double() > fence.gather(1, tiles.of))
+    return tiles.count_selected(attention.double() > fence.gather(1, tiles.index))

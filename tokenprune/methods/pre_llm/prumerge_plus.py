@@ -37,15 +37,15 @@ class PruMergePlus(PruMerge):
 
     def _picked(self, tiles: Tiles, attention: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         dominant = torch.where(number > 0, ((number + 2) // 4).clamp(min=1), 0)  # a quarter, rounded
-        dominant = torch.cat([dominant[:, : tiles.count], number[:, tiles.count :]], dim=1)
+        dominant = torch.cat([dominant[:, : tiles.num_tiles], number[:, tiles.num_tiles :]], dim=1)
         best = tiles.top(attention, dominant)
-        rest = tiles.patch & ~best
-        place = rank_in_group(torch.where(rest, tiles.of, tiles.count + 1))
-        wanted, left = tiles.each(number - dominant), tiles.each(tiles.total(rest)).clamp(min=1)
+        rest = tiles.is_patch & ~best
+        place = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1))
+        wanted, left = tiles.expand(number - dominant), tiles.expand(tiles.count_selected(rest)).clamp(min=1)
         return best | (rest & ((-place * wanted) % left < wanted))
 
     def _adaptive(self, tiles: Tiles, attention: torch.Tensor, outliers: torch.Tensor) -> torch.Tensor:
         step = (tiles.sizes // (3 * outliers).clamp(min=1)).clamp(min=1)
-        place, last = rank_in_group(tiles.of), tiles.each(tiles.sizes) - 1
-        spread = tiles.patch & (tiles.each(outliers) > 0) & (place % tiles.each(step) == 0) & (place < last)
+        place, last = rank_in_group(tiles.index), tiles.expand(tiles.sizes) - 1
+        spread = tiles.is_patch & (tiles.expand(outliers) > 0) & (place % tiles.expand(step) == 0) & (place < last)
         return tiles.top(attention, outliers) | spread

@@ -15,7 +15,7 @@ from tokenprune.kernels.suppress import unsuppressed
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import saliency
+from tokenprune.methods.scores import compute_saliency
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -54,7 +54,7 @@ class PruneSID(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         keep = torch.zeros_like(tokens.mask)
-        attention = saliency(tokens) if self.form == "llava" else None
+        attention = compute_saliency(tokens) if self.form == "llava" else None
         for number, (count, wanted) in enumerate(zip(tokens.counts, tokens.keep, strict=True)):
             salient = None if attention is None else attention[number, :count]
             keep[number, :count] = self._of_image(tokens.hidden[number, :count], wanted, salient)
@@ -65,7 +65,7 @@ class PruneSID(Pruner):
         count, qwen = len(x), self.form == "qwen"
         x = x.float().masked_fill(~x.isfinite().all(1, keepdim=True), 0)
         groups = min(max(wanted // 4, 4 if qwen else 1), wanted)
-        size, group = components(x, groups).max(1)
+        size, group = project_to_components(x, groups).max(1)
         score = size if salient is None else salient
         mask = torch.ones(1, count, dtype=torch.bool, device=x.device)
         pairs = alike(x[None], mask)
@@ -79,11 +79,11 @@ class PruneSID(Pruner):
         unlike = unsuppressed(near, score[None], mask)
         each = torch.stack([mask[0], unlike[0]]).long()
         members, left = each.new_zeros(2, groups).scatter_add_(1, group.expand(2, -1), each).tolist()
-        quota = to_device(quotas(members, left, wanted), x.device)
+        quota = to_device(compute_quotas(members, left, wanted), x.device)
         return rank_in_group(group[None], unlike.byte(), score[None])[0] < quota[group]
 
 
-def components(x: torch.Tensor, number: int) -> torch.Tensor:
+def project_to_components(x: torch.Tensor, number: int) -> torch.Tensor:
     """float32 `[N, number]`: size of each token `[N, D]` in each of the first principal components of their sigmoids,
     each token less its own mean; 0 in components that there are not. Waits for the device."""
     x = x.double().sigmoid()
@@ -98,7 +98,7 @@ def components(x: torch.Tensor, number: int) -> torch.Tensor:
     return torch.nn.functional.pad(found, (0, number - found.shape[1]))
 
 
-def quotas(members: list[int], left: list[int], wanted: int) -> list[int]:
+def compute_quotas(members: list[int], left: list[int], wanted: int) -> list[int]:
     """Return how many tokens each group keeps, `wanted` in all.
 
     members: tokens of each group; left: how many of them were not removed.

@@ -13,7 +13,7 @@ from tokenprune.kernels.coverage import cosines
 from tokenprune.kernels.dpp import greedy_dpp
 from tokenprune.kernels.pairs import finite, unit
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import stretched
+from tokenprune.methods.scores import rescale
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -70,5 +70,5 @@ class ResPrune(Pruner):
         if not self.alpha or not text.mask.shape[1]:
             return torch.ones(tokens.mask.shape, dtype=torch.float32, device=tokens.mask.device)
         alike = cosines(tokens.hidden, text.hidden, tokens.mask).masked_fill(~text.mask.unsqueeze(1), -1)
-        found = stretched(alike.amax(2), tokens.mask) + _LOWEST
+        found = rescale(alike.amax(2), tokens.mask) + _LOWEST
         return found.masked_fill(~tokens.mask, 1)

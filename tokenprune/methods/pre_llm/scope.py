@@ -12,7 +12,7 @@ from tokenprune.kernels.clusters import by_rows
 from tokenprune.kernels.coverage import alike, cover
 from tokenprune.kernels.pairs import Relation
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import saliency
+from tokenprune.methods.scores import compute_saliency
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -49,7 +49,7 @@ class Scope(Pruner):
         return frozenset({"encoder_attention"} | ({"encoder_features"} if self.features == "tower" else set()))
 
     def select(self, tokens: VisualTokens) -> Selection:
-        most, salient = max(tokens.keep), saliency(tokens)
+        most, salient = max(tokens.keep), compute_saliency(tokens)
         salient = salient / salient.amax(1, keepdim=True).clamp(min=1e-30)  # no power of it rounds to 0
 
         def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,8 @@ from tokenprune.kernels.masses import evenly
 from tokenprune.kernels.pairs import Products, unit
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
+from tokenprune.methods.multi_cut import TEXT_ATTENTION, sum_text_attention
 from tokenprune.methods.registry import register
-from tokenprune.methods.several_cuts import TEXT, text_votes
 from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -68,7 +68,7 @@ class SinkPruner(Pruner):
         inside = place(_AFTER, layers, Budget(keep=1.0))
         first, *cuts = profile(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
         alone = dataclasses.replace(self, stage2=False)
-        return [(alone, first.budget), *((_Guided(cut.layer), cut.budget) for cut in cuts)]
+        return [(alone, first.budget), *((_TextGuidedCut(cut.layer), cut.budget) for cut in cuts)]
 
     def select(self, tokens: VisualTokens) -> Selection:
         mask, device, most = tokens.mask, tokens.mask.device, max(tokens.keep)
@@ -84,7 +84,7 @@ class SinkPruner(Pruner):
         salient = top_mask(
             tokens.encoder_attention(-1).mean(1), rest, to_device([-(-one // 2) for one in room], device), most
         )
-        keep = carrier | different(features, rest, salient, to_device(room, device), max(room))
+        keep = carrier | pick_dissimilar(features, rest, salient, to_device(room, device), max(room))
         # Where all stay there is nothing to gather, and no carrier.
         into = carrier.to(torch.uint8).argmax(1, keepdim=True).expand_as(index)
         return Selection(keep, torch.where(sink, into, torch.where(keep, index, -1)), counts=tokens.keep)
@@ -98,22 +98,22 @@ class SinkPruner(Pruner):
 
 
 @dataclass(frozen=True)
-class _Guided(Pruner):
+class _TextGuidedCut(Pruner):
     """Keeps what the text after the image attends to most, each token of it alike. layer: where it cuts."""
 
     query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True
     name: ClassVar[str] = "sinkpruner"
     site: ClassVar[Site] = Site.IN_LLM
-    needs: ClassVar[frozenset[str]] = TEXT
+    needs: ClassVar[frozenset[str]] = TEXT_ATTENTION
 
     layer: int
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
-        return text_votes(tokens, evenly(tokens.text.mask)).mean(1)
+        return sum_text_attention(tokens, evenly(tokens.text.mask)).mean(1)
 
 
-def different(
+def pick_dissimilar(
     x: torch.Tensor, mask: torch.Tensor, taken: torch.Tensor, number: torch.Tensor, most: int, at_once: int = _A_ROUND
 ) -> torch.Tensor:
     """bool `[S, N]`: `taken`, and of the others of `mask` round by round the `at_once` that are least like any taken by
@@ -126,7 +126,7 @@ def different(
         products, chosen, left = Products(unit(x[rows])), taken[rows], mask[rows]
         if not products.fits:
             each = zip(range(products.shape[0]), chosen, left, number[rows].tolist(), strict=True)
-            found.append(torch.stack([_different_of_many(products, *one, at_once) for one in each]))
+            found.append(torch.stack([_pick_dissimilar_by_rows(products, *one, at_once) for one in each]))
             continue
         alike = products.table
         # Adding takes a fifth of the time of filling.
@@ -142,7 +142,7 @@ def different(
     return torch.cat(found)
 
 
-def _different_of_many(
+def _pick_dissimilar_by_rows(
     products: Products, segment: int, chosen: torch.Tensor, left: torch.Tensor, number: int, at_once: int
 ) -> torch.Tensor:
     """bool `[N]`: `different` of one segment, of whose products those of what is taken alone are made."""

@@ -12,7 +12,7 @@ from tokenprune.kernels.coverage import Coverage, alike
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.picks import Picks
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import saliency
+from tokenprune.methods.scores import compute_saliency
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -49,15 +49,15 @@ class Tops(Pruner):
             for _ in range(most):
                 coverage.take(picks.take_best(picks.among_left(score)))  # which is covered by itself, as well as can be
                 criteria = torch.stack([salient, coverage.gain, (1 - coverage.cover[0]).clamp_(min=0)])
-                relevance, gain, distance = over_mean(criteria, picks.left)
+                relevance, gain, distance = divide_by_mean(criteria, picks.left)
                 score = relevance + self.coverage * gain + self.diversity * distance
             return picks.first(number)
 
-        given = (tokens.hidden, tokens.mask, tokens.budget, saliency(tokens))
+        given = (tokens.hidden, tokens.mask, tokens.budget, compute_saliency(tokens))
         return Selection(by_rows(of, 2 * tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
 
 
-def over_mean(value: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+def divide_by_mean(value: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
     """float `[..., S, N]`: `value`, at least 0, divided by its mean where `left` (bool `[S, N]`); 0 where that is 0."""
     mean = (value * left).sum(-1, keepdim=True) / left.sum(1, keepdim=True).clamp(min=1)
     return value / mean.masked_fill_(mean <= 0, torch.inf)

@@ -11,7 +11,7 @@ from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.registry import register
-from tokenprune.methods.tiles import Tiles, attended
+from tokenprune.methods.tiles import Tiles, compute_patch_attention
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -49,14 +49,14 @@ class VisionZip(Pruner):
     centre: Annotated[float, Gt(0), Le(1)] | None = 0.5
 
     def select(self, tokens: VisualTokens) -> Selection:
-        tiles = Tiles.among(tokens)
-        context = (tiles.number.float() * self.context + 0.5).long()
-        context = tiles.only(torch.minimum(context, tiles.number - 1).clamp(min=0))
-        dominant = tiles.top(attended(tokens), tiles.number - context)
-        rest = tiles.patch & ~dominant
-        targets = rest & _every(tiles, rest, context)
+        tiles = Tiles.from_tokens(tokens)
+        context = (tiles.num_kept.float() * self.context + 0.5).long()
+        context = tiles.zero_non_patches(torch.minimum(context, tiles.num_kept - 1).clamp(min=0))
+        dominant = tiles.top(compute_patch_attention(tokens), tiles.num_kept - context)
+        rest = tiles.is_patch & ~dominant
+        targets = rest & _sample_evenly(tiles, rest, context)
         keep = dominant | targets
-        joins = rest & ~targets & (tiles.each(context) > 0)
+        joins = rest & ~targets & (tiles.expand(context) > 0)
         into = self._most_similar(tokens, tiles, targets)
         itself = torch.arange(keep.shape[1], device=keep.device)
         assign = torch.where(keep, itself, torch.where(joins, into, -1))
@@ -66,10 +66,10 @@ class VisionZip(Pruner):
         """long `[S, N]`: for each token the target of its tile with the most similar key."""
         heads = tokens.encoder_attention(-1).shape[1]
         keys = tokens.encoder_keys(-1).float().unflatten(-1, (heads, -1)).mean(dim=2)
-        most = min(max(tokens.keep), int(max(tokens.keep) * self.context + tiles.count / 2) + 1)
+        most = min(max(tokens.keep), int(max(tokens.keep) * self.context + tiles.num_tiles / 2) + 1)
         place = partition(targets)[:, :most]
-        chosen, allowed, of = gather_tokens(keys, place, 1), targets.gather(1, place), tiles.of.gather(1, place)
-        return place.gather(1, best_match(keys, chosen, allowed, group_a=tiles.of, group_b=of)[1])
+        chosen, allowed, of = gather_tokens(keys, place, 1), targets.gather(1, place), tiles.index.gather(1, place)
+        return place.gather(1, best_match(keys, chosen, allowed, group_a=tiles.index, group_b=of)[1])
 
     def _weights(self, into: torch.Tensor, joins: torch.Tensor) -> torch.Tensor | None:
         """float32 `[S, N]`: weight of each token in the mean that it goes into."""
@@ -80,8 +80,8 @@ class VisionZip(Pruner):
         return torch.where(joins, (1 - self.centre) / members.gather(1, into).clamp(min=1), own)
 
 
-def _every(tiles: Tiles, rest: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+def _sample_evenly(tiles: Tiles, rest: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     """bool `[S, N]`: of the `rest` of each tile every so many-th, from the first one on, `number` of them."""
-    place = rank_in_group(torch.where(rest, tiles.of, tiles.count + 1))
-    step = (tiles.total(rest) // number.clamp(min=1)).clamp(min=1)
-    return (place % tiles.each(step) == 0) & (place // tiles.each(step) < tiles.each(number))
+    place = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1))
+    step = (tiles.count_selected(rest) // number.clamp(min=1)).clamp(min=1)
+    return (place % tiles.expand(step) == 0) & (place // tiles.expand(step) < tiles.expand(number))

@@ -13,7 +13,7 @@ from tokenprune.kernels.pairs import Products, unit
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
-from tokenprune.methods.tiles import Tiles, attended, ranked
+from tokenprune.methods.tiles import Tiles, compute_patch_attention, make_sortable
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
@@ -56,20 +56,20 @@ class VisPruner(Pruner):
         return frozenset({"encoder_attention"} | ({"encoder_features"} if self.features == "tower" else set()))
 
     def select(self, tokens: VisualTokens) -> Selection:
-        tiles, attention = Tiles.among(tokens), attended(tokens)
-        diverse = tiles.only(tiles.number - (tiles.number.double() * self.important).long())
-        important = tiles.top(attention, tiles.number - diverse)
-        rest = tiles.patch & ~important
+        tiles, attention = Tiles.from_tokens(tokens), compute_patch_attention(tokens)
+        diverse = tiles.zero_non_patches(tiles.num_kept - (tiles.num_kept.double() * self.important).long())
+        important = tiles.top(attention, tiles.num_kept - diverse)
+        rest = tiles.is_patch & ~important
         x = tokens.encoder_features if self.features == "tower" else tokens.hidden
-        return Selection(important | _distinct(x, rest, attention, tiles, diverse), counts=tokens.keep)
+        return Selection(important | _drop_duplicates(x, rest, attention, tiles, diverse), counts=tokens.keep)
 
 
-def _distinct(
+def _drop_duplicates(
     x: torch.Tensor, rest: torch.Tensor, attention: torch.Tensor, tiles: Tiles, number: torch.Tensor
 ) -> torch.Tensor:
     """bool `[S, N]`: of the `rest` of each tile those `number` (long `[S, T + 2]`) that the rounds leave."""
     # How many rounds there are, and how large they are, follows from these: the one question to the device.
-    numbers = torch.stack([tiles.total(rest), number])[..., : tiles.count].tolist()
+    numbers = torch.stack([tiles.count_selected(rest), number])[..., : tiles.num_tiles].tolist()
     lines = [
         (segment, tile, count, goal)
         for segment, (counts, goals) in enumerate(zip(*numbers, strict=True))
@@ -80,27 +80,27 @@ def _distinct(
         return torch.zeros_like(rest)
     segment, tile, count, goal = (to_device(list(one), x.device) for one in zip(*lines, strict=True))
     longest = max(line[2] for line in lines)
-    at = segment[:, None] * rest.shape[1] + _lines(rest, attention, tiles, longest)[segment, tile]
+    at = segment[:, None] * rest.shape[1] + _sort_by_attention(rest, attention, tiles, longest)[segment, tile]
     parts, x = in_parts(len(lines), longest**2), x.flatten(0, 1)
     if Products(x[at[:1]]).fits:
-        left = torch.cat([_rounds(x[at[part]], count[part], goal[part], lines[part]) for part in parts])
+        left = torch.cat([_run_rounds(x[at[part]], count[part], goal[part], lines[part]) for part in parts])
     else:
-        left = torch.stack([_rounds_of_many(x[one], *line[2:]) for one, line in zip(at, lines, strict=True)])
+        left = torch.stack([_run_rounds_for_long_line(x[one], *line[2:]) for one, line in zip(at, lines, strict=True)])
     kept = torch.zeros(rest.numel(), dtype=torch.long, device=x.device)
     return kept.scatter_add(0, at.flatten(), left.long().flatten()).view_as(rest) > 0
 
 
-def _lines(rest: torch.Tensor, attention: torch.Tensor, tiles: Tiles, longest: int) -> torch.Tensor:
+def _sort_by_attention(rest: torch.Tensor, attention: torch.Tensor, tiles: Tiles, longest: int) -> torch.Tensor:
     """long `[S, T, longest]`: the tokens that are left of each tile by falling attention; then 0."""
-    place = rank_in_group(torch.where(rest, tiles.of, tiles.count + 1), ranked(attention))
-    spots = tiles.count * longest
-    spot = torch.where(rest & (place < longest), tiles.of * longest + place, spots)
+    place = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1), make_sortable(attention))
+    spots = tiles.num_tiles * longest
+    spot = torch.where(rest & (place < longest), tiles.index * longest + place, spots)
     index = torch.arange(rest.shape[1], device=rest.device).expand_as(spot)
     lines = torch.zeros(len(rest), spots + 1, dtype=torch.long, device=rest.device).scatter(1, spot, index)
-    return lines[:, :-1].view(len(rest), tiles.count, longest)
+    return lines[:, :-1].view(len(rest), tiles.num_tiles, longest)
 
 
-def _rounds(
+def _run_rounds(
     x: torch.Tensor, count: torch.Tensor, goal: torch.Tensor, lines: list[tuple[int, int, int, int]]
 ) -> torch.Tensor:
     """bool `[B, P]`: which of each line are left at the end.
@@ -134,7 +134,7 @@ def _rounds(
     return torch.zeros(x.shape[:2], dtype=torch.long, device=x.device).scatter_add(1, line, kept.long()) > 0
 
 
-def _rounds_of_many(x: torch.Tensor, count: int, goal: int) -> torch.Tensor:
+def _run_rounds_for_long_line(x: torch.Tensor, count: int, goal: int) -> torch.Tensor:
     """bool `[P]`: `_rounds` of one line, of whose similarities those to the nearest few are held alone.
 
     They are found anew when many tokens are gone. Where none of a token's few is left at an even place, which is rare,
@@ -147,7 +147,7 @@ def _rounds_of_many(x: torch.Tensor, count: int, goal: int) -> torch.Tensor:
     even, left = torch.zeros(2, len(x), dtype=torch.bool, device=x.device)
     while (number := len(line)) > goal:
         if 3 * number < 2 * known:
-            known, (near, value) = number, _nearest_few(products, line.sort().values)
+            known, (near, value) = number, _find_nearest(products, line.sort().values)
         odd, others = line[0::2], line[1::2]
         even.zero_().index_fill_(0, others, True)
         there = even.index_select(0, near.index_select(0, odd).flatten()).view(-1, near.shape[1])
@@ -159,7 +159,7 @@ def _rounds_of_many(x: torch.Tensor, count: int, goal: int) -> torch.Tensor:
     return left.index_fill_(0, line, True)
 
 
-def _nearest_few(products: Products, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_nearest(products: Products, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return of each token that is `there`, long `[n]`, the `_FEW` of these that are most like it, and how much they
     are: long and float32 `[N, few]`."""
     few = min(_FEW, len(there))

@@ -62,14 +62,14 @@ class ViTCoP(Pruner):
         inside = place(_AFTER, layers, Budget(keep=1.0))
         first, early, late = profile(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
         return [
-            (_Entering(self.clusters), first.budget),
-            (_WithinClusters(early.layer), early.budget),
-            (_Shortest(late.layer), late.budget),
+            (_EntryStage(self.clusters), first.budget),
+            (_ClusterMergeStage(early.layer), early.budget),
+            (_ShortestKeysStage(late.layer), late.budget),
         ]
 
 
 @dataclass(frozen=True)
-class _Entering(Pruner):
+class _EntryStage(Pruner):
     """Keeps what the class token attends to, and tells the early cut the clusters of it. clusters: see `ViTCoP`."""
 
     name: ClassVar[str] = "vitcop"
@@ -86,14 +86,14 @@ class _Entering(Pruner):
         patches = tokens.patches
         spot = torch.stack([patches.row.double() / patches.height, patches.column.double() / patches.width], dim=-1)
         centre = by_rows(
-            centres_of, 4 * at.shape[1] ** 2, gather_tokens(tokens.encoder_keys(-1), at, 1),
+            find_cluster_centers, 4 * at.shape[1] ** 2, gather_tokens(tokens.encoder_keys(-1), at, 1),
             gather_tokens(spot, at, 1), patches.tile.gather(1, at), selection.keep.gather(1, at), number,
         )  # fmt: skip
         tokens.remember("cluster", torch.full_like(tokens.mask, -1, dtype=torch.long).scatter(1, at, centre), True)
         return selection
 
 
-def centres_of(
+def find_cluster_centers(
     keys: torch.Tensor, spot: torch.Tensor, tile: torch.Tensor, mask: torch.Tensor, number: torch.Tensor
 ) -> torch.Tensor:
     """long `[S, n]`: the centre of the cluster of each token; -1 where chains of equally dense tokens reach none.
@@ -117,13 +117,13 @@ def centres_of(
     return torch.where(mask & is_centre.gather(1, end), end, -1)
 
 
-def key_length(tokens: VisualTokens) -> torch.Tensor:
+def compute_key_length(tokens: VisualTokens) -> torch.Tensor:
     """float32 `[S, N]`: the length of each token's key in the layer before the cut, mean over heads first."""
     return tokens.key_heads.float().mean(2).norm(dim=-1)
 
 
 @dataclass(frozen=True)
-class _WithinClusters(Pruner):
+class _ClusterMergeStage(Pruner):
     """Merges within clusters of what entered the decoder. layer: where it cuts."""
 
     name: ClassVar[str] = "vitcop"
@@ -136,14 +136,14 @@ class _WithinClusters(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         assign = torch.full(tokens.mask.shape, -1, device="cpu")
         weight = torch.ones(tokens.mask.shape, dtype=torch.float32, device="cpu")
-        length = key_length(tokens).nan_to_num(nan=torch.finfo(torch.float32).max)
+        length = compute_key_length(tokens).nan_to_num(nan=torch.finfo(torch.float32).max)
         # Sizes of clusters decide how many stay of each, so that the host waits for both here.
         both = torch.stack([length.double(), tokens.carry["cluster"].double()]).tolist()
         for row, (count, keep) in enumerate(zip(tokens.counts, tokens.keep, strict=True)):
             members: dict[int, list[int]] = {}
             for place_of in range(count):
                 members.setdefault(int(both[1][row][place_of]), []).append(place_of)
-            for group in grouped([*members.values()], both[0][row], keep):
+            for group in split_into_groups([*members.values()], both[0][row], keep):
                 middle = group[len(group) // 2]
                 assign[row, group] = middle
                 weight[row, middle] = len(group) + 1  # itself, and the mean of all
@@ -152,7 +152,7 @@ class _WithinClusters(Pruner):
         return Selection(kept, assign, weight, counts=tokens.keep)
 
 
-def grouped(clusters: Sequence[Sequence[int]], length: Sequence[float], wanted: int) -> list[list[int]]:
+def split_into_groups(clusters: Sequence[Sequence[int]], length: Sequence[float], wanted: int) -> list[list[int]]:
     """Return exactly `wanted` groups of the members of `clusters`, each of which becomes one token.
 
     clusters: places, rising within each. length: of each place, shorter is better. wanted: at most all members.
@@ -163,13 +163,13 @@ def grouped(clusters: Sequence[Sequence[int]], length: Sequence[float], wanted: 
         rest = [place_of for one in order[wanted - 1 :] for place_of in clusters[one]]
         return [*(list(clusters[one]) for one in order[: wanted - 1]), sorted(rest)]
     groups = []
-    for members, alone in zip(clusters, _alone(clusters, total, wanted - len(clusters)), strict=True):
+    for members, alone in zip(clusters, _count_singletons(clusters, total, wanted - len(clusters)), strict=True):
         best = sorted(sorted(members, key=lambda one: (length[one], one))[:alone])
         groups += [[one] for one in best] + [[one for one in members if one not in set(best)]]
     return groups
 
 
-def _alone(clusters: Sequence[Sequence[int]], total: Sequence[float], free: int) -> list[int]:
+def _count_singletons(clusters: Sequence[Sequence[int]], total: Sequence[float], free: int) -> list[int]:
     """Return how many members of each cluster stay by themselves, `free` in all: in proportion to size - 1, rounded,
     and put right one by one. Too few: the clusters of the least `total` get one more; too many: those of the largest
     give one away; of equal ones the first."""
@@ -184,7 +184,7 @@ def _alone(clusters: Sequence[Sequence[int]], total: Sequence[float], free: int)
 
 
 @dataclass(frozen=True)
-class _Shortest(Pruner):
+class _ShortestKeysStage(Pruner):
     """Keeps the tokens with the shortest keys. layer: where it cuts."""
 
     never_nan: ClassVar[bool] = True
@@ -195,4 +195,4 @@ class _Shortest(Pruner):
     layer: int
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
-        return -key_length(tokens)
+        return -compute_key_length(tokens)

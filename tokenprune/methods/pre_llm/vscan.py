@@ -87,7 +87,7 @@ class VScan(Pruner):
         self._check(1 <= layer < layers, f"layer={layer} is out of range: this decoder has {layers} layers")
         # Stage 1 keeps three times as many as stage 2, as far as there are so many.
         early, late = profile(layers, ((0, 3.0), (layer, 1.0)), budget)
-        return [(first, early.budget), (_Middle(layer), late.budget)]
+        return [(first, early.budget), (_SecondStage(layer), late.budget)]
 
     def select(self, tokens: VisualTokens) -> Selection:
         patches = tokens.patches
@@ -97,7 +97,7 @@ class VScan(Pruner):
         if not self.merge:
             return Selection(keep)
         itself = torch.arange(keep.shape[1], device=keep.device)
-        assign = torch.where(keep, itself, most_similar(tokens.hidden, picked, patches.tile, max(tokens.keep)))
+        assign = torch.where(keep, itself, find_most_similar(tokens.hidden, picked, patches.tile, max(tokens.keep)))
         return Selection(keep, assign.masked_fill(~tokens.mask, -1))
 
     def _pick(self, tokens: VisualTokens, local: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -107,16 +107,20 @@ class VScan(Pruner):
         tiles = patches.tiles
         tile = torch.where(real, patches.tile, tiles)  # what is no patch is in a tile that picks nothing
         wanted = (tokens.budget - (mask & ~real).sum(1)).clamp(min=1)
-        picks = shares(torch.zeros_like(tile[:, :1]).expand(-1, tiles + 1).scatter_add(1, tile, real.long()), wanted)
+        picks = split_among_tiles(
+            torch.zeros_like(tile[:, :1]).expand(-1, tiles + 1).scatter_add(1, tile, real.long()), wanted
+        )
         scanned = (picks.double() * self.local).long()
         # Best of each window first, then second best of each, and so on.
-        turn = rank_in_group(tile * patches.height.amax() * patches.width.amax() + windows(patches, self.window), local)
+        turn = rank_in_group(
+            tile * patches.height.amax() * patches.width.amax() + assign_windows(patches, self.window), local
+        )
         near = rank_in_group(tile, -turn, local) < scanned.gather(1, tile)
         far = rank_in_group(tile, (~near).byte(), last) < (picks - scanned).gather(1, tile)
         return real & (near | far)
 
 
-def shares(counts: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def split_among_tiles(counts: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Split `wanted` (long `[S]`) among tiles of `counts` (long `[S, T]`) tokens: proportionally, none gets more than
     it has, and what does not divide goes to the first ones."""
     total = counts.sum(1, keepdim=True).clamp(min=1)
@@ -124,7 +128,7 @@ def shares(counts: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return up_to.diff(dim=1, prepend=torch.zeros_like(up_to[:, :1]))
 
 
-def windows(patches: Patches, side: int | None) -> torch.Tensor:
+def assign_windows(patches: Patches, side: int | None) -> torch.Tensor:
     """long `[S, N]`: the number of each patch's window in its tile; what is left over belongs to the last one."""
     sides = torch.where(patches.size > 1, 4, 6) if side is None else torch.full_like(patches.size, side)
     down, across = ((length // sides).clamp(min=1) for length in (patches.height, patches.width))
@@ -132,7 +136,7 @@ def windows(patches: Patches, side: int | None) -> torch.Tensor:
     return row * across + column
 
 
-def most_similar(features: torch.Tensor, picked: torch.Tensor, tile: torch.Tensor, most: int) -> torch.Tensor:
+def find_most_similar(features: torch.Tensor, picked: torch.Tensor, tile: torch.Tensor, most: int) -> torch.Tensor:
     """long `[S, N]`: for each token the picked one of its tile that is most similar by cosine, the first of equals; of
     any tile where its own has none. most: at least the largest number of picked ones."""
     place = partition(picked)[:, :most]
@@ -141,7 +145,7 @@ def most_similar(features: torch.Tensor, picked: torch.Tensor, tile: torch.Tenso
 
 
 @dataclass(frozen=True)
-class _Middle(Pruner):
+class _SecondStage(Pruner):
     """Stage 2: keep what the last prompt token attends to most in the layer after the cut.
 
     layer: where it cuts.

@@ -10,7 +10,7 @@ from annotated_types import Ge, Le
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.temporal import cosine, same_place
 from tokenprune.methods.registry import register
-from tokenprune.methods.video.evs import first_frame_scores
+from tokenprune.methods.video.evs import score_first_frames
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.selection.videos import Videos
@@ -55,7 +55,7 @@ class DTD(Pruner):
         if videos is None:
             return Selection(tokens.mask, counts=tokens.keep)
         alike = self._alike(videos.x, videos.mask)
-        score = torch.cat([first_frame_scores(videos, self.name), 1 - alike], dim=1)
+        score = torch.cat([score_first_frames(videos, self.name), 1 - alike], dim=1)
         stays = torch.cat([videos.mask[:, :1], videos.mask[:, 1:] & (alike <= self.threshold)], dim=1)
         best = top_mask(score.flatten(1), stays.flatten(1), videos.budget, max(videos.keep))
         return Selection(videos.kept(best.view_as(stays)))

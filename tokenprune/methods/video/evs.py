@@ -33,11 +33,11 @@ class EVS(VideoPruner):
 
     def choose(self, videos: Videos) -> torch.Tensor:
         return videos.top(
-            torch.cat([first_frame_scores(videos, self.name), 1 - same_place(videos.x, videos.mask)], dim=1)
+            torch.cat([score_first_frames(videos, self.name), 1 - same_place(videos.x, videos.mask)], dim=1)
         )
 
 
-def first_frame_scores(videos: Videos, name: str) -> torch.Tensor:
+def score_first_frames(videos: Videos, name: str) -> torch.Tensor:
     """float32 `[V, 1, P]`: scores of the tokens of the first frames, above those of all others, 1 - cosine; where less
     than a frame is to be kept those are highest that are spread evenly, and the statistics say so."""
     if any(keep < sizes[0] for keep, sizes in zip(videos.keep, videos.frames, strict=True)):

@@ -14,13 +14,13 @@ from tokenprune.kernels.temporal import cosine, frame_means, segments_at, shares
 from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
     VideoMerger,
-    at,
-    first_frames,
-    members_of,
-    segment_sums,
-    shares_of_segments,
-    spots,
-    tower_attention,
+    count_members,
+    find_first_frames,
+    flat_indices,
+    gather_flat,
+    get_tower_attention,
+    split_in_segments,
+    sum_segments,
 )
 from tokenprune.selection.method import Site
 from tokenprune.selection.videos import Videos
@@ -69,32 +69,32 @@ class FastVID(VideoMerger):
         mask, sizes = videos.mask, videos.sizes
         means = frame_means(videos.x, mask)
         alike = cosine(means[:, 1:], means[:, :-1])
-        first = first_frames(segments_at(alike, videos.number, self.segments, self.threshold))
+        first = find_first_frames(segments_at(alike, videos.number, self.segments, self.threshold))
         anchor = self._anchors(first, sizes > 0)
 
         budget = shares(torch.ones_like(sizes), videos.budget, sizes)
         context = (budget.double() * self.context + 1e-9).long()
-        salient, total = budget - context, segment_sums(context, first)
+        salient, total = budget - context, sum_segments(context, first)
         room = sizes - salient
-        centres = shares_of_segments(anchor.long(), total, room * anchor, first)
-        more = total - segment_sums(centres, first)  # for which the anchor frames have no room
-        salient += shares_of_segments((~anchor).long(), more, room * ~anchor, first)
+        centres = split_in_segments(anchor.long(), total, room * anchor, first)
+        more = total - sum_segments(centres, first)  # for which the anchor frames have no room
+        salient += split_in_segments((~anchor).long(), more, room * ~anchor, first)
 
-        top = videos.top_of_frames(tower_attention(videos), salient)
+        top = videos.top_of_frames(get_tower_attention(videos), salient)
         rest, most = mask & ~top, max(videos.keep)
         flat = rest.flatten(0, 1)
         numbers, places = centres.flatten(), min(most, mask.shape[2])
         peak = peaks(videos.x.flatten(0, 1), flat, numbers, places, _NEIGHBOURS, capped=False).view_as(mask)
-        into = torch.where(top, spots(mask), -1)
-        into = torch.where(rest, self._nearest(videos, peak, nearest_anchor(first, centres > 0), most), into)
-        number = at(members_of(into, rest), into).clamp(min=1)
+        into = torch.where(top, flat_indices(mask), -1)
+        into = torch.where(rest, self._nearest(videos, peak, find_nearest_anchor(first, centres > 0), most), into)
+        number = gather_flat(count_members(into, rest), into).clamp(min=1)
         weight = (1 / (number.float() + 1)).clamp(min=self.centre)
         part = (1 - weight) / number + weight * peak
         return into, torch.where(rest, part, 1.0)
 
     def _anchors(self, first: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """bool `[V, F]`: the anchor frames of each segment. real: bool `[V, F]`, frames that are there."""
-        length = segment_sums(real.long(), first).gather(1, first)
+        length = sum_segments(real.long(), first).gather(1, first)
         index = torch.arange(first.shape[1], device=first.device) - first
         return real & ((length - 1 - index) % self.step == 0)
 
@@ -107,10 +107,10 @@ class FastVID(VideoMerger):
         allowed = peak.flatten(1).gather(1, place)
         _, found = best_match(x, gather_tokens(x, place, 1), allowed, group_a=group, group_b=place // places)
         spot = place.gather(1, found).masked_fill(group < 0, -1).view_as(peak)
-        return torch.where(peak, spots(peak), spot)
+        return torch.where(peak, flat_indices(peak), spot)
 
 
-def nearest_anchor(first: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+def find_nearest_anchor(first: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
     """long `[V, F]`: for each frame the nearest anchor frame of its segment, of two the earlier; -1 where there is
     none. first: long `[V, F]`, see `first_frames`; anchors: bool `[V, F]`."""
     frames = first.shape[1]

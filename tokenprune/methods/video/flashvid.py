@@ -15,13 +15,13 @@ from tokenprune.kernels.temporal import cosine, frame_means, segments_at, shares
 from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
     TwoCutMerger,
-    at,
-    clusters_of_frames,
-    first_frames,
-    members_of,
-    shares_of_segments,
-    spots,
-    tower_attention,
+    cluster_frames,
+    count_members,
+    find_first_frames,
+    flat_indices,
+    gather_flat,
+    get_tower_attention,
+    split_in_segments,
 )
 from tokenprune.selection.method import Pruner, Site
 from tokenprune.selection.tokens import VisualTokens
@@ -73,14 +73,14 @@ class FlashVID(TwoCutMerger):
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.8
     inner_keep: Annotated[float, Gt(0), Lt(1)] = 0.3
 
-    def second_cut(self, layer: int) -> Pruner:
+    def build_second_cut(self, layer: int) -> Pruner:
         return _InnerFlashVid(layer)
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         mask, most = videos.mask, max(videos.keep)
         means = frame_means(videos.x, mask)
         least = -(-videos.number // _LONG)
-        first = first_frames(segments_at(cosine(means[:, 1:], means[:, :-1]), videos.number, least, _SCENE))
+        first = find_first_frames(segments_at(cosine(means[:, 1:], means[:, :-1]), videos.number, least, _SCENE))
 
         budget = shares(torch.ones_like(videos.sizes), videos.budget, videos.sizes)  # of each frame
         number = torch.minimum(budget, (budget.double() * self.picks - 1e-9).ceil().long())
@@ -91,19 +91,24 @@ class FlashVID(TwoCutMerger):
 
         parent = self._parents(videos, rest, first, wanted)
         root = roots(parent.flatten(1), first.shape[1]).view_as(parent)
-        tree = rest & (root == spots(root))
+        tree = rest & (root == flat_indices(root))
         trees = tree.sum(2)
-        numbers = shares_of_segments(trees, wanted, trees, first)
+        numbers = split_in_segments(trees, wanted, trees, first)
 
-        size = members_of(root, rest)
-        _, of = clusters_of_frames(_means(videos.x, root, rest, size), tree, numbers, most)
-        into = torch.where(rest, at(of, root), torch.where(picked, spots(root), -1))
-        part = 1 / (at(size, root) * at(members_of(of, tree), at(of, root))).clamp(min=1).float()
+        size = count_members(root, rest)
+        _, of = cluster_frames(_means(videos.x, root, rest, size), tree, numbers, most)
+        into = torch.where(rest, gather_flat(of, root), torch.where(picked, flat_indices(root), -1))
+        part = (
+            1
+            / (gather_flat(size, root) * gather_flat(count_members(of, tree), gather_flat(of, root)))
+            .clamp(min=1)
+            .float()
+        )
         return into, torch.where(rest, part, 1.0)
 
     def _picked(self, videos: Videos, number: torch.Tensor) -> torch.Tensor:
         """bool `[V, F, P]`: so many tokens of each frame that are far from each other. number: long `[V, F]`."""
-        x, mask, attention = (one.flatten(0, 1) for one in (videos.x, videos.mask, tower_attention(videos)))
+        x, mask, attention = (one.flatten(0, 1) for one in (videos.x, videos.mask, get_tower_attention(videos)))
         most = max(-(-keep // len(frames)) for keep, frames in zip(videos.keep, videos.frames, strict=True))
         return farthest_weighted(x, mask, attention, number.flatten(), most).view_as(videos.mask)
 
@@ -112,7 +117,7 @@ class FlashVID(TwoCutMerger):
 
         rest: bool `[V, F, P]`, tokens that are not picked; first, wanted: see `merge`.
         """
-        spot, (count, frames, places) = spots(rest).expand_as(rest), rest.shape
+        spot, (count, frames, places) = flat_indices(rest).expand_as(rest), rest.shape
         if frames == 1:
             return spot
         x = videos.x
@@ -135,8 +140,8 @@ def _means(x: torch.Tensor, root: torch.Tensor, rest: torch.Tensor, size: torch.
     """float32 `[V, F, P, D]`: at the root of each tree the mean of its tokens; what is elsewhere is of no meaning."""
     rows = torch.arange(len(x), device=x.device)[:, None, None] * root[0].numel()
     nowhere = root.numel()
-    spot = spots(root) + rows
-    target = torch.where(rest & (root != spots(root)), root + rows, nowhere).flatten()
+    spot = flat_indices(root) + rows
+    target = torch.where(rest & (root != flat_indices(root)), root + rows, nowhere).flatten()
     ones = torch.ones(nowhere, dtype=torch.float32, device=x.device)
     return join(x.flatten(0, 2), None, ones, spot.flatten(), target, ones).view_as(x)
 

@@ -10,7 +10,7 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.temporal import same_place
 from tokenprune.methods.pre_llm.uniform import spread_in_frames
 from tokenprune.methods.registry import register
-from tokenprune.methods.video.merging import VideoMerger, spots
+from tokenprune.methods.video.merging import VideoMerger, flat_indices
 from tokenprune.selection.method import Site
 from tokenprune.selection.videos import Videos
 
@@ -41,7 +41,7 @@ class FrameFusion(VideoMerger):
         later = mask & torch.nn.functional.pad(mask[:, :-1], (0, 0, 1, 0))
         number = videos.sizes.sum(1) - videos.budget
         merges = top_mask(similarity.flatten(1), later.flatten(1), number, later[0].numel()).view_as(later)
-        spot, places = spots(mask), mask.shape[2]
+        spot, places = flat_indices(mask), mask.shape[2]
         root = roots(torch.where(merges, spot - places, spot).flatten(1), mask.shape[1]).view_as(mask)
         # Of a whole video of one place's tokens those of the places that stay.
         numbers = [[min(keep, size)] for keep, size in zip(videos.keep, sizes, strict=True)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.methods.pre_llm.uniform import even, spread_in_frames
+from tokenprune.methods.pre_llm.uniform import sample_evenly, spread_in_frames
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.video import VideoPruner
@@ -30,7 +30,7 @@ class Frames(VideoPruner):
 def _numbers(keep: int, sizes: list[int]) -> list[int]:
     """Return how many tokens each frame keeps. sizes: how many it has."""
     for number in range(1, len(sizes) + 1):
-        chosen = even(len(sizes), number)
+        chosen = sample_evenly(len(sizes), number)
         if sum(sizes[frame] for frame in chosen) >= keep:
             break
     numbers, left = [0] * len(sizes), keep

@@ -12,14 +12,14 @@ from tokenprune.kernels.temporal import same_place, segments_by_stillness, share
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
-    StillPlaces,
+    StaticPatches,
     TwoCutMerger,
-    at,
-    clusters_of_frames,
-    members_of,
-    others_joined,
-    spots,
-    tower_attention,
+    cluster_frames,
+    count_members,
+    flat_indices,
+    gather_flat,
+    get_tower_attention,
+    merge_dropped,
 )
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
@@ -70,7 +70,7 @@ class HoliTom(TwoCutMerger):
     threshold: Annotated[float, Ge(-1), Le(1)] | None = None
     centre: Annotated[float, Gt(0), Le(1)] = 0.6
 
-    def second_cut(self, layer: int) -> Pruner:
+    def build_second_cut(self, layer: int) -> Pruner:
         return _InnerHoliTom(layer)
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,24 +79,24 @@ class HoliTom(TwoCutMerger):
         stands = (similarity > self._thresholds(videos)[:, None, None]) & both
         # What is after the last frame of a shorter video begins another segment.
         ends = segments_by_stillness(stands.float(), both, videos.number, 0.5) | (videos.sizes[:, 1:] == 0)
-        still = StillPlaces.of(videos, ends, _still(stands, ends, videos.mask), similarity)
+        static = StaticPatches.from_segments(videos, ends, _still(stands, ends, videos.mask), similarity)
 
-        room = videos.budget - still.alone.sum((1, 2))
-        heads, moving = still.heads, still.moving
+        room = videos.budget - static.unmerged.sum((1, 2))
+        heads, moving = static.heads, static.moving
         sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: of each frame, still before moving
         numbers = shares(sizes.flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
 
         picked = top_mask(
-            tower_attention(videos).flatten(0, 1), moving.flatten(0, 1), numbers[..., 1].flatten(), moving.shape[2]
+            get_tower_attention(videos).flatten(0, 1), moving.flatten(0, 1), numbers[..., 1].flatten(), moving.shape[2]
         ).view_as(moving)
-        into = torch.where(picked | still.alone, spots(moving), -1)
+        into = torch.where(picked | static.unmerged, flat_indices(moving), -1)
 
-        centres, of = clusters_of_frames(still.means(), heads, numbers[..., 0], max(videos.keep))
-        others = at(members_of(of, heads & ~centres), of)  # of the cluster that a still place is in
+        centres, of = cluster_frames(static.compute_means(), heads, numbers[..., 0], max(videos.keep))
+        others = gather_flat(count_members(of, heads & ~centres), of)  # of the cluster that a still place is in
         own, rest = (others == 0).float().clamp(min=self.centre), (1 - self.centre) / others.clamp(min=1).float()
-        part = torch.where(centres, own, rest) / still.copies().clamp(min=1)
-        into = torch.where(still.still, still.spread(of), into)
-        return into, torch.where(still.still, still.spread(part), 1.0)
+        part = torch.where(centres, own, rest) / static.count_merged().clamp(min=1)
+        into = torch.where(static.mask, static.expand(of), into)
+        return into, torch.where(static.mask, static.expand(part), 1.0)
 
     def _thresholds(self, videos: Videos) -> torch.Tensor:
         """float32 `[V]`, on the device."""
@@ -136,4 +136,4 @@ class _InnerHoliTom(Pruner):
     merges: ClassVar[bool] = True
 
     def select(self, tokens: VisualTokens) -> Selection:
-        return others_joined(Selection.top(tokens.last_row_attention.mean(dim=1), tokens), tokens)
+        return merge_dropped(Selection.top(tokens.last_row_attention.mean(dim=1), tokens), tokens)

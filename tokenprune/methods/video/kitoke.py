@@ -66,13 +66,13 @@ class KiToke(VideoMerger):
             spot, frame = to_device(spot, into.device), to_device(frame, into.device)
             tokens = videos.x[video].flatten(0, 1)[spot]
             x = tokens - tokens.mean(0)  # so that distances between near ones are exact
-            unit = spread(x)
-            rarity = 1 / crowd(x, self.alpha * unit)
-            kept = self._drawn(videos, video, chances(rarity, keep), rarity, keep)
+            unit = median_squared_distance(x)
+            rarity = 1 / compute_density(x, self.alpha * unit)
+            kept = self._drawn(videos, video, compute_probabilities(rarity, keep), rarity, keep)
             interval = self._intervals(videos.x[video, : len(sizes)], videos.mask[video, : len(sizes)], unit.sqrt())
-            own = nearest_with_any(interval, torch.zeros_like(interval).index_add(0, interval[frame], kept.long()))[
-                frame
-            ]
+            own = find_nearest_nonempty(
+                interval, torch.zeros_like(interval).index_add(0, interval[frame], kept.long())
+            )[frame]
 
             place = partition(kept[None])[:, :keep]
             chosen, of = gather_tokens(tokens[None], place, 1), interval[frame][place]
@@ -89,7 +89,7 @@ class KiToke(VideoMerger):
             return top_mask(rarity.float()[None], mask, torch.full_like(mask[:, 0], keep, dtype=torch.long), keep)[0]
         generator = videos.tokens.generator(videos.segments[video], self.seed)
         drawn = torch.zeros(len(chance), dtype=torch.bool, device="cpu")
-        drawn[pivotal(chance.tolist(), keep, generator)] = True
+        drawn[sample_pivotal(chance.tolist(), keep, generator)] = True
         return to_device(drawn, rarity.device)
 
     def _intervals(self, x: torch.Tensor, mask: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ class KiToke(VideoMerger):
         return (cut & (number > 0)).long().cumsum(0)
 
 
-def spread(x: torch.Tensor) -> torch.Tensor:
+def median_squared_distance(x: torch.Tensor) -> torch.Tensor:
     """float32 `[]`: the median squared distance of two tokens `[n, D]`, of at most 1024 of them."""
     step = -(-len(x) // _MEASURED)
     apart = torch.pdist(x[::step])
@@ -119,7 +119,7 @@ def spread(x: torch.Tensor) -> torch.Tensor:
     return torch.maximum(apart.median().square(), floor) if len(apart) else floor
 
 
-def crowd(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
+def compute_density(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     """float64 `[n]`: the sum over all tokens of exp(-squared distance / width), itself included. x: `[n, D]`."""
     norm, parts = x.square().sum(1), []
     for rows in in_parts(len(x), len(x)):
@@ -130,7 +130,7 @@ def crowd(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def chances(weight: torch.Tensor, number: int) -> torch.Tensor:
+def compute_probabilities(weight: torch.Tensor, number: int) -> torch.Tensor:
     """float64 `[n]`: in proportion to `weight` (`[n]`, above 0), at most 1, of sum `number`."""
     order = weight.argsort(descending=True, stable=True)
     sorted_ = weight[order].double()
@@ -141,7 +141,7 @@ def chances(weight: torch.Tensor, number: int) -> torch.Tensor:
     return (weight.double() * factor).clamp(max=1)
 
 
-def pivotal(chance: list[float], number: int, generator: torch.Generator) -> list[int]:
+def sample_pivotal(chance: list[float], number: int, generator: torch.Generator) -> list[int]:
     """Return the indices of the `number` that are drawn, each with its chance; they sum to `number`.
 
     In random order two at a time play: their chances go to one of the two, or, where that is more than 1, one is drawn
@@ -174,7 +174,7 @@ def _exactly(candidates: Iterable[int], number: int, drawn: list[int]) -> list[i
     return list(candidates)[:number] if len(drawn) < number else drawn[:number]
 
 
-def nearest_with_any(interval: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+def find_nearest_nonempty(interval: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     """long `[F]`: for each frame its interval, or, if that has none, the nearest that has one; of two the earlier.
     interval: long `[F]`; number: long `[F]`, how many each interval has."""
     index = torch.arange(len(number), device=number.device)

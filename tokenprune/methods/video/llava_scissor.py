@@ -72,7 +72,7 @@ class LLaVAScissor(VideoMerger):
         alike = (direction @ direction.transpose(1, 2)).clamp(max=1)
         alike = alike.masked_fill(~(mask.unsqueeze(1) & mask.unsqueeze(2)), -torch.inf)
         if self.exact:
-            found = fewer(_searched(x, alike, spot, keep), keep)
+            found = merge_to_count(_searched(x, alike, spot, keep), keep)
         else:
             found = _representatives(x, alike, spot, self.threshold)
         tokens = x.flatten(0, 1)[spot]
@@ -89,7 +89,7 @@ class LLaVAScissor(VideoMerger):
         return torch.where(stays, torch.arange(len(tokens), device=x.device), token[nearest])
 
 
-class _Found(NamedTuple):
+class _Representatives(NamedTuple):
     """Representatives: mean, float32 `[C, D]`; size, long `[C]`, of how many means each is the mean; of, long `[n]`,
     the representative of the component that each token is in; degree, long `[n]`, neighbours of each in its frame."""
 
@@ -101,7 +101,7 @@ class _Found(NamedTuple):
 
 def _representatives(
     x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, threshold: float, pairs: LikePairs | None = None
-) -> _Found:
+) -> _Representatives:
     """Components within frames, then of their means. alike: `[F, P, P]`, cosines in each frame, -inf for padding;
     pairs: those of all tokens."""
     near = alike > threshold
@@ -118,7 +118,7 @@ def _representatives(
         joined = pairs.components(unit(means), token, threshold)
     reps, of_mean = _means(means, torch.arange(len(means), device=x.device), joined)
     size = torch.bincount(of_mean, minlength=len(reps))
-    return _Found(reps, size, of_mean[of_token], near.sum(2).flatten()[spot])
+    return _Representatives(reps, size, of_mean[of_token], near.sum(2).flatten()[spot])
 
 
 def _means(x: torch.Tensor, member: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,11 +135,11 @@ def _means(x: torch.Tensor, member: torch.Tensor, head: torch.Tensor) -> tuple[t
     return join(x, None, ones, member, target, ones[: len(member)])[heads], number[head]
 
 
-def _searched(x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, keep: int) -> _Found:
+def _searched(x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, keep: int) -> _Representatives:
     """Return the representatives of the threshold, of those that bisection tries, at which their number is nearest to
     `keep`; of two the fewer."""
     low, high = -1.01, 1.0
-    best: _Found | None = None
+    best: _Representatives | None = None
     pairs = LikePairs(unit(x.flatten(0, 1)[spot]))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -155,7 +155,7 @@ def _searched(x: torch.Tensor, alike: torch.Tensor, spot: torch.Tensor, keep: in
     return best
 
 
-def fewer(found: _Found, keep: int) -> _Found:
+def merge_to_count(found: _Representatives, keep: int) -> _Representatives:
     """Merge the most similar two representatives until at most `keep` are left; a mean goes on being that of all its
     components' means."""
     mean, size, of = found.mean.clone(), found.size.clone(), found.of.clone()
@@ -183,7 +183,7 @@ def fewer(found: _Found, keep: int) -> _Found:
     left = (~likeness.gone).nonzero().flatten()
     number = torch.zeros(count, dtype=torch.long, device=mean.device)
     number[left] = torch.arange(len(left), device=mean.device)
-    return _Found(mean[left], size[left], number[of], found.degree)
+    return _Representatives(mean[left], size[left], number[of], found.degree)
 
 
 class _Likeness:

@@ -47,10 +47,10 @@ class VideoMerger(Pruner):
         if videos is None:
             return Selection(tokens.mask, counts=tokens.keep)
         into, weight = self.merge(videos)
-        keep = videos.kept((into == spots(into)) & videos.mask)
+        keep = videos.kept((into == flat_indices(into)) & videos.mask)
         index = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
-        at, _ = videos.by_frame(index)
-        target = at.flatten(1).gather(1, into.clamp(min=0).flatten(1)).view_as(into).masked_fill(into < 0, -1)
+        token_index, _ = videos.by_frame(index)
+        target = token_index.flatten(1).gather(1, into.clamp(min=0).flatten(1)).view_as(into).masked_fill(into < 0, -1)
         inside = videos.by_token(torch.ones_like(into)) > 0
         rows = to_device(videos.segments, keep.device)
         assign = torch.where(keep, index, -1)
@@ -86,19 +86,19 @@ class TwoCutMerger(VideoMerger):
     def query_aware(self) -> bool:
         return self.inner
 
-    def second_cut(self, layer: int) -> Pruner:
+    def build_second_cut(self, layer: int) -> Pruner:
         """Return the method that cuts at decoder layer `layer`."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement second_cut()")
+        raise NotImplementedError(f"{type(self).__name__} does not implement build_second_cut()")
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         first = dataclasses.replace(self, inner=False, layer=None)
         if not self.inner:
             return [(first, budget)]
         early, late = profile(layers, ((0, 1.0), (self.layer or self.depth, self.inner_keep)), budget)
-        return [(first, early.budget), (self.second_cut(late.layer), late.budget)]
+        return [(first, early.budget), (self.build_second_cut(late.layer), late.budget)]
 
 
-def others_joined(selection: Selection, tokens: VisualTokens) -> Selection:
+def merge_dropped(selection: Selection, tokens: VisualTokens) -> Selection:
     """Return a choice that drops once each token that it drops is merged into the most similar one that stays."""
     place = partition(selection.keep)[:, : max(tokens.keep)]
     allowed = selection.keep.gather(1, place)
@@ -109,12 +109,12 @@ def others_joined(selection: Selection, tokens: VisualTokens) -> Selection:
     return dataclasses.replace(selection, assign=assign)
 
 
-def spots(like: torch.Tensor) -> torch.Tensor:
+def flat_indices(like: torch.Tensor) -> torch.Tensor:
     """long `[F, P]`: the spot of each token of a video; like: `[V, F, P]`."""
     return torch.arange(like.shape[1] * like.shape[2], device=like.device).view(like.shape[1:])
 
 
-def tower_attention(videos: Videos) -> torch.Tensor:
+def get_tower_attention(videos: Videos) -> torch.Tensor:
     """float32 `[V, F, P]`: attention that tokens get in the last block of the vision tower that the model reads, mean
     over heads; 0 for padding, and where it is not finite."""
     attention = videos.tokens.encoder_attention(-1).mean(1)
@@ -122,7 +122,7 @@ def tower_attention(videos: Videos) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class StillPlaces:
+class StaticPatches:
     """Places of a video at which nothing changes within a segment: their tokens become one, the first.
 
     Where a video keeps more tokens than would be left then, those tokens stay by themselves that are least similar to
@@ -136,54 +136,56 @@ class StillPlaces:
 
     videos: Videos
     first: torch.Tensor  # long [V, F], the first frame of each frame's segment
-    still: torch.Tensor
-    alone: torch.Tensor
+    mask: torch.Tensor
+    unmerged: torch.Tensor
 
     @staticmethod
-    def of(videos: Videos, ends: torch.Tensor, still: torch.Tensor, similarity: torch.Tensor) -> StillPlaces:
+    def from_segments(
+        videos: Videos, ends: torch.Tensor, static: torch.Tensor, similarity: torch.Tensor
+    ) -> StaticPatches:
         """similarity: float `[V, F - 1, P]`, of each token to the one before at its place."""
-        first = first_frames(ends)
+        first = find_first_frames(ends)
         index = torch.arange(first.shape[1], device=first.device)
-        later = still & (first != index).unsqueeze(-1)
+        later = static & (first != index).unsqueeze(-1)
         left = (videos.mask & ~later).sum((1, 2))
         room = (videos.budget - left).clamp(min=0)
-        change = torch.cat([torch.zeros_like(similarity[:, :1]), -similarity], dim=1) if still.shape[1] > 1 else still
-        alone = top_mask(change.float().flatten(1), later.flatten(1), room, max(videos.keep)).view_as(still)
-        return StillPlaces(videos, first, still & ~alone, alone)
+        change = torch.cat([torch.zeros_like(similarity[:, :1]), -similarity], dim=1) if static.shape[1] > 1 else static
+        unmerged = top_mask(change.float().flatten(1), later.flatten(1), room, max(videos.keep)).view_as(static)
+        return StaticPatches(videos, first, static & ~unmerged, unmerged)
 
     @property
     def heads(self) -> torch.Tensor:
         """bool `[V, F, P]`: the first token of each still place."""
         index = torch.arange(self.first.shape[1], device=self.first.device)
-        return self.still & (self.first == index).unsqueeze(-1)
+        return self.mask & (self.first == index).unsqueeze(-1)
 
     @property
     def moving(self) -> torch.Tensor:
         """bool `[V, F, P]`: tokens at other places."""
-        return self.videos.mask & ~self.still & ~self.alone
+        return self.videos.mask & ~self.mask & ~self.unmerged
 
-    def copies(self) -> torch.Tensor:
+    def count_merged(self) -> torch.Tensor:
         """long `[V, F, P]`: of how many tokens each still place consists, at its first token."""
-        return segment_sums(self.still.long(), self.first) * self.heads
+        return sum_segments(self.mask.long(), self.first) * self.heads
 
-    def means(self) -> torch.Tensor:
+    def compute_means(self) -> torch.Tensor:
         """float32 `[V, F, P, D]`: the mean over time of each still place, at the first; zeros elsewhere."""
-        total = segment_sums(self.videos.x.masked_fill(~self.still.unsqueeze(-1), 0), self.first)
-        return total.masked_fill(~self.heads.unsqueeze(-1), 0) / self.copies().clamp(min=1).unsqueeze(-1)
+        total = sum_segments(self.videos.x.masked_fill(~self.mask.unsqueeze(-1), 0), self.first)
+        return total.masked_fill(~self.heads.unsqueeze(-1), 0) / self.count_merged().clamp(min=1).unsqueeze(-1)
 
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
+    def expand(self, values: torch.Tensor) -> torch.Tensor:
         """Return `[V, F, P]`: to each frame what `values` `[V, F, P]` has at the first frame of its segment."""
         return values.gather(1, self.first.unsqueeze(-1).expand_as(values))
 
 
-def first_frames(ends: torch.Tensor) -> torch.Tensor:
+def find_first_frames(ends: torch.Tensor) -> torch.Tensor:
     """long `[V, F]`: the first frame of the segment that each frame is of. ends: bool `[V, F - 1]`."""
     index = torch.arange(ends.shape[1] + 1, device=ends.device)
     starts = torch.cat([torch.ones_like(ends[:, :1]) if ends.shape[1] else ends.new_ones(len(ends), 1), ends], dim=1)
     return torch.where(starts, index, 0).cummax(1).values
 
 
-def segment_sums(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def sum_segments(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """Return `[V, F, ...]`: at the first frame of each segment the sum of `values` `[V, F, ...]` over its frames, added
     in the same order each time; elsewhere the sum over what is left of it. first: long `[V, F]`, see `first_frames`."""
     total = values.clone()
@@ -194,7 +196,7 @@ def segment_sums(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def shares_of_segments(
+def split_in_segments(
     weight: torch.Tensor, total: torch.Tensor, most: torch.Tensor, first: torch.Tensor
 ) -> torch.Tensor:
     """long `[V, F]`: split in each segment what `total` (long `[V, F]`) has at its first frame among its frames; see
@@ -205,7 +207,7 @@ def shares_of_segments(
     return shares(weight, total.flatten(), most, least=1).view_as(own).sum(1)
 
 
-def clusters_of_frames(
+def cluster_frames(
     x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, most: int, capped: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cluster tokens `[V, F, P, D]` of `mask` (bool `[V, F, P]`) in each frame: bool `[V, F, P]`, the centres, and long
@@ -219,13 +221,13 @@ def clusters_of_frames(
     return peaks.view_as(member), torch.where(member < 0, -1, start + member)
 
 
-def members_of(into: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def count_members(into: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """long `[V, F, P]`: how many of the tokens of `mask` (bool `[V, F, P]`) go into each. into: spots, -1 is none."""
     flat, there = into.flatten(1), (mask & (into >= 0)).flatten(1)
     number = torch.zeros_like(flat).scatter_add(1, flat.clamp(min=0), there.long())
     return number.view_as(into)
 
 
-def at(values: torch.Tensor, spot: torch.Tensor) -> torch.Tensor:
+def gather_flat(values: torch.Tensor, spot: torch.Tensor) -> torch.Tensor:
     """Return `[V, F, P]`: the values `[V, F, P]` at spots, long `[V, F, P]`; those at -1 are of no meaning."""
     return values.flatten(1).gather(1, spot.clamp(min=0).flatten(1)).view_as(spot)

@@ -15,7 +15,7 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.temporal import same_place, shares_in_rounds
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
-from tokenprune.methods.video.merging import VideoMerger, spots, tower_attention
+from tokenprune.methods.video.merging import VideoMerger, flat_indices, get_tower_attention
 from tokenprune.selection.method import Site
 from tokenprune.selection.videos import Videos
 
@@ -51,9 +51,9 @@ class OTTVid(VideoMerger):
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = videos.mask
-        number = [picks_of_frames(keep, frames) for keep, frames in zip(videos.keep, videos.frames, strict=True)]
+        number = [count_picks(keep, frames) for keep, frames in zip(videos.keep, videos.frames, strict=True)]
         picks = self._picks(videos, number)
-        spot = spots(mask)
+        spot = flat_indices(mask)
         scratch = spot.numel()  # where what is dropped ends
         parent = torch.arange(scratch + 1, device=mask.device).repeat(len(mask), 1)
         if mask.shape[1] > 1:
@@ -67,7 +67,7 @@ class OTTVid(VideoMerger):
 
     def _picks(self, videos: Videos, number: list[int]) -> _Picks:
         """Choose so many tokens of each frame of each video. number: of each video."""
-        x, mask, attention = (one.flatten(0, 1) for one in (videos.x, videos.mask, tower_attention(videos)))
+        x, mask, attention = (one.flatten(0, 1) for one in (videos.x, videos.mask, get_tower_attention(videos)))
         attention = attention.clamp(min=0).masked_fill(~mask, 0)
         whole = attention.sum(1, keepdim=True)
         weight = torch.where(whole > 0, attention / whole.clamp(min=1e-30), evenly(mask))
@@ -140,7 +140,7 @@ class _Picks(NamedTuple):
     mass: torch.Tensor
 
 
-def picks_of_frames(keep: int, frames: list[int]) -> int:
+def count_picks(keep: int, frames: list[int]) -> int:
     """Return how many tokens of each frame are picked, of which `keep` of the video are to be left. frames: how many
     tokens each has."""
     count, tokens = len(frames), sum(frames)

@@ -16,14 +16,14 @@ from tokenprune.kernels.temporal import frame_means, same_place, shares
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
-    StillPlaces,
+    StaticPatches,
     TwoCutMerger,
-    at,
-    clusters_of_frames,
-    first_frames,
-    members_of,
-    segment_sums,
-    spots,
+    cluster_frames,
+    count_members,
+    find_first_frames,
+    flat_indices,
+    gather_flat,
+    sum_segments,
 )
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
@@ -68,31 +68,31 @@ class PruneVid(TwoCutMerger):
     threshold: Annotated[float, Ge(-1), Le(1)] = 0.8
     inner_keep: Annotated[float, Gt(0), Lt(1)] = 0.4
 
-    def second_cut(self, layer: int) -> Pruner:
+    def build_second_cut(self, layer: int) -> Pruner:
         return _InnerPruneVid(layer)
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         mask, most = videos.mask, max(videos.keep)
         ends = self._scenes(videos)
-        still = self._still(videos, first_frames(ends))
-        places = StillPlaces.of(videos, ends, still, same_place(videos.x, mask))
+        still = self._still(videos, find_first_frames(ends))
+        places = StaticPatches.from_segments(videos, ends, still, same_place(videos.x, mask))
         heads, moving = places.heads, places.moving
         sizes = torch.stack([heads.sum(2), moving.sum(2)], dim=2)  # [V, F, 2]: of each frame, still before moving
-        room = videos.budget - places.alone.sum((1, 2))
+        room = videos.budget - places.unmerged.sum((1, 2))
         half = torch.where(sizes > _WHOLE, sizes // 2, sizes)
         # One each beforehand: with as many as the rule gives in all, each part has what the rule gives it.
         numbers = shares((half - 1).flatten(1), room, sizes.flatten(1), least=1).view_as(sizes)
 
-        _, of = clusters_of_frames(places.means(), heads, numbers[..., 0], most, capped=False)
-        part = 1 / (at(members_of(of, heads), of) * places.copies()).clamp(min=1).float()
-        _, into = clusters_of_frames(videos.x, moving, numbers[..., 1], most, capped=False)
-        weight = 1 / at(members_of(into, moving), into).clamp(min=1).float()
-        into = torch.where(places.alone, spots(mask), torch.where(places.still, places.spread(of), into))
-        weight = torch.where(places.alone, 1.0, torch.where(places.still, places.spread(part), weight))
+        _, of = cluster_frames(places.compute_means(), heads, numbers[..., 0], most, capped=False)
+        part = 1 / (gather_flat(count_members(of, heads), of) * places.count_merged()).clamp(min=1).float()
+        _, into = cluster_frames(videos.x, moving, numbers[..., 1], most, capped=False)
+        weight = 1 / gather_flat(count_members(into, moving), into).clamp(min=1).float()
+        into = torch.where(places.unmerged, flat_indices(mask), torch.where(places.mask, places.expand(of), into))
+        weight = torch.where(places.unmerged, 1.0, torch.where(places.mask, places.expand(part), weight))
 
         # After the cut a scene's still tokens are one group, and each frame's others.
         frame = torch.arange(mask.shape[1], device=mask.device)[:, None]
-        self._remember(videos, torch.where(places.still, 2 * places.first.unsqueeze(-1), 2 * frame + 1))
+        self._remember(videos, torch.where(places.mask, 2 * places.first.unsqueeze(-1), 2 * frame + 1))
         return into, weight
 
     def _remember(self, videos: Videos, group: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ class PruneVid(TwoCutMerger):
         labels = nearest(means, real, centres, max(wanted)).tolist()
         frames = real.shape[1]
         ends = [
-            [*scene_ends(of[: len(sizes)]), *[True] * frames][: frames - 1]
+            [*find_scene_ends(of[: len(sizes)]), *[True] * frames][: frames - 1]
             for of, sizes in zip(labels, videos.frames, strict=True)
         ]
         return to_device(torch.tensor(ends, dtype=torch.bool, device="cpu").view(len(real), -1), real.device)
@@ -122,34 +122,34 @@ class PruneVid(TwoCutMerger):
     def _still(self, videos: Videos, first: torch.Tensor) -> torch.Tensor:
         """bool `[V, F, P]`: tokens at places that stand still in their scene. first: long `[V, F]`."""
         direction = unit(videos.x)
-        own = segment_sums(direction.square().sum(-1), first)
-        pairs = segment_sums(direction, first).square().sum(-1) - own
-        length = segment_sums(videos.mask.long(), first)
+        own = sum_segments(direction.square().sum(-1), first)
+        pairs = sum_segments(direction, first).square().sum(-1) - own
+        length = sum_segments(videos.mask.long(), first)
         alike = pairs / (length * (length - 1)).clamp(min=1)
         still = (alike > self.threshold) & (length > 1)
         return videos.mask & still.gather(1, first.unsqueeze(-1).expand_as(still))
 
 
-def scene_ends(labels: Sequence[int]) -> list[bool]:
+def find_scene_ends(labels: Sequence[int]) -> list[bool]:
     """Return whether a scene ends after each frame but the last: of each label its longest runs stay (none, where they
     are of one frame), and every stretch of other frames joins the longer of the runs beside it, one after the other; of
     equal ones the earlier. Runs of one label that touch then are one."""
-    of_frame = runs_of(labels)
+    of_frame = find_runs(labels)
     longest = {label: max(length for own, length in of_frame if own == label) for label in set(labels)}
     kept = [label if length == longest[label] > 1 else None for label, length in of_frame for _ in range(length)]
-    runs, at = [[label, length] for label, length in runs_of(kept)], 0
-    while at < len(runs):
-        if runs[at][0] is not None or len(runs) == 1:
-            at += 1
+    runs, index = [[label, length] for label, length in find_runs(kept)], 0
+    while index < len(runs):
+        if runs[index][0] is not None or len(runs) == 1:
+            index += 1
             continue
-        beside = [one for one in (at - 1, at + 1) if 0 <= one < len(runs)]
-        runs[at][0] = runs[max(beside, key=lambda one: (runs[one][1], -one))][0]
-        of_frame = runs_of([label for label, length in runs for _ in range(length)])
-        runs, at = [[label, length] for label, length in of_frame], 0
+        beside = [one for one in (index - 1, index + 1) if 0 <= one < len(runs)]
+        runs[index][0] = runs[max(beside, key=lambda one: (runs[one][1], -one))][0]
+        of_frame = find_runs([label for label, length in runs for _ in range(length)])
+        runs, index = [[label, length] for label, length in of_frame], 0
     return [end for _, length in runs for end in [*[False] * (length - 1), True]][:-1]
 
 
-def runs_of(labels: Sequence[Any]) -> list[tuple[Any, int]]:
+def find_runs(labels: Sequence[Any]) -> list[tuple[Any, int]]:
     """Return (label, length) of each run of equal labels."""
     return [(label, len([*run])) for label, run in groupby(labels)]
 

@@ -19,8 +19,8 @@ from tokenprune.kernels.suppress import unsuppressed
 from tokenprune.kernels.take import settle
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
-from tokenprune.methods.scores import stretched
-from tokenprune.methods.video.merging import VideoMerger, others_joined, spots, tower_attention
+from tokenprune.methods.scores import rescale
+from tokenprune.methods.video.merging import VideoMerger, flat_indices, get_tower_attention, merge_dropped
 from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.selection.videos import Videos
@@ -85,7 +85,7 @@ class UniPool(VideoMerger):
         return [(first, early.budget), (_InnerUniPool(late.layer, self.balance), late.budget)]
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, None]:
-        x, mask, attention = (one.flatten(1, 2) for one in (videos.x, videos.mask, tower_attention(videos)))
+        x, mask, attention = (one.flatten(1, 2) for one in (videos.x, videos.mask, get_tower_attention(videos)))
         numbers = [int(self.clusters * keep + 0.5) for keep in videos.keep]
         clusters = to_device(numbers, mask.device)
 
@@ -95,7 +95,7 @@ class UniPool(VideoMerger):
         rest, most = mask & ~pool, max(1, *numbers)
         into = nearest(x, rest, peaks(x, rest, clusters, most, _NEIGHBOURS, capped=False), most)
         into = into.view_as(videos.mask)
-        return torch.where(pool.view_as(into), spots(into), into), None
+        return torch.where(pool.view_as(into), flat_indices(into), into), None
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,6 @@ class _InnerUniPool(Pruner):
             some = text.mask.any(1, keepdim=True)
             attention = torch.where(some, tokens.text_sum_and_max[:, 1], attention)
             cosine = torch.where(some, best_match(tokens.hidden, text.hidden, text.mask)[0], cosine)
-        score = self.balance * stretched(attention.nan_to_num(nan=0.0), tokens.mask)
-        score = score + (1 - self.balance) * stretched(cosine, tokens.mask)
-        return others_joined(Selection.top(score, tokens), tokens)
+        score = self.balance * rescale(attention.nan_to_num(nan=0.0), tokens.mask)
+        score = score + (1 - self.balance) * rescale(cosine, tokens.mask)
+        return merge_dropped(Selection.top(score, tokens), tokens)

@@ -33,7 +33,7 @@ _REASONS = _REASONS_OF_CUTS | {
     "added inside its decoder": "granite_docling",
     "it is a policy for robots, whose actions read the keys of the whole prefix": "pi0",
     "its encoder counts windows by slots, and would take tokens for neighbours that stood apart in the page: merge its "
-    "vectors instead (docs/retrieval.md)": "colmodernvbert",
+    "vectors instead (docs/guides/retrieval.md)": "colmodernvbert",
     "it takes no images in transformers, text alone": "mistral4",
     "it is the vision tower of other models, which have a type of their own (llava, mistral3)": "pixtral",
 }
@@ -54,7 +54,7 @@ _REASONS_IN_VLLM = {
     ),
     "the checkpoint is in Mistral's own format, with a processor of its own: take the one in Hugging Face's format, "
     "LlavaForConditionalGeneration or Mistral3ForConditionalGeneration": "PixtralForConditionalGeneration",
-    "it answers with a vector for each token, which no test covers yet: merge vectors instead (docs/retrieval.md)": (
+    "it returns one vector per token, which no test covers yet: merge vectors instead (docs/guides/retrieval.md)": (
         "ColPaliForRetrieval ColQwen3 ColQwen3_5 OpsColQwen3Model ColModernVBertForRetrieval"
     ),
     "its images enter by cross-attention, not as tokens of the prompt": "NemotronParseForConditionalGeneration",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from method_rows import Video
 from tests.unit.kernels.test_temporal import naive_shares_in_rounds
-from tokenprune.methods.video.ottvid import picks_of_frames
+from tokenprune.methods.video.ottvid import count_picks
 from videos import best, cos
 
 
@@ -38,7 +38,7 @@ def naive(
     frames, places = video.shape[:2]
     height, width = grid
     x = video.tolist()
-    k = picks_of_frames(keep, [places] * frames)
+    k = count_picks(keep, [places] * frames)
     where = [(p // width / max(1, height - 1), p % width / max(1, width - 1)) for p in range(places)]
     picks, masses = [], []
     for f in range(frames):

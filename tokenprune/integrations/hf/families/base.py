@@ -286,4 +286,6 @@ def how_to_add(model_type: str = "") -> str:
     """Return a sentence that names the supported types closest to `model_type`, and the page about adding one."""
     close = difflib.get_close_matches(model_type, supported_families(), n=3, cutoff=0.0) if model_type else []
     nearest = f"The closest supported types are {', '.join(map(repr, close))}; " if close else ""
-    return f"{nearest}docs/families.md lists all types, and docs/add-a-family.md shows how to add a type."
+    return (
+        f"{nearest}docs/reference/families.md lists all types, and docs/extend/add-a-family.md shows how to add a type."
+    )

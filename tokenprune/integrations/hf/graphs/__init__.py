@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphed prefill: a decoder's first tokens as the replay of CUDA graphs (docs/guide/gpu.md)."""
+"""Graphed prefill: a decoder's first tokens as the replay of CUDA graphs (docs/guides/gpu.md)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 An image is cut into blocks. A block with contrast is like text if many of its pixels have the block's lightest or
 darkest value (paper), and the middle between the two is crossed often in its lines and in its columns. Wood, grass and
 noise have no paper; edges, stripes and shadows are crossed in one direction or seldom. The measure is the share of such
-blocks among those with contrast. docs/guard.md has how well that tells documents from photographs.
+blocks among those with contrast. docs/guides/guard.md has how well that tells documents from photographs.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tokenprune.errors import OptionError
 # What a method may lose while the rest holds: reading and fine detail, telling things apart by where they are, numbers.
 KINDS = ("text", "grounding", "counting")
 MODES = ("warn", "auto", "off")
-# An image whose measure (images.py) is above this is full of text: docs/guard.md has how it was found.
+# An image whose measure (images.py) is above this is full of text: docs/guides/guard.md has how it was found.
 TEXT_LIMIT = 0.25
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions, which see images without end and hold a bounded number of visual tokens, and the policies that choose these
-(docs/sessions.md). An add-on: nothing of a patch knows it."""
+(docs/guides/chats.md). An add-on: nothing of a patch knows it."""
 
 from __future__ import annotations
 

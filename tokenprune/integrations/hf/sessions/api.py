@@ -253,7 +253,8 @@ def session(
 ) -> Session:
     """Begin a session: `see` frames for hours, `ask` about them now and then, with a visual memory of one size.
 
-    model: in eval mode, of a family with which sessions are tested (docs/sessions.md), unpatched, or patched by methods
+    model: in eval mode, of a family with which sessions are tested (docs/guides/chats.md), unpatched, or patched by
+    methods
     of the site PRE_LLM that read no question, which then choose in each block. processor: None for a session that takes
     ids and pixels. memory: the visual tokens that each layer and KV head holds, tokens that wrap frames among them;
     text is not counted, and stays; or bytes of keys and values, as in "2GiB", text included. policy: a name

@@ -14,7 +14,7 @@ from tokenprune.integrations.shared.checks.reading import (
     find_joined_layers_error,
     find_reading_error,
 )
-from tokenprune.methods.registry import without_base
+from tokenprune.methods.registry import find_missing_base
 from tokenprune.models.families import FAMILIES, REFUSED, UNCUT, Family, family_of
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import Backend, ObservedAt
@@ -76,7 +76,7 @@ def _find_declared_error(method: Method) -> TokenPruneError | None:
         return OptionError(f"{name} needs {', '.join(missing)}, which models of transformers do not provide.")
     if method.site is Site.PRE_LLM and (seen := [one.name for one in observables_of(method.needs, *_LATER)]):
         return OptionError(f"{name}: a PRE_LLM method cannot need {seen}, because no layer has run yet.")
-    if problem := without_base(type(method), method.site):
+    if problem := find_missing_base(type(method), method.site):
         return OptionError(f"{name}: {problem}")
     if isinstance(method, EncoderMethod) and method.vtu not in VTU_FORMS:
         return OptionError(f"{name}: vtu={method.vtu!r} is not an option. Use one of {', '.join(VTU_FORMS)}.")
@@ -109,7 +109,7 @@ def _find_tower_error(method: Method, row: Family, config: Any) -> TokenPruneErr
         if not (packed or (in_rows and method.sees != "pixels")):
             return UnsupportedSetupError(
                 f"{name} cannot drop patches in the tower of {family!r}, where the patches of a visual token are not "
-                f"adjacent in one sequence (docs/families.md lists other families). {AFTER_THE_TOWER}"
+                f"adjacent in one sequence (docs/reference/families.md lists other families). {AFTER_THE_TOWER}"
             )
         if own_grids and not method.removes:
             return UnsupportedSetupError(

@@ -71,7 +71,7 @@ def _find_merging_error(method: Method, row: Family, config: Any) -> TokenPruneE
     if not _in_rows(row, config, "tiles", "packed"):
         return UnsupportedSetupError(
             f"{method.name} merges inside the vision tower, and the number of tokens that this leaves of this "
-            f"{row.name!r} is not known before (docs/serving.md lists other families). {AFTER_THE_TOWER}"
+            f"{row.name!r} is not known before (docs/serving/start.md lists other families). {AFTER_THE_TOWER}"
         )
     return find_joined_layers_error(method, config)
 
@@ -163,7 +163,7 @@ def _unserved(method: Method) -> str | None:
     if method.site is Site.IN_LLM and _unserved_in_llm(method) is None:
         return (
             f'it acts inside the language model, after the length of the prompt is set. "{IN_LLM}": true allows it, '
-            "with limits (docs/serving.md)."
+            "with limits (docs/serving/start.md)."
         )
     if method.site is not Site.PRE_LLM:
         return (

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experimental: drop visual tokens inside the language model, at the input of a decoder layer. See docs/serving.md.
+"""Experimental: drop visual tokens inside the language model, at the input of a decoder layer. See
+docs/serving/start.md.
 
 How it works. vLLM's scheduler counts the tokens of the full prompt for all layers, and so does its KV cache, unless the
 server asks for memory back (`kv_cache`). But a layer looks its block table, slots and lengths up by its own name, so

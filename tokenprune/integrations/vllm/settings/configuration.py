@@ -42,7 +42,7 @@ def family_of(model_config: Any) -> Family:
     if architecture not in SERVED:
         raise UnsupportedModelError(
             f"{KEY} {checks.unserved_family(architecture)}. Leave the {KEY} setting out to serve the model unchanged "
-            "(docs/serving.md lists the served models)."
+            "(docs/serving/start.md lists the served models)."
         )
     return SERVED[architecture]
 

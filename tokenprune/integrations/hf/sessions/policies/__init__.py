@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy of sessions per module; the registry imports all of them. To add one, see docs/sessions.md."""
+"""One policy of sessions per module; the registry imports all of them. To add one, see docs/guides/chats.md."""

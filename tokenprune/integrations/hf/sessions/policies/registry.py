@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tokenprune.errors import OptionError, RegistrationError, UnknownPolicyError
 from tokenprune.integrations.hf.sessions.policies.base import Policy
-from tokenprune.methods.registry import configured, import_all, nearest
+from tokenprune.methods.registry import build_from_options, import_all, suggest_nearest
 
 ENTRY_POINT_GROUP = "tokenprune.policies"
 
@@ -73,10 +73,10 @@ def policy(name: str, **options: Any) -> Policy:
     _load()
     if not isinstance(name, str) or name not in _POLICIES:
         raise UnknownPolicyError(
-            f"unknown policy {name!r}: {nearest(name, _POLICIES)}tokenprune.sessions.available_policies() lists them "
-            "all"
+            f"unknown policy {name!r}: {suggest_nearest(name, _POLICIES)}"
+            "tokenprune.sessions.available_policies() lists them all"
         )
-    return configured(name, _POLICIES[name], options)
+    return build_from_options(name, _POLICIES[name], options)
 
 
 def policy_named(saved: Any) -> Policy:
