@@ -57,7 +57,7 @@ class OfflineEngine:
             raise TokenPruneError(
                 "--backend vllm needs vLLM (pip install 'tokenprune-vlm[vllm]'), or the address of a server: --server"
             ) from error
-        from tokenprune.integrations.vllm.settings.configuration import configured
+        from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 
         options = {
             "limit_mm_per_prompt": {"image": images},
@@ -80,7 +80,7 @@ class OfflineEngine:
             raise
         except Exception as error:  # whatever vLLM's parts raise
             raise TokenPruneError(f"vLLM cannot serve {self.name}: {_message_of(error)}") from error
-        if configured(self.llm.model_config) is None:
+        if get_server_setting(self.llm.model_config) is None:
             self.close()
             raise TokenPruneError(
                 "vLLM started without tokenprune's plugin: install tokenprune-vlm where vLLM is, and leave "

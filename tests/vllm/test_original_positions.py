@@ -16,8 +16,8 @@ from conftest import DIVPRUNE, ORIGINAL, Engine, same
 from test_plugin import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.settings.parse import parse_setting
-from tokenprune.integrations.vllm.settings.plan import Plan, field_name, runs_of
-from tokenprune.integrations.vllm.settings.position_checks import arrange, original_positions
+from tokenprune.integrations.vllm.settings.plan import Plan, field_name, find_runs
+from tokenprune.integrations.vllm.settings.position_checks import configure_positions, has_original_positions
 from tokenprune.integrations.vllm.worker.positions import DIGITS, ReadTokens, compute_line_positions, place, to_columns
 from tokenprune.models.families import SERVED
 
@@ -107,12 +107,12 @@ def test_the_setting(folder: Any) -> None:
     assert llava.uses_mrope and llava.hf_text_config.rope_parameters["mrope_section"] == [16, 0, 0]
     for setting in (DIVPRUNE, DIVPRUNE | {"positions": "renumbered"}):
         plain = config(folder("llava"), setting)
-        assert not plain.uses_mrope and not original_positions(plain)
+        assert not plain.uses_mrope and not has_original_positions(plain)
     assert llava.compute_hash() != plain.compute_hash()  # compiled graphs are kept under it
     alone = config(folder("llava"), ORIGINAL)
     assert alone.uses_mrope and alone.multimodal_config.tokenprune == {"off": True}
     qwen = config(folder("qwen2_5_vl"), DIVPRUNE | ORIGINAL)
-    assert qwen.hf_text_config.rope_parameters["mrope_section"] == [4, 6, 6] and not original_positions(qwen)
+    assert qwen.hf_text_config.rope_parameters["mrope_section"] == [4, 6, 6] and not has_original_positions(qwen)
     dart = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
     assert not config(folder("llava"), dart | ORIGINAL).uses_mrope
     for name, setting, says in (
@@ -143,11 +143,11 @@ def test_what_is_not_exact(folder: Any, changed: dict[str, Any], says: str) -> N
     for name, value in changed.items():
         setattr(made.hf_text_config, name, value)
     with pytest.raises(UnsupportedSetupError, match=f"(?s)LlavaForConditional.*here.*{says}.*leave positions out"):
-        arrange("original", made, SERVED[made.architecture], False)
+        configure_positions("original", made, SERVED[made.architecture], False)
     assert not made.uses_mrope
     made.hf_text_config.sliding_window = made.max_model_len  # which nothing outgrows
     if "sliding_window" in changed:
-        arrange("original", made, SERVED[made.architecture], False)
+        configure_positions("original", made, SERVED[made.architecture], False)
         assert made.uses_mrope
 
 
@@ -162,9 +162,9 @@ def test_every_split(keep: float, per_run: bool) -> None:
     full = 0
     for text, behind in (("#" * 8, 0), ("ab########c########d", 0), ("#" * 6, 3), ("#" * 12, 0)):
         placeholders = [letter == "#" for letter in text]
-        plan = Plan.make(
+        plan = Plan.build(
             parse_setting({"method": "divprune", "keep": keep}),
-            runs_of([9 if one else 50 for one in placeholders], placeholders),
+            find_runs([9 if one else 50 for one in placeholders], placeholders),
             per_run,
         )
         stays = torch.tensor(placeholders)

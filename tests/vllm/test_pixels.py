@@ -16,7 +16,7 @@ from checkpoints import CHECKPOINTS, Checkpoint, page
 from conftest import DIVPRUNE, Engine, same
 from test_plugin import config
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.frontend.request import policy_of
+from tokenprune.integrations.vllm.frontend.request import get_policy
 from tokenprune.integrations.vllm.settings.keys import NO_SETTING
 
 RESIZED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_next", "llava_onevision", "mistral3", "pixtral"]
@@ -212,8 +212,8 @@ def test_a_image_is_hashed_as_it_came(folder: Callable[..., Any]) -> None:
 
     made, checkpoint = processor(folder("llava_next"), SETTINGS["downsample"]), CHECKPOINTS["llava_next"]
     items = made.info.parse_mm_data({"image": photos(checkpoint)})
-    request = policy_of(made.info.ctx.model_config).resolve(NO_SETTING, items.get_all_counts())
-    before = made.serving(request)._get_mm_hashes(ProcessorInputs([], items))
+    request = get_policy(made.info.ctx.model_config).resolve(NO_SETTING, items.get_all_counts())
+    before = made.for_request(request)._get_mm_hashes(ProcessorInputs([], items))
     assert made(checkpoint.prompt(3), items)["mm_hashes"] == before
 
 

@@ -16,7 +16,7 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.vllm.settings.parse import parse_setting
-from tokenprune.integrations.vllm.settings.plan import Plan, field_name, runs_of
+from tokenprune.integrations.vllm.settings.plan import Plan, field_name, find_runs
 from tokenprune.integrations.vllm.worker.position_notes import PositionNotes, note_v1, note_v2
 from tokenprune.integrations.vllm.worker.positions import (
     DIGITS,
@@ -130,9 +130,9 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
     tokens: list[int] = list(range(20, 20 + first))
     full, kept_places, features, rows = list(tokens), list(range(first)), [], []
     for text in texts:
-        plan = Plan.make(
+        plan = Plan.build(
             parse_setting({"method": "divprune", "keep": keep}),
-            runs_of([PAD if c == "#" else ord(c) for c in text], [c == "#" for c in text]),
+            find_runs([PAD if c == "#" else ord(c) for c in text], [c == "#" for c in text]),
             per_run,
         )
         if plan.reduces:
@@ -192,7 +192,7 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
 
 def one_item() -> tuple[list[int], MultiModalFeatureSpec, torch.Tensor]:
     """Return a prompt of one reduced video, its item, and the item's rows."""
-    plan = Plan.make(parse_setting({"method": "divprune", "keep": 0.5}), runs_of([PAD] * 8), False)
+    plan = Plan.build(parse_setting({"method": "divprune", "keep": 0.5}), find_runs([PAD] * 8), False)
     feature = MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(1, plan.rows))
     return [20, *plan.reduced(), 50], feature, torch.zeros(plan.rows, COLUMNS + 5)
 
@@ -257,9 +257,9 @@ def test_runs_stand_where_a_walk_over_the_tokens_puts_them(seed: int, per_run: b
     text = "".join("ab#"[2 * (index % 2)] * length for index, length in enumerate(lengths)) or "#"
     text += "" if "#" in text else "#"
     embeds = [c == "#" for c in text]
-    plan = Plan.make(
+    plan = Plan.build(
         parse_setting({"method": "divprune", "keep": 0.5}),
-        runs_of([PAD if c == "#" else ord(c) for c in text], embeds),
+        find_runs([PAD if c == "#" else ord(c) for c in text], embeds),
         per_run,
     )
     assert torch.equal(within_item(rule, plan, item(plan), "video"), by_loop(rule, plan))
@@ -279,8 +279,8 @@ def test_a_walk_of_a_long_video_takes_as_many_operations_as_of_a_short_one() -> 
     def plan(frames: int) -> Plan:
         text = ("a" + 4 * "#") * frames
         tokens = [PAD if c == "#" else ord(c) for c in text]
-        return Plan.make(
-            parse_setting({"method": "divprune", "keep": 0.5}), runs_of(tokens, [c == "#" for c in text]), True
+        return Plan.build(
+            parse_setting({"method": "divprune", "keep": 0.5}), find_runs(tokens, [c == "#" for c in text]), True
         )
 
     counts = []

@@ -24,8 +24,8 @@ from test_metrics import samples
 from test_pixels import photos, processor
 from test_plugin import config
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.frontend.request import policy_of
-from tokenprune.integrations.vllm.frontend.served import Served
+from tokenprune.integrations.vllm.frontend.request import get_policy
+from tokenprune.integrations.vllm.frontend.served import RequestRecord
 from tokenprune.integrations.vllm.gateway import profiles, reload
 from tokenprune.integrations.vllm.gateway.choice import Choice
 from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad
@@ -190,11 +190,11 @@ def test_a_request_on_its_way_goes_by_what_it_chose_from(
     """From its key in caches to its plan, whatever becomes of its profile in between."""
     model_config = engine.vllm_config.model_config
     offer, fast = get_server_config(model_config), {"profile": "fast"}
-    asked = Choice(fast, offer, offer.setting(fast), Served("name"))
+    asked = Choice(fast, offer, offer.setting(fast), RequestRecord("name"))
     before = left(engine, {"profile": "fast"})
     file.write_text("{}")
     assert asyncio.run(reload.reload(engine))
-    later = time.monotonic() + server_config.SECONDS + 1
+    later = time.monotonic() + server_config.GRACE_SECONDS + 1
     monkeypatch.setattr(server_config.time, "monotonic", lambda: later)
     with pytest.raises(ProfileError):
         left(engine, {"profile": "fast"})
@@ -203,7 +203,7 @@ def test_a_request_on_its_way_goes_by_what_it_chose_from(
 
 def test_a_signal_reads_it(engine: Any, file: Path) -> None:
     async def main() -> None:
-        reload.listen(engine)
+        reload.handle_reloads(engine)
         file.write_text(json.dumps(LESS))
         os.kill(os.getpid(), signal.SIGHUP)
         for _ in range(100):
@@ -271,13 +271,13 @@ def test_signals_in_a_row_are_handled_one_after_the_other(engine: Any, file: Pat
 
 def test_only_a_server_with_a_file_listens(folder: Callable[[str], Path], engine: Any) -> None:
     heard = signal.getsignal(signal.SIGHUP)
-    reload.listen(engine)  # no loop runs: a program of its own
+    reload.handle_reloads(engine)  # no loop runs: a program of its own
     assert signal.getsignal(signal.SIGHUP) is heard
 
     async def main() -> None:
         for setting in (DIVPRUNE, None):
             other = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config(folder(NAME), setting)))
-            reload.listen(other)
+            reload.handle_reloads(other)
         assert signal.getsignal(signal.SIGHUP) is heard
 
     asyncio.run(main())
@@ -298,4 +298,4 @@ def test_a_key_stands_in_one_place(folder: Callable[[str], Path], file: Path, mo
             config(folder("llava"), DIVPRUNE | {"reload": bad})
     made = processor(folder("llava"), DIVPRUNE | {"reload": str(file)})
     with pytest.raises(OptionError, match="reload belongs to the server's setting"):
-        policy_of(made.info.ctx.model_config).resolve({"reload": "/etc/passwd"}, {})
+        get_policy(made.info.ctx.model_config).resolve({"reload": "/etc/passwd"}, {})

@@ -59,7 +59,7 @@ def capacity(
     """Say how many requests a server holds, how many a second it answers and how soon, unpatched and pruned. Closed
     forms of the model's config: nothing is loaded or measured, and every assumption is printed."""
     defer_torch()
-    from tokenprune.integrations.vllm.capacity import Assumptions, Server, request_load
+    from tokenprune.integrations.vllm.capacity import Assumptions, Server, build_load
 
     keeps = read_keeps(keep)
     target = None if ttft is None else _seconds("--ttft", ttft)
@@ -70,10 +70,10 @@ def capacity(
     )  # fmt: skip
     found = find_gpu(gpu)
     config = load_config(model)
-    server = Server.of_config(config, found, gpus, dtype, assumed)
-    load = request_load(config, images, tokens=tokens, tiles=tiles, text=text)
+    server = Server.from_config(config, found, gpus, dtype, assumed)
+    load = build_load(config, images, tokens=tokens, tiles=tiles, text=text)
     if measured is not None:
-        server = server.fitted(load, images, answer, _rates(measured))
+        server = server.fit(load, images, answer, _rates(measured))
     sides = [server.capacity(load, one, images, answer) for one in dict.fromkeys((1.0, *keeps))]
     table = _table(model or "demo_vlm", server, load, sides, images, answer, target)
     print_table(table)

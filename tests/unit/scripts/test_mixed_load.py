@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.settings.configuration import split
+from tokenprune.integrations.vllm.settings.configuration import split_server_keys
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig
 
@@ -57,7 +57,7 @@ def test_requests_are_of_all_kinds(load: Any) -> None:
 
 
 def read_server_config(setting: dict[str, Any]) -> ServerConfig:
-    base, given = split(setting)
+    base, given = split_server_keys(setting)
     server = parse_setting(base)
     return ServerConfig.from_json(given, server, lambda profile: parse_setting(base, profile))
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tokenprune.integrations.vllm.settings.items import OFF
-from tokenprune.integrations.vllm.settings.overload import StepInForce
+from tokenprune.integrations.vllm.settings.overload import OverloadState
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig
 
@@ -61,7 +61,7 @@ def test_the_rule_is_the_servers(overload: Any) -> None:
         ServerConfig.from_json(given, off, parse_setting),
         overload.steps([3, 7], ["a", "b"], "default"),
     )
-    policy, names, loads = StepInForce(offer.overload), ["default", "a", "b"], [*range(20), *range(20, -1, -1)]
+    policy, names, loads = OverloadState(offer.overload), ["default", "a", "b"], [*range(20), *range(20, -1, -1)]
     assert [rule(number) for number in loads] == [names[policy.take(number, 0.0)] for number in loads]
 
 

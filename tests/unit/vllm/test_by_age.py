@@ -14,9 +14,9 @@ from tests.unit.vllm.test_offer import offer
 from tokenprune import Budget
 from tokenprune.budgets.by_age import aged
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest
+from tokenprune.integrations.vllm.frontend.served import RequestRecord, ServedRequest
 from tokenprune.integrations.vllm.gateway import choice
-from tokenprune.integrations.vllm.gateway.answers import header
+from tokenprune.integrations.vllm.gateway.answers import format_header
 from tokenprune.integrations.vllm.gateway.choice import HeldBack
 from tokenprune.integrations.vllm.settings.items import (
     OFF,
@@ -29,7 +29,7 @@ from tokenprune.integrations.vllm.settings.items import (
     settings_of_items,
 )
 from tokenprune.integrations.vllm.settings.parse import parse_setting
-from tokenprune.integrations.vllm.settings.plan import Plan, runs_of
+from tokenprune.integrations.vllm.settings.plan import Plan, find_runs
 from tokenprune.integrations.vllm.settings.rules import LimitError
 from tokenprune.methods.pre_llm.divprune import DivPrune
 from tokenprune.settings import Setting
@@ -93,7 +93,7 @@ def test_it_survives_the_journey(keep: dict[str, Any]) -> None:
     made = setting(keep)
     assert parse_setting(made.to_json()) == made
     for tier in tiers_of(made):
-        plan = Plan.make(tier, runs_of([9] * 36), False)
+        plan = Plan.build(tier, find_runs([9] * 36), False)
         assert Plan.decode(plan.encode()) == plan and Plan.decode(plan.encode()).keep == [count_kept(tier, 36)]
 
 
@@ -152,14 +152,14 @@ def test_pixels_shrink_alike_and_ages_count_behind_them() -> None:
 def test_places_of_items_that_are_not_cached() -> None:
     """vLLM hands over what its cache lacks, counted anew."""
     made = offer({"method": "divprune", "keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.5], [2, 0.25]]}})
-    request = ServedRequest.of(made.setting(), {"image": 4, "audio": 1}, Served())
+    request = ServedRequest.build(made.setting(), {"image": 4, "audio": 1}, RequestRecord())
     keeps = [0.25, 0.25, 0.5, 1.0]
     assert [one.keep for one in request.items["image"]] == keeps
     rest = request.without_cached({"image": [True, False, True, False], "audio": [False]})
     assert [one.keep for one in rest.items["image"]] == [keeps[1], keeps[3]]
     assert rest.items["audio"] == (tiers_of(made.setting())[0],)
     assert rest.served is request.served and rest.setting == made.setting()
-    held = HeldBack(OFF, {"image": (OFF,) * 4}, Served(), shadow=request)
+    held = HeldBack(OFF, {"image": (OFF,) * 4}, RequestRecord(), shadow=request)
     less = held.without_cached({"image": [True, False, True, False]})
     assert less.shadow.items["image"] == rest.items["image"] and len(less.items["image"]) == 2
 
@@ -177,6 +177,6 @@ def test_requests_that_ages_cannot_count() -> None:
 
 
 def test_the_answer_says_how_many_aged() -> None:
-    served = Served(images=3, method="divprune", tokens_in=100, tokens_out=60, aged=2)
-    assert header(served) == "divprune;keep=1.0;profile=default;by=default;in=100;out=60;aged=2"
-    assert "aged" not in header(replace(served, aged=None))
+    served = RequestRecord(images=3, method="divprune", tokens_in=100, tokens_out=60, aged=2)
+    assert format_header(served) == "divprune;keep=1.0;profile=default;by=default;in=100;out=60;aged=2"
+    assert "aged" not in format_header(replace(served, aged=None))

@@ -39,7 +39,10 @@ def test_an_api_key_decides() -> None:
     for value in (SECRET, f"Basic {SECRET}", f"Bearer {SECRET}x", "Bearer ", "", f"Bearer {digest(SECRET)}", "Bearer"):
         assert made.may_use(headers(("authorization", value))) == ("default",), value
     assert made.may_use([]) == made.may_use(headers(("x-api-key", SECRET))) == ("default",)
-    assert made.own == {"fast", "small", "default"} and made.said() == "2 callers by API key, others default"
+    assert (
+        made.default_profiles == {"fast", "small", "default"}
+        and made.describe() == "2 callers by API key, others default"
+    )
     assert digest(SECRET)[7:] not in repr(made)
 
 
@@ -53,7 +56,7 @@ def test_a_header_decides() -> None:
             made.may_use(headers(("x-tenant", value)))
     with pytest.raises(CallerError):
         made.may_use([])
-    assert made.own == {"fast", "ocr"} and made.said() == "2 callers by x-tenant, others refused"
+    assert made.default_profiles == {"fast", "ocr"} and made.describe() == "2 callers by x-tenant, others refused"
 
 
 @pytest.mark.parametrize("second", ["acme", "other", ""])
@@ -111,6 +114,6 @@ def test_a_rule_is_of_the_whole_server_and_of_no_request() -> None:
         offer(profiles={"a": {"keep": 0.5, "callers": {"profiles": {}}}})
     with pytest.raises(OptionError, match="callers belongs to the server's setting"):
         offer(callers={"profiles": {}}).setting({"callers": {"profiles": {}}})
-    assert offer(profiles=PROFILES, min_keep=0.1, callers={"profiles": {}, "others": []}).policy() == (
+    assert offer(profiles=PROFILES, min_keep=0.1, callers={"profiles": {}, "others": []}).describe_rules() == (
         "min_keep 0.1; 0 callers by API key, others refused"
     )

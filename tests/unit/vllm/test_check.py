@@ -17,7 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tokenprune.cli import app
-from tokenprune.integrations.vllm.check import drawn, samples
+from tokenprune.integrations.vllm.check import draw_image, parse_samples
 
 FULL, LEFT = 600, 168
 
@@ -214,11 +214,11 @@ def test_something_else_is_there(fake: Fake) -> None:
 
 def test_labels_are_read_as_prometheus_writes_them() -> None:
     page = 'a:b{x="1",y="a} \\"b\\" c"} 2.5\na:bc{x="2"} 1\n# a:b{x="3"} 1\n'
-    assert samples(page, "a:b") == [({"x": "1", "y": 'a} \\"b\\" c'}, 2.5)]
+    assert parse_samples(page, "a:b") == [({"x": "1", "y": 'a} \\"b\\" c'}, 2.5)]
 
 
 def test_the_image_is_an_image_and_no_two_are_alike() -> None:
-    one, same, other = (Image.open(io.BytesIO(drawn(seed))) for seed in (1.0, 1.0, 2.0))
+    one, same, other = (Image.open(io.BytesIO(draw_image(seed))) for seed in (1.0, 1.0, 2.0))
     assert one.size == (448, 448) and one.mode == "RGB" and one.tobytes() == same.tobytes() != other.tobytes()
     assert len(one.crop((0, 0, 224, 448)).getcolors()) == 1 and one.crop((224, 0, 448, 448)).getcolors(999) is None
-    assert len(base64.b64encode(drawn(1.0))) < 500_000
+    assert len(base64.b64encode(draw_image(1.0))) < 500_000

@@ -14,7 +14,7 @@ from each import each
 from served_settings import served
 from tokenprune import available_methods, method_info
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
-from tokenprune.integrations.vllm.settings.configuration import check_spelling, split
+from tokenprune.integrations.vllm.settings.configuration import check_spelling, split_server_keys
 from tokenprune.integrations.vllm.settings.items import OFF, get_cache_key, get_label
 from tokenprune.integrations.vllm.settings.overload import Overload
 from tokenprune.integrations.vllm.settings.parse import parse_setting
@@ -33,9 +33,9 @@ def offer(server: Any = SERVER, **given: Any) -> ServerConfig:
 
 
 def test_a_servers_setting_is_split() -> None:
-    assert split(SERVER | {"min_keep": 0.1}) == (SERVER, {"min_keep": 0.1})
-    assert split({"profiles": PROFILES}) == (None, {"profiles": PROFILES})
-    assert split("file.json") == ("file.json", {}) and split({}) == ({}, {})
+    assert split_server_keys(SERVER | {"min_keep": 0.1}) == (SERVER, {"min_keep": 0.1})
+    assert split_server_keys({"profiles": PROFILES}) == (None, {"profiles": PROFILES})
+    assert split_server_keys("file.json") == ("file.json", {}) and split_server_keys({}) == ({}, {})
 
 
 def test_profiles_stand_over_the_server_and_under_the_request() -> None:
@@ -129,8 +129,8 @@ def test_a_profile_has_limits_of_its_own() -> None:
 
 def test_the_policy_in_words() -> None:
     made = offer(profiles=GOLD, min_keep=0.1)
-    assert made.policy() == "min_keep 0.1; gold: min_keep 0.4, methods divprune+pool; floor: min_keep 0.2"
-    assert offer(profiles=PROFILES).policy() == ""
+    assert made.describe_rules() == "min_keep 0.1; gold: min_keep 0.4, methods divprune+pool; floor: min_keep 0.2"
+    assert offer(profiles=PROFILES).describe_rules() == ""
 
 
 @each(
@@ -180,7 +180,7 @@ def test_a_bad_offer_stops_the_server(given: dict[str, Any], says: str) -> None:
 def test_a_profile_stands_in_under_load() -> None:
     made = offer(profiles=PROFILES, overload={"in_flight": [4, 16], "profiles": ["small", "fast"]})
     assert made.overload == Overload((4, 16), ("small", "fast")) and offer().overload is None
-    assert [made.overload.wanted(number) for number in (0, 3, 4, 15, 16, 10**6)] == [0, 0, 1, 1, 2, 2]
+    assert [made.overload.find_step(number) for number in (0, 3, 4, 15, 16, 10**6)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_positions_are_the_servers() -> None:

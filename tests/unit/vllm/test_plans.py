@@ -17,7 +17,7 @@ from tokenprune.integrations.shared.towers.patch_grid import image_grid
 from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
 from tokenprune.integrations.vllm.settings.items import OFF, settings_of_items
 from tokenprune.integrations.vllm.settings.parse import parse_setting
-from tokenprune.integrations.vllm.settings.plan import Plan, Run, _decoded, field_name, runs_of
+from tokenprune.integrations.vllm.settings.plan import Plan, Run, _decoded, field_name, find_runs
 from tokenprune.integrations.vllm.worker.runner import chunks, in_small_batches
 from tokenprune.methods import registry
 from tokenprune.methods.encoder.pixelprune import PixelPrune
@@ -32,11 +32,11 @@ from tokenprune.testing import visual_tokens
 
 def text_of(pieces: str) -> tuple[Run, ...]:
     """pieces: "#" for a placeholder (id 9), other letters for text."""
-    return runs_of([9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces])
+    return find_runs([9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces])
 
 
 def plan(setting: Setting, pieces: str, per_run: bool = False) -> Plan:
-    return Plan.make(setting, text_of(pieces), per_run)
+    return Plan.build(setting, text_of(pieces), per_run)
 
 
 def test_a_plan_survives_the_journey() -> None:
@@ -81,7 +81,7 @@ class Touched(list):
 def test_a_plan_costs_what_its_runs_do() -> None:
     """Not what its tokens do: of a long video it holds, sends and reads a few numbers."""
     tokens = Touched([9] * 100_000)
-    long = Plan.make(served(DivPrune(), 0.5), runs_of(tokens), False)
+    long = Plan.build(served(DivPrune(), 0.5), find_runs(tokens), False)
     assert tokens.read == 0 and long.text == ((9, True, 100_000),)
     again = Plan.decode(long.encode())
     assert again == long and len(long.encode()) < 200
@@ -89,7 +89,7 @@ def test_a_plan_costs_what_its_runs_do() -> None:
     assert not {"is_embed", "tokens"} & set(vars(again)), "each token is written out"
     stamped = plan(served(DivPrune(), 0.5), ("ab" + "#" * 50) * 3)
     assert stamped.text == ((97, False, 1), (98, False, 1), (9, True, 50)) * 3 and not stamped.is_plain
-    assert runs_of([9, 9, 9, 9], [True, True, False, True]) == ((9, True, 2), (9, False, 1), (9, True, 1))
+    assert find_runs([9, 9, 9, 9], [True, True, False, True]) == ((9, True, 2), (9, False, 1), (9, True, 1))
     assert stamped.tokens == [97, 98, *[9] * 50] * 3 and stamped.is_embed.tolist() == [False, False, *[True] * 50] * 3
 
 
@@ -116,12 +116,12 @@ def test_a_video_whose_frames_are_compared() -> None:
         ("a############", 3, 0, [4, 4, 4]), ("#############", 3, 1, [4, 4, 4]), ("s####t####u####e", 3, 0, [4, 4, 4]),
         ("####", 1, 0, [4]),
     ):  # fmt: skip
-        one, count = Plan.make(evs, text_of(pieces), False, number, behind), pieces.count("#")
+        one, count = Plan.build(evs, text_of(pieces), False, number, behind), pieces.count("#")
         assert one.counts == [count] and one.keep == [round(count / 2)]
         assert one.frame_sizes(behind) == [sizes] and Plan.decode(one.encode()) == one
     for number, behind in ((5, 0), (0, 0), (3, 1), (13, 0)):
         with pytest.raises(OptionError, match=f"the 12 tokens of this one do not split into {number} frames"):
-            Plan.make(evs, runs_of([9] * 12), False, number, behind)
+            Plan.build(evs, find_runs([9] * 12), False, number, behind)
     # Other methods ask for no frames, and images are left as they are.
     assert plan(parse_setting({"method": "divprune"}), "####").frame_sizes(0) == [None]
     assert not plan(settings_of_items(evs, "image", 1)[0], "####").reduces
@@ -169,7 +169,7 @@ def test_every_frame_has_its_budget() -> None:
     half, frames = served(DivPrune(), 0.5), served(DivPrune(), 0.5, per="frame")
 
     def made(setting: Setting, pieces: str, number: int) -> Plan:
-        return Plan.make(setting, text_of(pieces), False, number)
+        return Plan.build(setting, text_of(pieces), False, number)
 
     one = made(frames, "a#############", 3)
     assert one.counts == [4, 4, 5] and one.keep == [2, 2, 2] and one.reduced() == [ord("a"), *[9] * 6]

@@ -88,7 +88,7 @@ class Server:
     assumed: Assumptions = Assumptions()
 
     @classmethod
-    def of_config(
+    def from_config(
         cls, config: Any, gpu: GPU, gpus: int = 1, dtype: str = "bfloat16", assumed: Assumptions | None = None
     ) -> Server:
         """config: of the whole model. Raises OptionError for numbers that are none, UnsupportedModelError for a model
@@ -111,7 +111,7 @@ class Server:
         tied = bool(getattr(config, "tie_word_embeddings", False))
         read = costs.decoder.weights + head
         made = cls(costs, costs.tower.weights + read + (0 if tied else head), read, gpu, gpus, dtype, assumed)
-        if made.room <= 0:
+        if made.cache_bytes <= 0:
             fit = -(-made.weight_bytes // (assumed.memory * gpu.memory))
             raise UnsupportedModelError(
                 f"the weights ({made.weight_bytes / 1e9:.1f} GB in {dtype}) do not fit into {assumed.memory:.0%} of "
@@ -125,7 +125,7 @@ class Server:
         return float(self.numbers * BYTES[self.dtype])
 
     @property
-    def room(self) -> float:
+    def cache_bytes(self) -> float:
         """Bytes for the KV cache."""
         return self.assumed.memory * self.gpus * self.gpu.memory - self.weight_bytes
 
@@ -142,11 +142,11 @@ class Server:
         prompt = load.text + visual
         held = -(-(prompt + answer) // assumed.block) * assumed.block
         kv = float(self.costs.decoder.kv_bytes([held] * layers, size))
-        requests = int(self.room // kv)
+        requests = int(self.cache_bytes // kv)
         if requests < 1:
             raise UnsupportedModelError(
-                f"{self.room / 1e9:.1f} GB are left beside the weights, and one request's KV cache is {kv / 1e9:.1f} "
-                f"GB at keep {keep}: take more GPUs, or fewer images or tokens"
+                f"{self.cache_bytes / 1e9:.1f} GB are left beside the weights, and one request's KV cache is "
+                f"{kv / 1e9:.1f} GB at keep {keep}: take more GPUs, or fewer images or tokens"
             )
         together = min(requests, assumed.at_once)
         bandwidth = assumed.read * self.gpus * self.gpu.bandwidth
@@ -175,7 +175,7 @@ class Server:
             first,
         )
 
-    def fitted(self, load: Load, images: int, answer: int, rates: Mapping[float | int, float]) -> Server:
+    def fit(self, load: Load, images: int, answer: int, rates: Mapping[float | int, float]) -> Server:
         """Return this server with the shares `compute` and `tower` at which it answers as was measured.
 
         rates: requests a second, by keep, of two keeps that the GPU bounds. Raises OptionError for other than two, and
@@ -205,7 +205,7 @@ class Server:
         return replace(self, assumed=found)
 
 
-def request_load(config: Any, images: int, *, tokens: int | None, tiles: int | None, text: int) -> Load:
+def build_load(config: Any, images: int, *, tokens: int | None, tiles: int | None, text: int) -> Load:
     """Return the load of a request with so many equal images; see `Load.of_config`. Raises OptionError."""
     if images < 1:
         raise OptionError(f"a request has at least 1 image, not {images}: without images there is nothing to prune")

@@ -45,7 +45,7 @@ class HttpReply:
     served: str = ""
 
     @property
-    def complaint(self) -> str:
+    def error_text(self) -> str:
         """The server's own words about an error, in one line of 300 characters at most."""
         try:
             body = json.loads(self.text)
@@ -83,7 +83,7 @@ class RemoteServer:
             raise OSError(f"no HTTP: {error}") from error
 
 
-def samples(page: str, name: str) -> list[tuple[dict[str, str], float]]:
+def parse_samples(page: str, name: str) -> list[tuple[dict[str, str], float]]:
     """Return labels and values of a metric on a page in Prometheus' text format."""
     found = re.findall(rf"^{re.escape(name)}\{{(.*)\}} (\S+)$", page, re.MULTILINE)
     return [(dict(_LABEL.findall(labels)), float(value)) for labels, value in found]
@@ -97,11 +97,11 @@ def check(server: RemoteServer, model: str | None = None) -> Finding:
             return Finding(
                 UNREACHABLE,
                 (
-                    f"{server.url}/metrics answers with {page.complaint}. Give the address of vLLM's own server, not "
+                    f"{server.url}/metrics answers with {page.error_text}. Give the address of vLLM's own server, not "
                     "of a proxy before it: this page says whether the plugin is loaded",
                 ),
             )
-        info = [labels for labels, value in samples(page.text, "tokenprune:info") if value == 1]
+        info = [labels for labels, value in parse_samples(page.text, "tokenprune:info") if value == 1]
         if not info:
             return Finding(NOT_LOADED, _not_loaded(server, page.text))
         said = _say(info[0])
@@ -155,13 +155,13 @@ def _reduced(server: RemoteServer, info: Mapping[str, str], model: str | None) -
     by the answer's header, or by the counters."""
     cards = server.ask("/v1/models")
     if cards.status != 200:
-        return Finding(NOT_REDUCED, (f"/v1/models answers with {cards.complaint}. Is a key asked for? --api-key",))
+        return Finding(NOT_REDUCED, (f"/v1/models answers with {cards.error_text}. Is a key asked for? --api-key",))
     name = model or json.loads(cards.text)["data"][0]["id"]
-    url = "data:image/png;base64," + base64.b64encode(drawn(random.SystemRandom().random())).decode()
+    url = "data:image/png;base64," + base64.b64encode(draw_image(random.SystemRandom().random())).decode()
     before = _tokens(server, info)
     own = _ask(server, name, url)
     if own.status != 200:
-        return Finding(NOT_REDUCED, (f"the server refuses an image, with {own.complaint}",))
+        return Finding(NOT_REDUCED, (f"the server refuses an image, with {own.error_text}",))
     after = _tokens(server, info)
     if info["setting"] == "off":
         return Finding(0, ("The server's own setting is off: whole images, unless a request asks for less",))
@@ -194,7 +194,7 @@ def _reduced(server: RemoteServer, info: Mapping[str, str], model: str | None) -
 
 def _tokens(server: RemoteServer, info: Mapping[str, str]) -> tuple[float, float]:
     """Return the visual tokens that the server has counted, in and out."""
-    found = samples(server.ask("/metrics").text, "tokenprune:visual_tokens_total")
+    found = parse_samples(server.ask("/metrics").text, "tokenprune:visual_tokens_total")
     mine = [(labels["stage"], value) for labels, value in found if labels["model_name"] == info["model_name"]]
     return tuple(sum(value for stage, value in mine if stage == one) for one in ("in", "out"))  # type: ignore[return-value]
 
@@ -206,7 +206,7 @@ def _ask(server: RemoteServer, model: str, url: str, kwargs: dict[str, Any] | No
     return server.ask("/v1/chat/completions", body | ({"mm_processor_kwargs": kwargs} if kwargs else {}))
 
 
-def drawn(seed: float) -> bytes:
+def draw_image(seed: float) -> bytes:
     """Return a PNG that no server has seen: one half plain, the other of noise, so that every method finds something to
     leave out."""
     from PIL import Image  # not for the help of commands

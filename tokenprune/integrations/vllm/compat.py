@@ -96,7 +96,7 @@ def wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
         setattr(owner, name, made)
 
 
-def then(owner: Any, name: str, after: Callable[..., Any]) -> None:
+def call_after(owner: Any, name: str, after: Callable[..., Any]) -> None:
     """Replace a function of vLLM's by itself followed by `after(result, its arguments)`, whose result counts."""
     wrap(owner, name, lambda original: lambda *args, **kwargs: after(original(*args, **kwargs), *args, **kwargs))
 
@@ -118,7 +118,7 @@ def on_start(act: Callable[[Any], None]) -> None:
     if act not in _acts:
         _acts.append(act)
     for engine in (AsyncLLM, LLMEngine):
-        then(engine, "__init__", _started)
+        call_after(engine, "__init__", _started)
 
 
 def _started(result: None, engine: Any, *_: Any, **__: Any) -> None:

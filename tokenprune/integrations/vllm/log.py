@@ -22,7 +22,7 @@ _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _IN_ENGINE = re.compile(r"(?:\d+_)?(.*)-[0-9a-f]{8}", re.DOTALL)
 
 
-def tell(event: str, **fields: Any) -> None:
+def log_event(event: str, **fields: Any) -> None:
     """Log one line. event: "request", "refusal" or "selection". fields: numbers and names.
 
     It goes to the handlers of this logger and those above it; without any, bare to stderr, since vLLM configures its
@@ -47,7 +47,7 @@ def clean_id(given: Any) -> str | None:
     return given if isinstance(given, str) and _ID.fullmatch(given) else "unreadable"
 
 
-def asked_id(in_engine: str) -> str:
+def get_request_id(in_engine: str) -> str:
     """Return the id by which the front end's lines know a request, of its id in the engine."""
     found = _IN_ENGINE.fullmatch(in_engine)
     return clean_id((found[1] if found else in_engine).removeprefix("chatcmpl-")) or "unreadable"

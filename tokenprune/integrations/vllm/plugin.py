@@ -32,7 +32,7 @@ def register() -> None:
 
     use_gateway(_gateway_policy)
     problems = compat.missing_hooks("weights", "setting")
-    compat.then(ModelConfig, "__post_init__", functools.partial(_after_config, problems))
+    compat.call_after(ModelConfig, "__post_init__", functools.partial(_after_config, problems))
     if not compat.missing_hooks("weights"):
         _register_models(whole=not problems)
     if problems:
@@ -43,10 +43,10 @@ def register() -> None:
     from vllm.multimodal.registry import MultiModalRegistry
     from vllm.sampling_params import SamplingParams
 
-    compat.then(VllmConfig, "__post_init__", _after_engine_config)
-    compat.then(SamplingParams, "verify", _after_verify)
-    compat.then(MultiModalConfig, "is_multimodal_pruning_enabled", _positions_change)
-    compat.then(MultiModalRegistry, "create_processor", _with_reduction)
+    compat.call_after(VllmConfig, "__post_init__", _after_engine_config)
+    compat.call_after(SamplingParams, "verify", _after_verify)
+    compat.call_after(MultiModalConfig, "is_multimodal_pruning_enabled", _positions_change)
+    compat.call_after(MultiModalRegistry, "create_processor", _with_reduction)
 
 
 def _gateway_policy() -> Any:
@@ -67,7 +67,7 @@ def _register_models(whole: bool) -> None:
 
 
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.frontend.of_workers import listen
+    from tokenprune.integrations.vllm.frontend.worker_metrics import create_worker_folder
     from tokenprune.integrations.vllm.settings.configure import configure
     from tokenprune.integrations.vllm.settings.keys import KEY
     from tokenprune.integrations.vllm.settings.server_config import needs_gateway
@@ -84,7 +84,7 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
             from tokenprune.integrations.vllm.gateway.reload import attach
 
             attach(model_config)
-    listen(model_config)
+    create_worker_folder(model_config)
     _keep_in_step()
     return result
 
@@ -124,21 +124,26 @@ def _keep_in_step() -> None:
             "; ".join(problems),
         )
         return
-    from tokenprune.integrations.vllm.frontend.sender_cache import keep_in_step
+    from tokenprune.integrations.vllm.frontend.sender_cache import sync_sender_caches
 
-    keep_in_step()
+    sync_sender_caches()
 
 
 def _after_engine_config(result: Any, vllm_config: Any) -> Any:
-    from tokenprune.integrations.vllm.settings.configuration import check_engine, configured, family_of, in_llm
-    from tokenprune.integrations.vllm.settings.position_checks import original_positions
+    from tokenprune.integrations.vllm.settings.configuration import (
+        check_engine,
+        family_of,
+        get_server_setting,
+        runs_in_llm,
+    )
+    from tokenprune.integrations.vllm.settings.position_checks import has_original_positions
 
     model_config = vllm_config.model_config
-    if model_config is None or configured(model_config) is None:
+    if model_config is None or get_server_setting(model_config) is None:
         return result
     with _one_line_in_commands():
-        check_engine(vllm_config, family_of(model_config), original_positions(model_config))
-        if in_llm(model_config):
+        check_engine(vllm_config, family_of(model_config), has_original_positions(model_config))
+        if runs_in_llm(model_config):
             from tokenprune.integrations.vllm.in_llm.attach import configure
 
             compat.require_hooks(compat.missing_hooks("in_llm_engine"))
@@ -147,12 +152,12 @@ def _after_engine_config(result: Any, vllm_config: Any) -> Any:
 
 
 def _after_verify(result: Any, params: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.settings.configuration import configured
+    from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 
-    if configured(model_config) is not None:
-        from tokenprune.integrations.vllm.frontend.request import policy_of
+    if get_server_setting(model_config) is not None:
+        from tokenprune.integrations.vllm.frontend.request import get_policy
 
-        policy_of(model_config).check_parameters(params)
+        get_policy(model_config).check_parameters(params)
     return result
 
 
@@ -164,15 +169,15 @@ def _positions_change(result: bool, multimodal_config: Any) -> bool:
 
 
 def _with_reduction(processor: Any, registry: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.frontend.processor import reducing_class
-    from tokenprune.integrations.vllm.settings.configuration import configured
+    from tokenprune.integrations.vllm.frontend.processor import make_reducing_class
+    from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 
     try:
         # The class of the object, because vLLM lets a function choose it. It lives with its engine: nothing undoes it.
         kind: Any = type(processor)
-        swap_class(processor, reducing_class(kind))
+        swap_class(processor, make_reducing_class(kind))
     except TypeError:  # a processor built in another way, of a model that we do not serve
-        if configured(processor.info.ctx.model_config) is not None:
+        if get_server_setting(processor.info.ctx.model_config) is not None:
             raise
     else:
         processor.check_pixels()

@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.frontend import metrics
-from tokenprune.integrations.vllm.frontend.request import policy_of
+from tokenprune.integrations.vllm.frontend.request import get_policy
 from tokenprune.integrations.vllm.log import SERVER
-from tokenprune.integrations.vllm.settings.configuration import configured
+from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 from tokenprune.integrations.vllm.settings.items import get_label
 from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.integrations.vllm.settings.parse import parse_setting
@@ -22,14 +22,14 @@ NONE = "none"
 BY_AGE = " by age"
 
 
-def facts(vllm_config: Any) -> dict[str, str]:
+def collect_facts(vllm_config: Any) -> dict[str, str]:
     """Return the labels of `tokenprune:info` but the model's name. "none" stands for a setting, profiles or
     rules that the server does not have."""
     model_config, setting = vllm_config.model_config, NONE
     said: dict[str, list[str]] = {"profiles": [], "policy": [], "hooks": []}
     kinds = ["setting"]  # to look for the others imports vLLM's endpoints
-    if (server := configured(model_config)) is not None:
-        kinds, said = ["setting", "profiles", "cache"], policy_of(model_config).facts()
+    if (server := get_server_setting(model_config)) is not None:
+        kinds, said = ["setting", "profiles", "cache"], get_policy(model_config).collect_facts()
         served = parse_setting(server)
         method, keep = get_label(served)
         share = f"{served.joint_keep} tokens" if keep == "tokens" else keep
@@ -50,15 +50,15 @@ def facts(vllm_config: Any) -> dict[str, str]:
 def announce(engine: Any) -> None:
     """Say what an engine of vLLM's starts with, and make its counters."""
     model_config = engine.vllm_config.model_config
-    found = facts(engine.vllm_config)
-    metrics.inform(model_config, found)
-    if configured(model_config) is not None:
-        policy_of(model_config).start_at_zero()
-    logger.info("%s", line(found))
+    found = collect_facts(engine.vllm_config)
+    metrics.set_info(model_config, found)
+    if get_server_setting(model_config) is not None:
+        get_policy(model_config).start_at_zero()
+    logger.info("%s", format_line(found))
 
 
-def line(found: Mapping[str, str]) -> str:
-    """Return the line of the log about these facts."""
+def format_line(found: Mapping[str, str]) -> str:
+    """Return the format_line of the log about these collect_facts."""
     state = f"on: {found['setting']}, profiles: {found['profiles'].replace(',', ', ')}, policy: {found['policy']}"
     if found["setting"] == NONE:
         state = f"loaded, and no setting turns it on (--mm-processor-kwargs '{{\"{KEY}\": ...}}'): nothing is reduced"

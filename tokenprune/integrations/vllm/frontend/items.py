@@ -13,11 +13,11 @@ from vllm.multimodal.parse import VideoProcessorItems
 from vllm.multimodal.processing import BaseProcessingInfo
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
-from tokenprune.integrations.vllm.frontend.pixels import Shrinker, SmallerImages, kept_units
+from tokenprune.integrations.vllm.frontend.pixels import Shrinker, SmallerImages, select_units
 from tokenprune.integrations.vllm.settings import towers
 from tokenprune.integrations.vllm.settings.configuration import family_of
 from tokenprune.integrations.vllm.settings.items import count_kept, get_method
-from tokenprune.integrations.vllm.settings.plan import Plan, Run, runs_of
+from tokenprune.integrations.vllm.settings.plan import Plan, Run, find_runs
 from tokenprune.integrations.vllm.settings.tower_items import check_tiles, crops
 from tokenprune.models.families import Family
 from tokenprune.selection.sites.encoder import TowerMethod
@@ -50,7 +50,7 @@ class ModelItems:
     config: Any
 
     @classmethod
-    def of(cls, info: BaseProcessingInfo) -> ModelItems:
+    def from_info(cls, info: BaseProcessingInfo) -> ModelItems:
         model_config = info.ctx.model_config
         return cls(info, family_of(model_config), model_config.hf_config)
 
@@ -74,7 +74,7 @@ class PromptItem:
     @cached_property
     def text(self) -> tuple[Run, ...]:
         full, is_embed = self.content.full, self.content.is_embed
-        return runs_of(full, None if is_embed is None else is_embed(full))
+        return find_runs(full, None if is_embed is None else is_embed(full))
 
     @cached_property
     def frames(self) -> int:
@@ -87,26 +87,26 @@ class PromptItem:
         videos = self.items["video"]
         return videos.get_num_frames(self.index) if isinstance(videos, VideoProcessorItems) else 0
 
-    def plan(self, setting: Setting) -> Plan:
+    def make_plan(self, setting: Setting) -> Plan:
         """Return the plan by which the model carries a setting out. Raises a TokenPruneError for an item that cannot
         be served under it."""
         acts, family = _act_of(setting), self.model.family
-        plan = Plan.make(setting, self.text, family.vllm.per_run, acts.budgets(self), family.after_video)
-        return acts.checked(plan, self)
+        plan = Plan.build(setting, self.text, family.vllm.per_run, acts.count_budgets(self), family.after_video)
+        return acts.check_plan(plan, self)
 
-    def before(self, plan: Plan) -> int:
+    def count_original(self, plan: Plan) -> int:
         """Return how many visual tokens the item has as it came."""
         items = self.items[self.modality]
         return items.full[self.index] if isinstance(items, SmallerImages) else sum(plan.counts)
 
-    def would_keep(self, setting: Setting) -> int:
-        """Return how many visual tokens a setting would leave of an item that is served in full. Raises as `plan`."""
+    def count_kept_under(self, setting: Setting) -> int:
+        """Return how many visual tokens a setting would keep of an unpruned item; raises like `make_plan`."""
         if setting.pixel_method is not None:
             shrinker = Shrinker(setting, self.model.info, self.kwargs)
             if self.modality != "video":
-                return count_kept(setting, shrinker.tokens(self.items["image"], self.index))
+                return count_kept(setting, shrinker.count_tokens(self.items["image"], self.index))
             shrinker.check_videos(self.items)
-        return sum(self.plan(setting).keep)
+        return sum(self.make_plan(setting).keep)
 
 
 # -- what a setting does before the features: nothing, or merge tokens or drop units in the tower
@@ -116,17 +116,17 @@ class PromptItem:
 class _AfterTower:
     setting: Setting
 
-    def budgets(self, item: PromptItem) -> int:
+    def count_budgets(self, item: PromptItem) -> int:
         """Return in how many frames, or tiles, an item comes that may have a budget each."""
         return item.frames
 
-    def checked(self, plan: Plan, item: PromptItem) -> Plan:
+    def check_plan(self, plan: Plan, item: PromptItem) -> Plan:
         """Return an item's plan once it is checked. Raises a TokenPruneError for one that cannot be carried out."""
         return plan
 
 
 class _Dropping(_AfterTower):
-    def budgets(self, item: PromptItem) -> int:
+    def count_budgets(self, item: PromptItem) -> int:
         count = sum(number for _, embed, number in item.text if embed)
         method = get_method(self.setting)
         assert isinstance(method, TowerMethod)
@@ -134,10 +134,10 @@ class _Dropping(_AfterTower):
 
 
 class _Merging(_Dropping):
-    def budgets(self, item: PromptItem) -> int:
-        return item.frames if item.modality == "video" else super().budgets(item)
+    def count_budgets(self, item: PromptItem) -> int:
+        return item.frames if item.modality == "video" else super().count_budgets(item)
 
-    def checked(self, plan: Plan, item: PromptItem) -> Plan:
+    def check_plan(self, plan: Plan, item: PromptItem) -> Plan:
         towers.check_reachable(self.setting, item.model.config, plan.counts, item.modality == "video")
         if crops(item.model.config):
             check_tiles(self.setting, item.model.info, item.data, sum(plan.keep))
@@ -145,9 +145,9 @@ class _Merging(_Dropping):
 
 
 class _DroppingByPixels(_Dropping):
-    def checked(self, plan: Plan, item: PromptItem) -> Plan:
+    def check_plan(self, plan: Plan, item: PromptItem) -> Plan:
         info, count = item.model.info, sum(plan.counts)
-        kept = kept_units(self.setting, item.data, item.modality, info, item.kwargs, count)
+        kept = select_units(self.setting, item.data, item.modality, info, item.kwargs, count)
         return dataclasses.replace(plan, kept=kept)
 
 

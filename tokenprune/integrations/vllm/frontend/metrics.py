@@ -14,9 +14,9 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.frontend.of_workers import of_workers
-from tokenprune.integrations.vllm.frontend.served import BY_KEY, NAME, Served, is_of_input
-from tokenprune.integrations.vllm.log import tell
+from tokenprune.integrations.vllm.frontend.served import BY_KEY, NAME, RequestRecord, is_input_error
+from tokenprune.integrations.vllm.frontend.worker_metrics import get_worker_metrics
+from tokenprune.integrations.vllm.log import log_event
 from tokenprune.integrations.vllm.settings.items import get_label, settings_by_age
 from tokenprune.integrations.vllm.settings.keys import DEFAULT, REQUEST
 from tokenprune.integrations.vllm.settings.server_config import get_profile_settings, get_server_config
@@ -101,7 +101,7 @@ def add_tokens(model_config: Any, name: str, label: tuple[str, str], before: int
         add(model_config, name, stage, *label, count=tokens)
 
 
-def gauge(model_config: Any, name: str, *labels: str) -> Gauge:
+def get_gauge(model_config: Any, name: str, *labels: str) -> Gauge:
     """Return a series of one of `GAUGES`."""
     return _gauge(f"tokenprune:{name}").labels(model_config.served_model_name, *labels)
 
@@ -109,48 +109,48 @@ def gauge(model_config: Any, name: str, *labels: str) -> Gauge:
 _informed: dict[str, tuple[str, ...]] = {}
 
 
-def inform(model_config: Any, facts: Mapping[str, str]) -> None:
+def set_info(model_config: Any, facts: Mapping[str, str]) -> None:
     """Show what the plugin does for a model. facts: values of the labels of `tokenprune:info` but `model_name`."""
     name = model_config.served_model_name
     if name in _informed:
-        gauge(model_config, "info", *_informed[name]).set(0)
+        get_gauge(model_config, "info", *_informed[name]).set(0)
     _informed[name] = tuple(facts[label] for label in GAUGES["tokenprune:info"][1][1:])
-    gauge(model_config, "info", *_informed[name]).set(1)
+    get_gauge(model_config, "info", *_informed[name]).set(1)
 
 
 def start_at_zero(model_config: Any) -> None:
     """Make the counters of a server with a setting, so that the first request is a rise that an alert can see."""
     for profile, setting in get_profile_settings(model_config).items():
         for label in {get_label(tier) for _, tier in settings_by_age(setting)}:
-            visual(model_config, label, 0, 0)
+            add_visual_tokens(model_config, label, 0, 0)
         for by in (NAME, BY_KEY, *((DEFAULT,) if profile == DEFAULT else ())):
             add(model_config, "requests", profile, by, count=0)
         for outcome in () if setting.off else FAILURES:
             add(model_config, "failures", profile, outcome, count=0)
         if setting.method is not None and not setting.in_llm:
-            of_workers().zeros.add((model_config.served_model_name, setting.method.name))
+            get_worker_metrics().zeros.add((model_config.served_model_name, setting.method.name))
     add(model_config, "requests", REQUEST, BY_KEY, count=0)
     for name, values in (("failures", FAILURES), ("reloads", RESULTS), ("refusals", REASONS)):
         for value in values:
             add(model_config, name, *((REQUEST,) if name == "failures" else ()), value, count=0)
 
 
-def visual(model_config: Any, label: tuple[str, str], before: int, after: int) -> None:
+def add_visual_tokens(model_config: Any, label: tuple[str, str], before: int, after: int) -> None:
     """Add an item that is served, and show the share that its setting asks for; none for a whole number of tokens."""
     add_tokens(model_config, "visual_tokens", label, before, after)
     if label[1] != "tokens":
-        gauge(model_config, "keep_target", *label).set(float(label[1]))
+        get_gauge(model_config, "keep_target", *label).set(float(label[1]))
 
 
 @contextmanager
-def refusing(model_config: Any, what: str, served: Served) -> Iterator[None]:
+def count_refusals(model_config: Any, what: str, served: RequestRecord) -> Iterator[None]:
     """Count a request that is refused within, and log it where the server does. what: "setting" or "input", what is
     read within."""
     try:
         yield
     except TokenPruneError as error:
-        reason = getattr(error, "reason", "failure" if what == "input" and not is_of_input(error) else what)
+        reason = getattr(error, "reason", "failure" if what == "input" and not is_input_error(error) else what)
         add(model_config, "refusals", reason)
         if get_server_config(model_config).log:
-            tell("refusal", **served.request_id(), reason=reason)
+            log_event("refusal", **served.request_id(), reason=reason)
         raise

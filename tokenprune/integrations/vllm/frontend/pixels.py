@@ -63,7 +63,7 @@ class Shrinker:
                 changed[name] = changed["size"][edge]
         return kwargs | {"images_kwargs": changed}
 
-    def tokens(self, images: Any, index: int) -> int:
+    def count_tokens(self, images: Any, index: int) -> int:
         """Return how many visual tokens one of these images would have after resizing."""
         _, _, smaller, changed = self._changed(images, lambda: [images.get(index)])
         return self._count(ImageProcessorItems(smaller), changed, 0)
@@ -130,7 +130,7 @@ class Shrinker:
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
-def kept_units(
+def select_units(
     setting: Setting, item: Any, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object], count: int
 ) -> tuple[bool, ...]:
     """Return which of the `count` units of an item stay, in the order of its visual tokens.
@@ -150,13 +150,13 @@ def kept_units(
     grid = (frames, height // side, width // side)
     colours = _colours(found.data, modality, info, kwargs)
     with torch.no_grad():
-        kept = method.keep_units(colours.reshape(*grid, -1), _most(setting, count)).flatten()
+        kept = method.keep_units(colours.reshape(*grid, -1), _count_kept(setting, count)).flatten()
     if len(kept) != count:
         raise PlaceholderMismatchError(f"{method.name} saw {len(kept)} units of an item that has {count} tokens")
     return tuple(kept.tolist())
 
 
-def _most(setting: Setting, count: int) -> int:
+def _count_kept(setting: Setting, count: int) -> int:
     return max(1, setting.budget.resolve_keep(count))
 
 

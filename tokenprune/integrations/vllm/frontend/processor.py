@@ -23,13 +23,13 @@ from vllm.multimodal.processing.processor import (
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.frontend.items import CountedDetails, ModelItems, PromptItem
 from tokenprune.integrations.vllm.frontend.pixels import Shrinker
-from tokenprune.integrations.vllm.frontend.request import RequestRun, policy_of
-from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest, selecting
-from tokenprune.integrations.vllm.settings.configuration import configured
+from tokenprune.integrations.vllm.frontend.request import RequestRun, get_policy
+from tokenprune.integrations.vllm.frontend.served import RequestRecord, ServedRequest, wrap_method_errors
+from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 from tokenprune.integrations.vllm.settings.items import OFF, get_label
 from tokenprune.integrations.vllm.settings.keys import KEY, NO_SETTING
 from tokenprune.integrations.vllm.settings.plan import MODALITIES, field_name
-from tokenprune.integrations.vllm.settings.position_checks import longest, original_positions
+from tokenprune.integrations.vllm.settings.position_checks import count_positions, has_original_positions
 from tokenprune.integrations.vllm.settings.server_config import get_profile_settings
 
 # How an item is put into the prompt, and the field that says what is written.
@@ -43,18 +43,18 @@ class ReducingProcessor(BaseMultiModalProcessor):
     processor, which knows what serves it.
 
     _request: what serves a copy's request; None in the processor itself, and on a server without a setting.
-    written:  the prompt texts of a copy's items.
+    prompt_texts:  the prompt texts of a copy's items.
     """
 
     _request: ServedRequest | None = None
-    written: list[CountedDetails]
+    prompt_texts: list[CountedDetails]
 
     def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._request is not None:
             return super().apply(inputs, *args, **kwargs)
         given = dict(inputs.hf_processor_mm_kwargs)
         asked = given.pop(KEY, NO_SETTING)
-        if configured(self.info.ctx.model_config) is None:
+        if get_server_setting(self.info.ctx.model_config) is None:
             if asked is not NO_SETTING:
                 raise OptionError(
                     f"this server was not started with a {KEY} setting, so a request cannot change it: start it with "
@@ -62,26 +62,26 @@ class ReducingProcessor(BaseMultiModalProcessor):
                 )
             return super().apply(inputs, *args, **kwargs)
         run = RequestRun(self, dataclasses.replace(inputs, hf_processor_mm_kwargs=given), args, kwargs)
-        policy = policy_of(self.info.ctx.model_config, asked)
+        policy = get_policy(self.info.ctx.model_config, asked)
         return policy.serve(policy.resolve(asked, run.counts), run)
 
-    def serving(self, request: ServedRequest) -> ReducingProcessor:
+    def for_request(self, request: ServedRequest) -> ReducingProcessor:
         """Return a copy for one request."""
         own = copy.copy(self)
-        own._request, own.written, own.of_model = request, [], self.of_model
+        own._request, own.prompt_texts, own.model_items = request, [], self.model_items
         return own
 
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], *args: Any, **kwargs: Any) -> Any:
         """Measure the largest item, which a request may ask for with {"off": true}."""
         own = self
-        if configured(self.info.ctx.model_config) is not None:
-            own = self.serving(ServedRequest.of(OFF, mm_counts, Served()))
+        if get_server_setting(self.info.ctx.model_config) is not None:
+            own = self.for_request(ServedRequest.build(OFF, mm_counts, RequestRecord()))
         return super(ReducingProcessor, own).get_dummy_mm_inputs(mm_counts, *args, **kwargs)
 
     def check_pixels(self) -> None:
         """Raise OptionError if the server's setting or a profile asks for smaller images where they save nothing."""
         model_config = self.info.ctx.model_config
-        for setting in () if configured(model_config) is None else get_profile_settings(model_config).values():
+        for setting in () if get_server_setting(model_config) is None else get_profile_settings(model_config).values():
             if setting.pixel_method is not None:
                 Shrinker(setting, self.info, {}).check()
 
@@ -92,7 +92,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
         if request is None:
             return found
         # Positions travel with an item's embeddings.
-        more = {"positions": "original"} if original_positions(self.info.ctx.model_config) else {}
+        more = {"positions": "original"} if has_original_positions(self.info.ctx.model_config) else {}
         return {
             modality: [_under(one, request.cache_key(modality, index) | more) for index, one in enumerate(hashes)]
             for modality, hashes in found.items()
@@ -105,7 +105,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
         if self._request is not None and self._request.setting.pixel_method is not None:
-            with selecting(self._request.setting):
+            with wrap_method_errors(self._request.setting):
                 hf_kwargs = Shrinker(self._request.setting, self.info, hf_kwargs).shrink(mm_items)
         return super()._apply_hf_processor_main(mm_items=mm_items, hf_kwargs=hf_kwargs)
 
@@ -131,22 +131,24 @@ class ReducingProcessor(BaseMultiModalProcessor):
 
         def content_of(index: int) -> PromptUpdateDetails:
             content = update._resolve_content(index)
-            return self._reduced(PromptItem(self.of_model, modality, index, content, made[modality][index], *request))
+            return self._reduced(
+                PromptItem(self.model_items, modality, index, content, made[modality][index], *request)
+            )
 
         return dataclasses.replace(update, **{name: content_of})
 
     @cached_property
-    def of_model(self) -> ModelItems:
+    def model_items(self) -> ModelItems:
         """Facts that the items of all its requests share."""
-        return ModelItems.of(self.info)
+        return ModelItems.from_info(self.info)
 
     def _reduced(self, item: PromptItem) -> CountedDetails:
         """Return the prompt text of an item, and attach the plan to what the model gets of it."""
         request = self._request
         assert request is not None  # only then it is called
         setting = request.items[item.modality][item.index]
-        with selecting(setting):
-            plan = item.plan(setting)
+        with wrap_method_errors(setting):
+            plan = item.make_plan(setting)
         # The same moment at which vLLM itself reads the item: it is stored, cached and sent after this.
         element = MultiModalFieldElem(data=plan.encode(), field=MultiModalBatchedField(keep_on_cpu=True))
         item.data[field_name(item.modality)] = element
@@ -156,23 +158,23 @@ class ReducingProcessor(BaseMultiModalProcessor):
             # Of placeholders alone vLLM need not look at each.
             select = PromptUpdateDetails.select_token_id
             content = PromptUpdateDetails(text) if plan.is_plain else select(text, plan.placeholder)
-        counts = item.before(plan), sum(plan.keep), sum(plan.counts) - sum(plan.keep)
-        label, segments, more = get_label(setting), len(plan.counts), request.count(item)
+        counts = item.count_original(plan), sum(plan.keep), sum(plan.counts) - sum(plan.keep)
+        label, segments, more = get_label(setting), len(plan.counts), request.get_shadow(item)
         return CountedDetails(content.full, content.is_embed, *counts, label, segments, more)
 
     def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> Any:
         applied = super()._maybe_apply_prompt_updates(mm_items, mm_res)
         if self._request is not None:
             details = [update[0].content for items in mm_res.prompt_updates.values() for update in items if update]
-            self.written += [one for one in details if isinstance(one, CountedDetails)]
-            if original_positions(self.info.ctx.model_config):
-                self._check_length(sum(one.left for one in self.written))
+            self.prompt_texts += [one for one in details if isinstance(one, CountedDetails)]
+            if has_original_positions(self.info.ctx.model_config):
+                self._check_length(sum(one.left for one in self.prompt_texts))
         return applied
 
     def _check_length(self, left: int) -> None:
         """Raise OptionError if rope may have no angles for the answer to a prompt that lost `left` visual tokens."""
         model_config = self.info.ctx.model_config
-        spare = longest(model_config) - model_config.max_model_len
+        spare = count_positions(model_config) - model_config.max_model_len
         if left and left >= spare:
             raise OptionError(
                 f"{left} visual tokens are left out of this prompt, and their positions stay empty: this model has "
@@ -187,7 +189,7 @@ def _under(item_hash: str, key: Mapping[str, Any]) -> str:
 
 
 @cache
-def reducing_class(base: type[BaseMultiModalProcessor]) -> type[BaseMultiModalProcessor]:
+def make_reducing_class(base: type[BaseMultiModalProcessor]) -> type[BaseMultiModalProcessor]:
     """Return `base` with ReducingProcessor mixed in, under the same name."""
     kind: Any = type(base)
     return kind(base.__name__, (ReducingProcessor, base), {"__module__": base.__module__})

@@ -17,9 +17,15 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.vllm.frontend import metrics
 from tokenprune.integrations.vllm.frontend.items import CountedDetails
-from tokenprune.integrations.vllm.frontend.served import BY_KEY, Served, ServedRequest, is_of_input, selecting
-from tokenprune.integrations.vllm.log import tell
-from tokenprune.integrations.vllm.settings.configuration import checked, configured, in_llm
+from tokenprune.integrations.vllm.frontend.served import (
+    BY_KEY,
+    RequestRecord,
+    ServedRequest,
+    is_input_error,
+    wrap_method_errors,
+)
+from tokenprune.integrations.vllm.log import log_event
+from tokenprune.integrations.vllm.settings.configuration import check_request_setting, get_server_setting, runs_in_llm
 from tokenprune.integrations.vllm.settings.items import get_label, get_method
 from tokenprune.integrations.vllm.settings.keys import DEFAULT, NO_SETTING, REQUEST
 from tokenprune.integrations.vllm.settings.parse import parse_request
@@ -49,8 +55,8 @@ class RequestRun:
 
     def check(self, request: ServedRequest) -> None:
         """Raise a TokenPruneError for a prompt, or items, that do not go with a setting. No image is read."""
-        model, setting = self.processor.of_model, request.setting
-        with selecting(setting):
+        model, setting = self.processor.model_items, request.setting
+        with wrap_method_errors(setting):
             if model.family.vllm.mrope and not setting.off:
                 reduces = not all(one.keeps_all_tokens for items in request.items.values() for one in items)
                 check_placeholders(self.inputs.prompt, self.counts, model.config, reduces)
@@ -60,14 +66,14 @@ class RequestRun:
     def process(self, request: ServedRequest) -> tuple[Any, list[CountedDetails]]:
         """Return what vLLM makes of a request, and the numbers of each item. Raises a TokenPruneError for one that
         cannot be served so."""
-        own = self.processor.serving(request)
+        own = self.processor.for_request(request)
         # A copy, which a method that acts on pixels writes to.
         items = type(self.inputs.mm_data_items)(self.inputs.mm_data_items)
         made = own.apply(dataclasses.replace(self.inputs, mm_data_items=items), *self.args, **self.kwargs)
         if (promise := getattr(self.inputs.cache, "promise", None)) is not None:  # see SenderCache
             uncached = dataclasses.replace(self, inputs=dataclasses.replace(self.inputs, cache=None))
             promise(made["mm_kwargs"], lambda: uncached.process(request)[0]["mm_kwargs"])
-        return made, own.written
+        return made, own.prompt_texts
 
 
 @dataclass(frozen=True)
@@ -79,19 +85,19 @@ class RequestPolicy:
     def resolve(self, asked: Any, counts: Mapping[str, int]) -> ServedRequest:
         """Return what serves a request with so many items of each modality. asked: its value of our key. Raises a
         TokenPruneError for a setting that is wrong, or that this server does not serve."""
-        served = Served()
-        with metrics.refusing(self.model_config, "setting", served):
+        served = RequestRecord()
+        with metrics.count_refusals(self.model_config, "setting", served):
             return self._resolve(asked, counts, served)
 
-    def _resolve(self, asked: Any, counts: Mapping[str, int], served: Served) -> ServedRequest:
-        setting = parse_request(configured(self.model_config) or {}, asked)
+    def _resolve(self, asked: Any, counts: Mapping[str, int], served: RequestRecord) -> ServedRequest:
+        setting = parse_request(get_server_setting(self.model_config) or {}, asked)
         served.by, served.profile = (BY_KEY, REQUEST) if asked else (DEFAULT, DEFAULT)
-        return ServedRequest.of(checked(setting, self.model_config), counts, served)
+        return ServedRequest.build(check_request_setting(setting, self.model_config), counts, served)
 
     def serve(self, request: ServedRequest, run: RequestRun) -> Any:
         """Have a request processed, and return what vLLM makes of it. Raises a TokenPruneError for one that cannot be
         served; all is counted and logged."""
-        with metrics.refusing(self.model_config, "input", request.served):
+        with metrics.count_refusals(self.model_config, "input", request.served):
             request, made, items = self._processed(request, run)
         self.observe(request, run, items)
         return made
@@ -101,12 +107,12 @@ class RequestPolicy:
         try:
             return request, *self._process(request, run)
         except TokenPruneError as error:
-            if (instead := request.instead) is not None:
+            if (fallback := request.fallback) is not None:
                 logger.debug("a request is served in full: %s", error)
-                made = instead, *self._process(instead, run)
-            outcome = "input" if is_of_input(error) else "refused" if instead is None else "full"
+                made = fallback, *self._process(fallback, run)
+            outcome = "input" if is_input_error(error) else "refused" if fallback is None else "full"
             metrics.add(self.model_config, "failures", request.served.profile, outcome)
-            if instead is None:
+            if fallback is None:
                 raise
             return made
 
@@ -121,20 +127,20 @@ class RequestPolicy:
         served.images, served.videos = counts.get("image", 0), counts.get("video", 0)
         served.tokens_in, served.tokens_out = sum(one.before for one in items), sum(one.after for one in items)
         for one in items:
-            metrics.visual(self.model_config, one.label, one.before, one.after)
+            metrics.add_visual_tokens(self.model_config, one.label, one.before, one.after)
         metrics.add(self.model_config, "requests", served.profile, served.by)
         if get_server_config(self.model_config).log:
-            tell("request", **served.request_id(), **served.fields())
+            log_event("request", **served.request_id(), **served.fields())
 
     def check_parameters(self, params: Any) -> None:
         """Raise an error for sampling parameters, or a request that has some, which this server cannot answer."""
-        if in_llm(self.model_config):
+        if runs_in_llm(self.model_config):
             from tokenprune.integrations.vllm.in_llm.attach import check_request
 
             check_request(params)
 
-    def facts(self) -> dict[str, list[str]]:
-        """Return what the line at the start says beside the setting (see `announce.facts`)."""
+    def collect_facts(self) -> dict[str, list[str]]:
+        """Return what the line at the start says beside the setting (see `announce.collect_facts`)."""
         return {"profiles": [], "policy": [], "hooks": []}
 
     def start_at_zero(self) -> None:
@@ -145,7 +151,7 @@ class RequestPolicy:
 _gateway_policy: Callable[[], type[RequestPolicy]]  # set by the plugin when it registers
 
 
-def policy_of(model_config: Any, asked: Any = NO_SETTING) -> RequestPolicy:
+def get_policy(model_config: Any, asked: Any = NO_SETTING) -> RequestPolicy:
     """Return the policy of a server for a request. asked: the request's value of our key."""
     if not needs_gateway(model_config, asked):
         return RequestPolicy(model_config)

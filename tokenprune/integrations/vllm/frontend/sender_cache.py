@@ -28,7 +28,7 @@ from vllm.utils.cache import LRUCache
 
 from tokenprune.integrations.shared.attachable import swap_class
 from tokenprune.integrations.vllm.compat import on_start
-from tokenprune.integrations.vllm.settings.configuration import configured
+from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 
 logger = logging.getLogger(__name__)
 Items = Mapping[str, list[Any]]  # of a request, by modality
@@ -54,7 +54,7 @@ class EngineAccount(LRUCache):
             self.certain.add(key)
 
 
-class Again:
+class Reprocessing:
     """The items of a request, processed once more when one of them is asked for."""
 
     def __init__(self, process: Callable[[], Items]) -> None:
@@ -73,8 +73,8 @@ class Again:
 class PromisedItem(MultiModalKwargsItem):
     """An item that goes by its hash alone if the engine holds it when its request is sent."""
 
-    def __init__(self, again: Again, modality: str, index: int) -> None:
-        self._again: Again | None = again
+    def __init__(self, again: Reprocessing, modality: str, index: int) -> None:
+        self._again: Reprocessing | None = again
         self._place = modality, index
 
     def make(self) -> Any:
@@ -99,13 +99,13 @@ class SenderCache(LruKeyReplicatedSenderCache):
     def promise(self, items: Any, process: Callable[[], Items]) -> None:
         """Put a promise in place of each item of a request that would be sent by its hash alone. process: returns all
         items of the request, processed once more."""
-        again = Again(process)
+        again = Reprocessing(process)
         for modality, own in items.items():
             items[modality] = [
                 PromisedItem(again, modality, index) if item is None else item for index, item in enumerate(own)
             ]
 
-    def lacking(self, request: Any) -> list[PromisedItem]:
+    def find_missing(self, request: Any) -> list[PromisedItem]:
         """Return the promised items of a request that the engine does not hold now."""
         features = request.mm_features or ()
         promised = [(one.data, _key(one)) for one in features if isinstance(one.data, PromisedItem)]
@@ -127,7 +127,7 @@ class SenderCache(LruKeyReplicatedSenderCache):
                 self._held.add(key, feature.data)
 
     @contextmanager
-    def sending(self, request: Any) -> Iterator[None]:
+    def track_sending(self, request: Any) -> Iterator[None]:
         """Send a settled request within. If sending fails or is interrupted, the request's items are uncertain."""
         try:
             yield
@@ -164,13 +164,13 @@ def _key(feature: Any) -> str:
     return feature.mm_hash or feature.identifier
 
 
-def keep_in_step() -> None:
+def sync_sender_caches() -> None:
     """Make each new engine keep account in its front end's cache. A server without a setting behaves as before."""
     on_start(_note)
 
 
 def _note(engine: Any) -> None:
-    if configured(engine.vllm_config.model_config) is not None:
+    if get_server_setting(engine.vllm_config.model_config) is not None:
         # Where vLLM processes images, one request at a time.
         executor = getattr(engine.renderer, "_mm_executor", None)
         _follow(engine.renderer.mm_processor_cache, engine.engine_core, executor)
@@ -195,15 +195,15 @@ def _follow(cache: Any, client: Any, executor: Executor | None = None) -> None:
     @functools.wraps(send)
     def add_request(request: Any) -> None:
         cache.settle(request)
-        with cache.sending(request):
+        with cache.track_sending(request):
             send(request)
 
     @functools.wraps(send_async)
     async def add_request_async(request: Any) -> None:
-        for item in cache.lacking(request):
+        for item in cache.find_missing(request):
             await asyncio.get_running_loop().run_in_executor(executor, item.make)
         cache.settle(request)  # nothing else runs until the request is on its way
-        with cache.sending(request):
+        with cache.track_sending(request):
             await send_async(request)
 
     @functools.wraps(receive)

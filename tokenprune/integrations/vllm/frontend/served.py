@@ -21,7 +21,7 @@ NAME, BY_KEY, CALLER, LOAD = "name", "key", "caller", "load"
 
 
 @dataclass
-class Served:
+class RequestRecord:
     """The record of a request, and of what serves it.
 
     by:       who chose the profile: "name" (the model's, in the request), "key" (the request's own), "caller" (the
@@ -48,7 +48,7 @@ class Served:
     aged: int | None = None
 
     @property
-    def done(self) -> bool:
+    def has_items(self) -> bool:
         """True once images or videos were read."""
         return self.images + self.videos > 0
 
@@ -68,14 +68,14 @@ class MethodError(OptionError):
     """A method's own code fails on a request, whose setting and input are right as far as is known."""
 
 
-def is_of_input(error: Exception) -> bool:
+def is_input_error(error: Exception) -> bool:
     """Return True for what is wrong with a request whose setting is right, False where its method failed: clients can
     bring the first about at will, and nobody has to be called for it."""
     return isinstance(error, ValueError) and not isinstance(error, MethodError)
 
 
 @contextmanager
-def selecting(setting: Setting) -> Iterator[None]:
+def wrap_method_errors(setting: Setting) -> Iterator[None]:
     """Turn an error of a method's own code into ours: it is answered with HTTP 400, or by what `on_error` says. The log
     has where it came from."""
     try:
@@ -96,18 +96,18 @@ class ServedRequest:
     """A request as it is served.
 
     setting: in force for the request. items: what it is to each of its items, by modality and in their order.
-    served:  the record of the request. full: see `Served`.
-    instead: what serves the request where this fails; None: it is refused then.
+    served:  the record of the request. full: see `RequestRecord`.
+    fallback: what serves the request where this fails; None: it is refused then.
     """
 
     setting: Setting
     items: Mapping[str, tuple[Setting, ...]]
-    served: Served
+    served: RequestRecord
     full: str | None = None
-    instead: ServedRequest | None = None
+    fallback: ServedRequest | None = None
 
     @classmethod
-    def of(cls, setting: Setting, counts: Mapping[str, int], served: Served, **more: Any) -> ServedRequest:
+    def build(cls, setting: Setting, counts: Mapping[str, int], served: RequestRecord, **more: Any) -> ServedRequest:
         """Resolve a setting for a request with so many items of each modality."""
         items = {modality: settings_of_items(setting, modality, count) for modality, count in counts.items()}
         return cls(setting, items, served, **more)
@@ -124,5 +124,5 @@ class ServedRequest:
         """Return what tells an item under its setting from the same item under others."""
         return dict(get_cache_key(self.items[modality][index]))
 
-    def count(self, item: Any) -> Any:
+    def get_shadow(self, item: Any) -> Any:
         """Return what else is counted of a `PromptItem`: nothing, here."""

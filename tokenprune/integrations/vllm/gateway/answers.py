@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.integrations.vllm.compat import HOOKS, is_wrapped, missing_hooks, then
-from tokenprune.integrations.vllm.frontend.served import Served
+from tokenprune.integrations.vllm.compat import HOOKS, call_after, is_wrapped, missing_hooks
+from tokenprune.integrations.vllm.frontend.served import RequestRecord
 from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.integrations.vllm.settings.server_config import HTTP
 
@@ -27,10 +27,10 @@ _Send = Callable[[_Message], Awaitable[None]]
 @dataclass
 class Exchange:
     """A request over HTTP and its answer. headers: the client's, names in lower case; they may hold secrets.
-    served: of each of its prompts with images or videos; a batch has several."""
+    records: of each of its prompts with images or videos; a batch has several."""
 
     headers: Sequence[tuple[bytes, bytes]] = field(default=(), repr=False)
-    served: list[Served] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
 
     @property
     def header_id(self) -> str | None:
@@ -39,21 +39,21 @@ class Exchange:
         return None if given is None else given.decode("latin-1")
 
     @property
-    def only(self) -> Served | None:
+    def single_record(self) -> RequestRecord | None:
         """The record of what served the request, if that is one thing."""
-        done = [one for one in self.served if one.done]
+        done = [one for one in self.records if one.has_items]
         return done[0] if len(done) == 1 else None
 
 
 _exchange: ContextVar[Exchange | None] = ContextVar("tokenprune_exchange", default=None)
 
 
-def current() -> Exchange:
+def get_exchange() -> Exchange:
     """Return the exchange in which this runs; one that nobody reads outside of any."""
     return _exchange.get() or Exchange()
 
 
-def header(served: Served) -> str:
+def format_header(served: RequestRecord) -> str:
     """Return the value of the header: `divprune;keep=0.25;profile=fast;by=name;in=576;out=144`, and after it
     `;aged=3` where three images are older than the keep of the newest, and `;full=rollout;shadow=144` for a request
     that is served in full though its setting would keep 144."""
@@ -78,8 +78,8 @@ class ServedHeader:
         exchange = Exchange(tuple(scope.get("headers") or ()))
 
         async def with_header(message: _Message) -> None:
-            if message["type"] == "http.response.start" and (served := exchange.only) is not None:
-                message["headers"] = [*message.get("headers", ()), (HEADER.encode(), header(served).encode())]
+            if message["type"] == "http.response.start" and (served := exchange.single_record) is not None:
+                message["headers"] = [*message.get("headers", ()), (HEADER.encode(), format_header(served).encode())]
             await send(message)
 
         token = _exchange.set(exchange)
@@ -95,7 +95,7 @@ def _add_middleware(result: Any, args: Any, app: Any, supported_tasks: Any) -> A
 
 
 def _add_details(details: Any, *_: Any, **__: Any) -> Any:
-    if details is not None and (served := current().only) is not None:
+    if details is not None and (served := get_exchange().single_record) is not None:
         setattr(details, KEY, served.fields())
     return details
 
@@ -114,10 +114,10 @@ def attach() -> None:
         return
     for kind, after in _PLACES.items():
         if not missing_hooks(kind):
-            then(*_place(kind), after)
+            call_after(*_place(kind), after)
 
 
-def attached() -> list[str]:
+def list_attached() -> list[str]:
     """Return "header" and "usage", as far as they are added in this process."""
     places = {kind: _place(kind) for kind in _PLACES}
     return [kind for kind, (module, name) in places.items() if is_wrapped(getattr(module, name, None))]

@@ -16,7 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest, is_of_input, selecting
+from tokenprune.integrations.vllm.frontend.served import (
+    RequestRecord,
+    ServedRequest,
+    is_input_error,
+    wrap_method_errors,
+)
 from tokenprune.integrations.vllm.settings.items import OFF, get_label
 from tokenprune.integrations.vllm.settings.keys import DEFAULT, KEY, PROFILE
 from tokenprune.integrations.vllm.settings.rules import FULL
@@ -36,13 +41,13 @@ class Choice:
     processor, in another thread, and it hands values on as they are. So a request goes by the config that it chose
     from, whatever replaces it meanwhile, and the endpoint finds in `served` what the processor has written.
 
-    setting: what the value asks for. lot: a number in [0, 1) by which a rollout decides; see `lot_of`.
+    setting: what the value asks for. lot: a number in [0, 1) by which a rollout decides; see `draw_lot`.
     """
 
     asked: Mapping[str, Any]
     server: ServerConfig = field(repr=False)
     setting: Setting
-    served: Served
+    served: RequestRecord
     lot: float = field(default_factory=random.random)
 
     @property
@@ -54,13 +59,13 @@ class Choice:
         """Return what serves a request with so many items of each modality: its setting, or all in full where a rollout
         leaves it out; and the same where that fails, if its profile says so."""
         self.served.profile = self.server.label(self.asked)
-        request = ServedRequest.of(self.setting, counts, self.served)
+        request = ServedRequest.build(self.setting, counts, self.served)
         if self.setting.off:
             return request
-        full = ServedRequest.of(OFF, counts, self.served, full=FAILURE)
+        full = ServedRequest.build(OFF, counts, self.served, full=FAILURE)
         if self.lot >= self.server.rollout(self.profile):
             return HeldBack(full.setting, full.items, self.served, full=ROLLOUT, shadow=request)
-        return dataclasses.replace(request, instead=full) if self.server.on_error(self.profile) == FULL else request
+        return dataclasses.replace(request, fallback=full) if self.server.on_error(self.profile) == FULL else request
 
 
 @dataclass(frozen=True)
@@ -90,14 +95,14 @@ class HeldBack(ServedRequest):
         # The shadow is counted when the item is processed, and cached with it.
         return super().cache_key(modality, index) | {"shadow": self.shadow.cache_key(modality, index)}
 
-    def count(self, item: Any) -> Shadow:
+    def get_shadow(self, item: Any) -> Shadow:
         """Return what the setting of the shadow would leave of an item. Nothing is refused."""
         setting = self.shadow.items[item.modality][item.index]
         try:
-            with selecting(setting):
-                return Shadow(get_label(setting), item.would_keep(setting))
+            with wrap_method_errors(setting):
+                return Shadow(get_label(setting), item.count_kept_under(setting))
         except TokenPruneError as error:
-            return Shadow(get_label(setting), None, INPUT if is_of_input(error) else FAILED)
+            return Shadow(get_label(setting), None, INPUT if is_input_error(error) else FAILED)
 
     def outcome(self, run: Any, items: Sequence[Any]) -> str:
         """Return one of `SHADOWS` for the whole request. run: its `RequestRun`. items: details of each."""
@@ -105,12 +110,12 @@ class HeldBack(ServedRequest):
             run.check(self.shadow)
             check_age(self.shadow.setting, run.counts, (one.segments for one in items))
         except TokenPruneError as error:
-            return INPUT if is_of_input(error) else FAILED
+            return INPUT if is_input_error(error) else FAILED
         outcomes = {one.more.outcome for one in items}
         return next((one for one in (FAILED, INPUT) if one in outcomes), KEPT)
 
 
-def lot_of(given: Any) -> float:
+def draw_lot(given: Any) -> float:
     """Return a number in [0, 1) that follows from a request's id alone: the same in every process and after a restart,
     spread evenly over ids; a random one where there is no id."""
     if given is None:

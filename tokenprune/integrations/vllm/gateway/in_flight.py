@@ -21,7 +21,7 @@ from typing import Any
 
 from tokenprune.integrations.vllm.frontend import metrics
 from tokenprune.integrations.vllm.settings.keys import DEFAULT
-from tokenprune.integrations.vllm.settings.overload import Overload, StepInForce
+from tokenprune.integrations.vllm.settings.overload import Overload, OverloadState
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig, get_server_config
 
 _PREFIX, _SUFFIX = "tokenprune-in-flight-", ".count"  # prometheus_client reads *.db there
@@ -44,13 +44,13 @@ class SharedCount:
         with suppress(OSError):
             os.pwrite(self._file, number.to_bytes(_BYTES), 0)
 
-    def others(self) -> int:
+    def count_others(self) -> int:
         """Return the sum of the numbers of the other processes that run."""
         files = self._folder.glob(f"{_PREFIX}*{_SUFFIX}")  # none where the folder has gone
-        return sum(_of_running(file) for file in files if file.name != self._name)
+        return sum(_read_running(file) for file in files if file.name != self._name)
 
 
-def _of_running(path: Path) -> int:
+def _read_running(path: Path) -> int:
     """Return the number in a file; 0 if its process has ended."""
     try:
         file = os.open(path, os.O_RDONLY)
@@ -66,7 +66,7 @@ def _of_running(path: Path) -> int:
 
 
 @cache
-def shared_count() -> SharedCount | None:
+def get_shared_count() -> SharedCount | None:
     """Return what this process shares with other API servers; None where there is nothing to share it by."""
     folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     try:
@@ -81,11 +81,11 @@ class RequestLoad:
 
     rendering: int = 0
     engine: Any = None  # a weak reference, which does not keep the engine alive
-    policy: StepInForce | None = None
+    policy: OverloadState | None = None
     shown: Any = None  # the model's config, once the step is at /metrics
 
     @property
-    def own(self) -> int:
+    def num_own(self) -> int:
         """The requests in flight that this process has taken."""
         engine = self.engine and self.engine()
         return self.rendering + (engine.get_num_unfinished_requests() if engine is not None else 0)
@@ -93,45 +93,45 @@ class RequestLoad:
     @property
     def in_flight(self) -> int:
         """The requests in flight on this host."""
-        shared = shared_count()
-        return self.own + (shared.others() if shared is not None else 0)
+        shared = get_shared_count()
+        return self.num_own + (shared.count_others() if shared is not None else 0)
 
     @contextmanager
-    def one_more(self) -> Iterator[None]:
+    def count_request(self) -> Iterator[None]:
         """Count a request that is being rendered."""
         self.rendering += 1
-        if (shared := shared_count()) is not None:
-            shared.write(self.own)
+        if (shared := get_shared_count()) is not None:
+            shared.write(self.num_own)
         try:
             yield
         finally:
             self.rendering -= 1
 
-    def keep_telling(self) -> None:
+    def share_count(self) -> None:
         """Tell the other API servers this one's number from now on, if there may be others: requests come by endpoints
         that count none, and end in the engine. It goes on as long as the event loop in which it is called."""
-        if (shared := shared_count()) is None:
+        if (shared := get_shared_count()) is None:
             return
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:  # no server
             return
-        shared.write(self.own)
+        shared.write(self.num_own)
         if self.shown is not None:
-            metrics.gauge(self.shown, "overload_step").set(self.step())
-        loop.call_later(_EVERY, self.keep_telling)
+            metrics.get_gauge(self.shown, "overload_step").set(self.step())
+        loop.call_later(_EVERY, self.share_count)
 
-    def show(self, model_config: Any) -> None:
+    def show_step(self, model_config: Any) -> None:
         """Show the step in force at /metrics from now on, of a server that has or had a policy."""
         if self.shown is None and get_server_config(model_config).overload is not None:
-            self.shown, gauge = model_config, metrics.gauge(model_config, "overload_step")
+            self.shown, gauge = model_config, metrics.get_gauge(model_config, "overload_step")
             # Prometheus' client calls no function where several processes answer at /metrics together.
-            gauge.set_function(self.step) if shared_count() is None else gauge.set(self.step())
+            gauge.set_function(self.step) if get_shared_count() is None else gauge.set(self.step())
 
     def step(self) -> int:
         """Return the step at which a request that chooses nothing would be served now. Nothing changes."""
         policy = self._policy(get_server_config(self.shown).overload)
-        return 0 if policy is None else policy.at(self.in_flight, time.monotonic())
+        return 0 if policy is None else policy.get_step(self.in_flight, time.monotonic())
 
     def profile(self, server: ServerConfig) -> str:
         """Return the profile for a request that chooses none, which puts its step in force."""
@@ -140,8 +140,8 @@ class RequestLoad:
         step = policy.take(self.in_flight, time.monotonic())
         return policy.rule.profiles[step - 1] if step else DEFAULT
 
-    def _policy(self, rule: Overload | None) -> StepInForce | None:
+    def _policy(self, rule: Overload | None) -> OverloadState | None:
         """Return the rule at work; None without a rule. Another rule begins anew."""
         if self.policy is None or self.policy.rule != rule:
-            self.policy = None if rule is None else StepInForce(rule)
+            self.policy = None if rule is None else OverloadState(rule)
         return self.policy

@@ -10,10 +10,10 @@ from typing import Any
 from tokenprune.integrations.vllm.frontend import metrics
 from tokenprune.integrations.vllm.frontend.items import CountedDetails
 from tokenprune.integrations.vllm.frontend.request import RequestPolicy, RequestRun
-from tokenprune.integrations.vllm.frontend.served import BY_KEY, CALLER, LOAD, Served, ServedRequest
-from tokenprune.integrations.vllm.gateway.answers import attached
+from tokenprune.integrations.vllm.frontend.served import BY_KEY, CALLER, LOAD, RequestRecord, ServedRequest
+from tokenprune.integrations.vllm.gateway.answers import list_attached
 from tokenprune.integrations.vllm.gateway.choice import KEPT, SHADOWS, Choice, HeldBack, check_age
-from tokenprune.integrations.vllm.settings.configuration import checked
+from tokenprune.integrations.vllm.settings.configuration import check_request_setting
 from tokenprune.integrations.vllm.settings.items import get_label, settings_by_age
 from tokenprune.integrations.vllm.settings.keys import DEFAULT, PROFILE
 from tokenprune.integrations.vllm.settings.server_config import (
@@ -27,14 +27,14 @@ from tokenprune.integrations.vllm.settings.server_config import (
 class ServePolicy(RequestPolicy):
     """The policy of a server whose requests choose among what it offers."""
 
-    def _resolve(self, asked: Any, counts: Mapping[str, int], served: Served) -> ServedRequest:
+    def _resolve(self, asked: Any, counts: Mapping[str, int], served: RequestRecord) -> ServedRequest:
         if isinstance(asked, Choice):
             return asked.resolve(counts)
         # It came from `LLM(...)` in Python, or by an endpoint that knows the key alone.
         server = find_server_config(
             self.model_config, lambda _: asked.get(PROFILE) if isinstance(asked, Mapping) else None
         )
-        setting = checked(server.setting(asked), self.model_config)
+        setting = check_request_setting(server.setting(asked), self.model_config)
         served.by = BY_KEY if asked else DEFAULT
         return Choice(asked, server, setting, served).resolve(counts)
 
@@ -58,16 +58,16 @@ class ServePolicy(RequestPolicy):
                     metrics.add_tokens(self.model_config, "shadow_tokens", one.more.label, one.before, one.more.tokens)
         super().observe(request, run, items)
 
-    def facts(self) -> dict[str, list[str]]:
+    def collect_facts(self) -> dict[str, list[str]]:
         server = get_server_config(self.model_config)
-        policy = server.policy()
-        return {"profiles": server.names, "policy": [policy] if policy else [], "hooks": attached()}
+        policy = server.describe_rules()
+        return {"profiles": server.names, "policy": [policy] if policy else [], "hooks": list_attached()}
 
     def start_at_zero(self) -> None:
         super().start_at_zero()
         server = get_server_config(self.model_config)
         under_load = () if server.overload is None else server.overload.profiles
-        own = set() if server.callers is None else server.callers.own - {DEFAULT}
+        own = set() if server.callers is None else server.callers.default_profiles - {DEFAULT}
         for profile, by in (*((one, LOAD) for one in under_load), *((one, CALLER) for one in own)):
             metrics.add(self.model_config, "requests", profile, by, count=0)
         for profile, setting in get_profile_settings(self.model_config).items():

@@ -20,13 +20,13 @@ from typing import Any
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.compat import missing_hooks, on_start, require_hooks, wrap
 from tokenprune.integrations.vllm.frontend import metrics
-from tokenprune.integrations.vllm.frontend.served import BY_KEY, CALLER, LOAD, NAME, Served
+from tokenprune.integrations.vllm.frontend.served import BY_KEY, CALLER, LOAD, NAME, RequestRecord
 from tokenprune.integrations.vllm.gateway import answers
-from tokenprune.integrations.vllm.gateway.choice import Choice, lot_of
+from tokenprune.integrations.vllm.gateway.choice import Choice, draw_lot
 from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad
 from tokenprune.integrations.vllm.gateway.policy import ServePolicy
 from tokenprune.integrations.vllm.log import clean_id
-from tokenprune.integrations.vllm.settings.configuration import checked, configured
+from tokenprune.integrations.vllm.settings.configuration import check_request_setting, get_server_setting
 from tokenprune.integrations.vllm.settings.keys import DEFAULT, KEY, PROFILE
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig, find_server_config
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _LOAD = f"{KEY}_load"
 
 
-def load_of(renderer: Any) -> RequestLoad:
+def get_load(renderer: Any) -> RequestLoad:
     """Return the load of a front end by vLLM's `BaseRenderer`, of which it has one."""
     if not hasattr(renderer, _LOAD):
         setattr(renderer, _LOAD, RequestLoad())
@@ -67,22 +67,22 @@ def attach(server: ServerConfig) -> None:
 
 def watch(engine: Any) -> None:
     """Follow the load of an engine that has started."""
-    load, model_config = load_of(engine.renderer), engine.vllm_config.model_config
+    load, model_config = get_load(engine.renderer), engine.vllm_config.model_config
     load.engine = weakref.ref(engine)
-    if configured(model_config) is not None:
-        load.show(model_config)
-    load.keep_telling()
+    if get_server_setting(model_config) is not None:
+        load.show_step(model_config)
+    load.share_count()
 
 
 def _with_profiles(preprocess: Any) -> Any:
     """Return what processes a chat, with the profile of its request."""
 
     async def preprocess_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if configured(self.model_config) is None:
+        if get_server_setting(self.model_config) is None:
             return await preprocess(self, request, *args, **kwargs)
-        load = load_of(self.renderer)
+        load = get_load(self.renderer)
         renderer = _with_profile(self, request, load)
-        with load.one_more():
+        with load.count_request():
             return await preprocess(renderer, request, *args, **kwargs)
 
     return preprocess_chat
@@ -92,7 +92,7 @@ def _without_profiles(check: Any) -> Any:
     """Return the check of a request's model, for endpoints whose requests cannot be given a profile."""
 
     async def check_model(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if configured(self.model_config) is not None:
+        if get_server_setting(self.model_config) is not None:
             _check_no_profile(self.model_config, request)
         return await check(self, request, *args, **kwargs)
 
@@ -106,7 +106,7 @@ def _check_no_profile(model_config: Any, request: Any) -> None:
     asked = given if isinstance(given, Mapping) else {}
     name = functools.partial(_asked_for, given, request, model_config)
     by, server = NAME, find_server_config(model_config, name)
-    with metrics.refusing(model_config, "setting", Served()):
+    with metrics.count_refusals(model_config, "setting", RequestRecord()):
         may = _may_use(server)
         profile = name(server)
         if profile is None and may is not None:
@@ -118,12 +118,12 @@ def _check_no_profile(model_config: Any, request: Any) -> None:
                 f"{KEY}: {who} asks for profile {profile!r}, and this endpoint knows the server's own setting alone: "
                 f"ask for {model_config.served_model_name!r}"
             )
-        checked(server.setting(given), model_config)  # a wrong setting is refused beside text alone, too
+        check_request_setting(server.setting(given), model_config)  # a wrong setting is refused beside text alone, too
 
 
 def _may_use(server: ServerConfig) -> tuple[str, ...] | None:
     """Return the profiles that the caller of this request may use; None on a server without a rule of callers."""
-    return None if server.callers is None else server.callers.may_use(answers.current().headers)
+    return None if server.callers is None else server.callers.may_use(answers.get_exchange().headers)
 
 
 def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
@@ -134,18 +134,18 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
     from vllm.renderers.online_renderer import validate_request_mm_kwargs
 
     model_config = renderer.model_config
-    exchange = answers.current()
+    exchange = answers.get_exchange()
     # The client's header goes before the body, as in vLLM; not in responses, whose id is the answer's.
     header = exchange.header_id if hasattr(request, "messages") else None
     given_id = header or getattr(request, "request_id", None)
-    served = Served(request=clean_id(given_id))
+    served = RequestRecord(request=clean_id(given_id))
     given = getattr(request, "mm_processor_kwargs", None) or {}
     trusted = renderer.trust_request_mm_kwargs
     # What is not ours is vLLM's to allow.
     others = {key: value for key, value in given.items() if key != KEY}
     media = getattr(request, "media_io_kwargs", None)
     validate_request_mm_kwargs(mm_processor_kwargs=others, media_io_kwargs=media, trust_request_mm_kwargs=trusted)
-    with metrics.refusing(model_config, "setting", served):
+    with metrics.count_refusals(model_config, "setting", served):
         # Before its images are read, which vLLM's own place for this is not.
         ServePolicy(model_config).check_parameters(request)
         asked = given.get(KEY, {})
@@ -154,10 +154,12 @@ def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
             _check_only_profile(asked, server)
         model, under_load = getattr(request, "model", None), functools.partial(load.profile, server)
         may = _may_use(server)
-        asked, served.by = choose(asked, server, model, model_config.served_model_name, under_load, may)
-        setting = checked(server.setting(asked), model_config)  # no processor does where there is text alone
-    request.mm_processor_kwargs = others | {KEY: Choice(asked, server, setting, served, lot_of(given_id))}
-    exchange.served.append(served)
+        asked, served.by = choose_profile(asked, server, model, model_config.served_model_name, under_load, may)
+        setting = check_request_setting(
+            server.setting(asked), model_config
+        )  # no processor does where there is text alone
+    request.mm_processor_kwargs = others | {KEY: Choice(asked, server, setting, served, draw_lot(given_id))}
+    exchange.records.append(served)
     if trusted:
         return renderer
     renderer = copy.copy(renderer)  # for this request, of which all has been checked
@@ -190,7 +192,7 @@ def _named(model: str | None, server: ServerConfig, served: str) -> str | None:
     return suffix if has and name and (suffix in server.profiles or name == served) else None
 
 
-def choose(
+def choose_profile(
     asked: Any, server: ServerConfig, model: str | None, served: str, under_load: Callable[[], str],
     may: tuple[str, ...] | None = None,
 ) -> tuple[Any, str]:  # fmt: skip

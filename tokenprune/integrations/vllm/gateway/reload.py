@@ -14,8 +14,8 @@ from tokenprune.integrations.vllm.frontend import announce, metrics
 from tokenprune.integrations.vllm.gateway import answers, profiles
 from tokenprune.integrations.vllm.gateway.policy import ServePolicy
 from tokenprune.integrations.vllm.log import SERVER
-from tokenprune.integrations.vllm.settings.configuration import GIVEN, WARM_UP, configured
-from tokenprune.integrations.vllm.settings.configure import reader
+from tokenprune.integrations.vllm.settings.configuration import LAYERS, WARM_UP, get_server_setting
+from tokenprune.integrations.vllm.settings.configure import make_reader
 from tokenprune.integrations.vllm.settings.server_config import (
     ServerConfig,
     begin_grace,
@@ -30,14 +30,14 @@ def attach(model_config: Any) -> None:
     """Put this package to work for a server that starts. Raises UnsupportedSetupError (see `profiles.check_hooks`)."""
     profiles.attach(get_server_config(model_config))
     answers.attach()
-    on_start(listen)
+    on_start(handle_reloads)
 
 
-def listen(engine: Any) -> None:
+def handle_reloads(engine: Any) -> None:
     """Make SIGHUP call `reload`, in a server whose setting names a file. Programs that use `LLM(...)` keep their signal
     handlers."""
     model_config = engine.vllm_config.model_config
-    if configured(model_config) is None or get_server_config(model_config).file is None:
+    if get_server_setting(model_config) is None or get_server_config(model_config).file is None:
         return
     try:
         loop = asyncio.get_running_loop()
@@ -82,18 +82,18 @@ async def reload(engine: Any) -> bool:
     begin_grace(model_config, before)
     metrics.add(model_config, "reloads", "taken")
     ServePolicy(model_config).start_at_zero()
-    profiles.load_of(engine.renderer).show(model_config)
-    facts = announce.facts(engine.vllm_config)
-    metrics.inform(model_config, facts)
-    logger.info("tokenprune: SIGHUP: %s was read again. %s", before.file, announce.line(facts))
+    profiles.get_load(engine.renderer).show_step(model_config)
+    facts = announce.collect_facts(engine.vllm_config)
+    metrics.set_info(model_config, facts)
+    logger.info("tokenprune: SIGHUP: %s was read again. %s", before.file, announce.format_line(facts))
     return True
 
 
 def _read(engine: Any, before: ServerConfig) -> ServerConfig:
     """Return the config of the file, checked as at the start, and leave the current config, `before`, in force."""
     model_config = engine.vllm_config.model_config
-    layers, beside = getattr(model_config.multimodal_config, GIVEN)
-    read = reader(model_config, layers)
+    layers, beside = getattr(model_config.multimodal_config, LAYERS)
+    read = make_reader(model_config, layers)
     after = ServerConfig.from_json(beside, read(), read)
     profiles.check_hooks(after)
     set_server_config(model_config, after)  # the processor checks the settings in force

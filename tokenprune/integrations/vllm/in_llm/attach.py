@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.in_llm import limits
-from tokenprune.integrations.vllm.settings.configuration import configured
+from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
@@ -35,7 +35,7 @@ def configure(vllm_config: Any) -> None:
 def _asked(vllm_config: Any) -> tuple[Setting, bool]:
     """Return the server's setting, and True if layers after the cut free the KV cache of dropped tokens."""
     model_config = vllm_config.model_config
-    return parse_setting(configured(model_config)), get_server_config(model_config).free_kv
+    return parse_setting(get_server_setting(model_config)), get_server_config(model_config).free_kv
 
 
 def check_request(params: Any) -> None:

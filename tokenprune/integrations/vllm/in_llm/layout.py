@@ -60,7 +60,7 @@ def kept(setting: Setting, count: int, block: int | None) -> int:
 
 def plans_of(features: Sequence[Any]) -> list[tuple[Plan, int, str]]:
     """Return plan, place and modality of vLLM's features of a prompt, one for each multimodal item."""
-    plans = [(Plan.of_feature(one), one.mm_position.offset, one.modality) for one in features]
+    plans = [(Plan.from_feature(one), one.mm_position.offset, one.modality) for one in features]
     for (plan, *_), feature in zip(plans, features, strict=True):
         if plan.length != feature.mm_position.length:
             raise PlaceholderMismatchError(f"the plan of an item ({feature.modality}) does not fit its place")

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.vllm.settings.configuration import configured
+from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
@@ -34,7 +34,7 @@ class WholeImages(_Scheduler):
                 f"experimental_in_llm needs one group of KV caches, and this model has {len(groups)}: serve it with a "
                 "method that acts before the language model"
             )
-        setting = parse_setting(configured(model_config))
+        setting = parse_setting(get_server_setting(model_config))
         self._whole_prompts = setting.method is not None and not setting.method.prefix_cache_safe
         # vLLM strips items of what the worker will not encode, but for models with M-RoPE: their plans are needed here.
         self.model_uses_mrope = True

@@ -47,7 +47,7 @@ class Callers:
     others: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, given: Any, profiles: Collection[str], default: str) -> Callers:
+    def from_json(cls, given: Any, profiles: Collection[str], default: str) -> Callers:
         """Read the value of the key `callers`. profiles: names of those that there are. default: that of others, if
         nothing is said of them. Raises OptionError, which holds no value of a header."""
         known = isinstance(given, dict) and {"profiles"} <= set(given) <= {"header", "profiles", "others"}
@@ -80,13 +80,13 @@ class Callers:
         found = [value.strip() for name, value in headers if name.lower() == wanted]
         if len(found) > 1:
             raise CallerError(f"{KEY}: the header {self.header} stands more than once in this request: send one")
-        may = self._of(found[0]) if found else self.others
+        may = self._find_profiles(found[0]) if found else self.others
         if not may:
             by = "API key" if self.header == API_KEY else f"header {self.header}"
             raise CallerError(f"{KEY}: this server has no profile for the caller, whom it knows by the {by}")
         return may
 
-    def _of(self, value: bytes) -> tuple[str, ...]:
+    def _find_profiles(self, value: bytes) -> tuple[str, ...]:
         if self.header == API_KEY:
             scheme, _, value = value.partition(b" ")
             if scheme.lower() != b"bearer":
@@ -95,11 +95,11 @@ class Callers:
         return self.digests.get(digest) or self.names.get(value.decode("latin-1"), self.others)
 
     @property
-    def own(self) -> set[str]:
+    def default_profiles(self) -> set[str]:
         """The profiles by which callers are served that ask for none."""
         return {may[0] for may in (*self.names.values(), *self.digests.values(), self.others) if may}
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Return the rule in words for the line of the log, without any value of a header."""
         by = "API key" if self.header == API_KEY else self.header
         count = len(self.names) + len(self.digests)

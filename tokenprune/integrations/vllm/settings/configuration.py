@@ -21,19 +21,19 @@ from tokenprune.selection.observable import Backend
 from tokenprune.settings import IN_LLM, SCOPE, Setting
 
 logger = logging.getLogger(__name__)
-GIVEN = f"{KEY}_given"  # the layers of the setting, and the keys beside them, as they were given
+LAYERS = f"{KEY}_given"  # the layers of the setting, and the keys beside them, as they were given
 WARM_UP = f"{KEY}_warm_up"  # method of vLLM's workers that a reload calls with the new profiles
-SECONDS = f"{KEY}_seconds"  # attribute of a multimodal config: the folder with the selection times of the workers
+METRICS_FOLDER = f"{KEY}_seconds"  # attribute of a multimodal config: folder of the workers' metrics
 
 
-def configured(model_config: Any) -> dict[str, Any] | None:
+def get_server_setting(model_config: Any) -> dict[str, Any] | None:
     """Return the server's setting, or None if it has none."""
     return getattr(model_config.multimodal_config, KEY, None)
 
 
-def in_llm(model_config: Any) -> bool:
+def runs_in_llm(model_config: Any) -> bool:
     """Return True if the server's setting acts inside the language model."""
-    return bool((configured(model_config) or {}).get(IN_LLM))
+    return bool((get_server_setting(model_config) or {}).get(IN_LLM))
 
 
 def family_of(model_config: Any) -> Family:
@@ -57,7 +57,7 @@ def check_model(setting: Setting, model_config: Any) -> None:
         check_tower(setting, model_config)
 
 
-def checked(setting: Setting, model_config: Any) -> Setting:
+def check_request_setting(setting: Setting, model_config: Any) -> Setting:
     """Return a request's setting. Raises a TokenPruneError that is a ValueError for one that this model cannot be
     served with: the server goes on, and the client reads why."""
     try:
@@ -67,7 +67,7 @@ def checked(setting: Setting, model_config: Any) -> Setting:
     return setting
 
 
-def split(layer: Any) -> tuple[Any, dict[str, Any]]:
+def split_server_keys(layer: Any) -> tuple[Any, dict[str, Any]]:
     """Split a server's setting into the reduction, None if it names none, and the keys of `SERVER_KEYS`."""
     if not isinstance(layer, Mapping) or not set(layer) & set(SERVER_KEYS):
         return layer, {}

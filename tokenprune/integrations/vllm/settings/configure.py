@@ -8,10 +8,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedModelError
-from tokenprune.integrations.vllm.settings.configuration import GIVEN, check_model, check_spelling, family_of, split
+from tokenprune.integrations.vllm.settings.configuration import (
+    LAYERS,
+    check_model,
+    check_spelling,
+    family_of,
+    split_server_keys,
+)
 from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.integrations.vllm.settings.parse import parse_setting
-from tokenprune.integrations.vllm.settings.position_checks import arrange
+from tokenprune.integrations.vllm.settings.position_checks import configure_positions
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig, set_server_config
 from tokenprune.settings import Setting
 from tokenprune.settings.saved import read_config
@@ -46,7 +52,7 @@ def configure(model_config: Any) -> None:
     multimodal = model_config.multimodal_config
     checkpoint = getattr(model_config.hf_config, KEY, None)
     kwargs = dict((multimodal.mm_processor_kwargs if multimodal is not None else None) or {})
-    given = [split(layer) for layer in (checkpoint, kwargs.pop(KEY, None)) if layer is not None]
+    given = [split_server_keys(layer) for layer in (checkpoint, kwargs.pop(KEY, None)) if layer is not None]
     if not given:
         return
     if multimodal is None:
@@ -56,28 +62,28 @@ def configure(model_config: Any) -> None:
     for layer in layers:
         check_spelling(layer)
     beside = {key: value for _, one in given for key, value in one.items()}
-    whole = reader(model_config, layers)
-    setting = whole()
-    config = ServerConfig.from_json(beside, setting, whole)
+    read = make_reader(model_config, layers)
+    setting = read()
+    config = ServerConfig.from_json(beside, setting, read)
     if multimodal.video_pruning_rate:
         raise OptionError(
             f"video_pruning_rate and {KEY} both prune videos: leave one of them out "
             f'({{"{KEY}": {{"off": true}}}} needs no video_pruning_rate either)'
         )
-    arrange(config.positions, model_config, family, bool(setting.in_llm))
+    configure_positions(config.positions, model_config, family, bool(setting.in_llm))
     # Not in mm_processor_kwargs any more: a model's own processor does not know the key.
     multimodal.mm_processor_kwargs = kwargs or None
     setattr(multimodal, KEY, setting.to_json())
-    setattr(multimodal, GIVEN, (layers, beside))
+    setattr(multimodal, LAYERS, (layers, beside))
     set_server_config(model_config, config)
 
 
-def reader(model_config: Any, layers: list[Any]) -> Callable[..., Setting]:
+def make_reader(model_config: Any, layers: list[Any]) -> Callable[..., Setting]:
     """Return a function that makes the setting of a server, or of one of its profiles over it, of these layers."""
 
-    def whole(*profile: Any) -> Setting:
+    def read(*profile: Any) -> Setting:
         setting = parse_setting(*layers, *(_read(layer, model_config) for layer in profile))
         check_model(setting, model_config)
         return setting
 
-    return whole
+    return read

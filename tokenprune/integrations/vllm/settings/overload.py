@@ -40,7 +40,7 @@ class Overload:
     dwell: float = 5.0
 
     @classmethod
-    def of(cls, given: Any, names: Collection[str]) -> Overload:
+    def from_json(cls, given: Any, names: Collection[str]) -> Overload:
         """Read the value of the key `overload`. names: of the profiles that there are. Raises OptionError."""
         wanted = '{"in_flight": [8, 32], "profiles": ["normal", "fast"]}: a profile for each number of requests'
         required, options = {"in_flight", "profiles"}, ("release", "rise", "dwell")
@@ -62,7 +62,7 @@ class Overload:
             _check(0 <= value <= _LONGEST, seconds)
         return cls(tuple(steps), tuple(profiles), release, rise, dwell)
 
-    def wanted(self, in_flight: int, step: int = 0) -> int:
+    def find_step(self, in_flight: int, step: int = 0) -> int:
         """Return the step that a load asks for while `step` is in force, whatever the dwell."""
         up = bisect.bisect_right(self.steps, in_flight)
         while step > up and in_flight < self.release * self.steps[step - 1]:
@@ -71,24 +71,24 @@ class Overload:
 
 
 @dataclass
-class StepInForce:
+class OverloadState:
     """The rule at work in one front end: the step in force, and since when."""
 
     rule: Overload
     step: int = 0
     _since: float = field(default=-math.inf, repr=False)
 
-    def at(self, in_flight: int, now: float) -> int:
+    def get_step(self, in_flight: int, now: float) -> int:
         """Return the step for a request that would find so many others in flight. now: seconds of a clock that never
         goes back."""
-        wanted, rule = self.rule.wanted(in_flight, self.step), self.rule
+        wanted, rule = self.rule.find_step(in_flight, self.step), self.rule
         may = now - self._since >= (rule.rise if wanted > self.step else rule.dwell)
         return wanted if may else self.step
 
     def take(self, in_flight: int, now: float) -> int:
         """Return the same for a request that comes, which puts it in force. Within any `s` seconds it goes down
         `s / dwell + 1` times at most."""
-        if (step := self.at(in_flight, now)) != self.step:
+        if (step := self.get_step(in_flight, now)) != self.step:
             self.step, self._since = step, now
         return self.step
 

@@ -39,7 +39,7 @@ def field_name(modality: str) -> str:
 Run = tuple[int, bool, int]
 
 
-def runs_of(tokens: Sequence[int], embeds: Any = None) -> tuple[Run, ...]:
+def find_runs(tokens: Sequence[int], embeds: Any = None) -> tuple[Run, ...]:
     """Return the runs of an item's text. tokens: its ids. embeds: for each True where it is a placeholder, and gets a
     row of the encoder's output; None: all are."""
     runs, changes = list[Run](), list[int]()
@@ -211,20 +211,20 @@ class Plan:
         return _decode(data.cpu().numpy().tobytes())
 
     @staticmethod
-    def of_item(item: Any, modality: str) -> Plan | None:
+    def from_item(item: Any, modality: str) -> Plan | None:
         """Return the plan that an item of vLLM carries, if any."""
         element = (item or {}).get(field_name(modality))
         return None if element is None or element.data is None else Plan.decode(element.data)
 
     @staticmethod
-    def of_feature(feature: Any) -> Plan:
+    def from_feature(feature: Any) -> Plan:
         """Return the plan of one of a prompt's items in vLLM's engine or worker, all of which carry one."""
-        if (plan := Plan.of_item(feature.data, feature.modality)) is None:
+        if (plan := Plan.from_item(feature.data, feature.modality)) is None:
             raise PlaceholderMismatchError(f"an item ({feature.modality}) came without a plan")
         return plan
 
     @staticmethod
-    def make(setting: Setting, text: tuple[Run, ...], per_run: bool, frames: int = 1, behind: int = 0) -> Plan:
+    def build(setting: Setting, text: tuple[Run, ...], per_run: bool, frames: int = 1, behind: int = 0) -> Plan:
         """Make the plan of an item. frames: number of frames of a video; 1 for an image. behind: tokens that follow the
         last frame. Raises OptionError if the setting needs the frames' tokens and these cannot be determined."""
         whole = Plan(setting, text, per_run)

@@ -23,17 +23,17 @@ _ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _INSTEAD = "leave positions out, and kept tokens are counted anew"
 
 
-def original_positions(model_config: Any) -> bool:
+def has_original_positions(model_config: Any) -> bool:
     """Return True if this model has one axis of positions and kept tokens keep those of the full prompt."""
     return getattr(model_config.multimodal_config, _MARK, False)
 
 
-def longest(model_config: Any) -> int:
+def count_positions(model_config: Any) -> int:
     """Return how many positions vLLM's table of angles has for a model with original positions."""
     return _TABLE * model_config.hf_text_config.max_position_embeddings
 
 
-def arrange(positions: str | None, model_config: Any, family: Family, in_llm: bool) -> None:
+def configure_positions(positions: str | None, model_config: Any, family: Family, in_llm: bool) -> None:
     """Prepare the model's config for a server's `positions` (see `ServerConfig`). Only "original", in a model with one
     axis, changes it.
 

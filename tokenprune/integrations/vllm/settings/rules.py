@@ -46,7 +46,7 @@ class Rules:
     on_error: str | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], whose: str = "this server") -> Rules:
+    def from_json(cls, given: Mapping[str, Any], whose: str = "this server") -> Rules:
         """Read those of the keys `RULES` that are given. Raises OptionError or UnknownMethodError."""
         return cls(
             whose,
@@ -77,7 +77,7 @@ class Rules:
                     f"{KEY}: keep={share:g}{of_age} is less than {self.whose} allows: min_keep is {self.min_keep}"
                 )
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Return the rules in words for the line of the log; empty if there are none."""
         said = {
             "min_keep": None if self.min_keep is None else f"{self.min_keep:g}",

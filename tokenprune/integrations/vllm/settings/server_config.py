@@ -17,7 +17,7 @@ from typing import Any
 from tokenprune.errors import ConfigError, OptionError, TokenPruneError, short
 from tokenprune.integrations.vllm.log import SERVER
 from tokenprune.integrations.vllm.settings.callers import CallerError, Callers
-from tokenprune.integrations.vllm.settings.configuration import check_key, configured, split
+from tokenprune.integrations.vllm.settings.configuration import check_key, get_server_setting, split_server_keys
 from tokenprune.integrations.vllm.settings.keys import (
     DEFAULT,
     FREE_KV,
@@ -37,7 +37,7 @@ from tokenprune.settings import IN_LLM, Setting
 from tokenprune.settings.json_values import plain
 
 logger = logging.getLogger(SERVER)
-SECONDS = 60.0  # for which profiles are served that a reload has removed
+GRACE_SECONDS = 60.0  # for which profiles are served that a reload has removed
 POSITIONS = ("original", "renumbered")
 HTTP = "vllm.entrypoints.launchers.app"  # imported in the process of a server
 SERVER_CONFIG = f"{KEY}_server"  # attribute of a multimodal config
@@ -95,30 +95,30 @@ class ServerConfig:
         """
         log, free_kv, positions = _read_engine_keys(given, server)
         uses_gateway = bool(set(given) & set(GATEWAY_KEYS)) or server.budget.ages is not None
-        given = with_file(plain(given, KEY))
+        given = merge_reload_file(plain(given, KEY))
         profiles = given.get("profiles", {})
         check_key(isinstance(profiles, dict), "profiles", 'an object of settings by name, {"fast": {"keep": 0.1}}')
         check_key(len(profiles) <= _MOST, "profiles", f"{_MOST} at most, not {len(profiles)}")
-        made, rules = {DEFAULT: server}, {DEFAULT: Rules.of(given)}
+        made, rules = {DEFAULT: server}, {DEFAULT: Rules.from_json(given)}
         for name, layer in profiles.items():
             if name in (DEFAULT, REQUEST) or not _NAME.fullmatch(name):
                 raise OptionError(
                     f"{KEY}: {short(name)} cannot be the name of a profile: use letters, digits, '.', '_' and '-', and "
                     f'neither "{DEFAULT}", which is the setting beside the profiles, nor "{REQUEST}"'
                 )
-            layer, own = split(layer)
+            layer, own = split_server_keys(layer)
             try:
                 if others := sorted(set(own) - set(RULES)):
                     raise OptionError(f"{', '.join(others)} holds for the whole server: put it beside the profiles")
                 made[name] = server if layer is None else read(layer)
                 check_override(server, made[name])
                 if own:
-                    rules[name] = Rules.of(own, f"profile {name!r}")
+                    rules[name] = Rules.from_json(own, f"profile {name!r}")
             except TokenPruneError as error:
                 raise OptionError(f"profile {name!r}: {error}") from error
-        callers = Callers.of(given["callers"], made, DEFAULT) if "callers" in given else None
+        callers = Callers.from_json(given["callers"], made, DEFAULT) if "callers" in given else None
         rule = given.get("overload")
-        overload = None if rule is None else Overload.of(rule, made)
+        overload = None if rule is None else Overload.from_json(rule, made)
         whole = {name: one.to_json() for name, one in made.items()}
         config = cls(whole, rules, callers, overload, given.get(RELOAD), log, free_kv, positions, uses_gateway)
         for name, setting in made.items():
@@ -184,11 +184,11 @@ class ServerConfig:
         said = [getattr(self.rules[name], key) for name in (profile, DEFAULT) if name in self.rules]
         return next((value for value in said if value is not None), otherwise)
 
-    def policy(self) -> str:
+    def describe_rules(self) -> str:
         """Return the rules in words for the line of the log; empty if there are none."""
-        said = {name: rules.said() for name, rules in self.rules.items()}
+        said = {name: rules.describe() for name, rules in self.rules.items()}
         lines = [text if name == DEFAULT else f"{name}: {text}" for name, text in said.items() if text]
-        return "; ".join(lines + ([] if self.callers is None else [self.callers.said()]))
+        return "; ".join(lines + ([] if self.callers is None else [self.callers.describe()]))
 
 
 def _read_engine_keys(given: Mapping[str, Any], server: Setting) -> tuple[bool, bool, str | None]:
@@ -207,7 +207,7 @@ def _read_engine_keys(given: Mapping[str, Any], server: Setting) -> tuple[bool, 
     return log is not None, free_kv, positions
 
 
-def with_file(given: dict[str, Any]) -> dict[str, Any]:
+def merge_reload_file(given: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a server's setting together with those of the file that `reload` names, if there is one.
     Raises OptionError or ConfigError."""
     if RELOAD not in given:
@@ -232,7 +232,7 @@ def with_file(given: dict[str, Any]) -> dict[str, Any]:
 def get_server_config(model_config: Any) -> ServerConfig:
     """Return the config of a server; only its setting as "default" if none was read."""
     config = getattr(model_config.multimodal_config, SERVER_CONFIG, None)
-    return ServerConfig({DEFAULT: configured(model_config) or {}}) if config is None else config
+    return ServerConfig({DEFAULT: get_server_setting(model_config) or {}}) if config is None else config
 
 
 def set_server_config(model_config: Any, config: ServerConfig) -> None:
@@ -267,10 +267,10 @@ class _Left:
 
 
 def begin_grace(model_config: Any, before: ServerConfig) -> None:
-    """Serve the profiles of `before` that the server no longer has for `SECONDS` from now."""
+    """Serve the profiles of `before` that the server no longer has for `GRACE_SECONDS` from now."""
     now = time.monotonic()
     kept = [one for one in _left(model_config) if one.until > now]
-    setattr(model_config.multimodal_config, _LEFT, [_Left(before, now + SECONDS), *kept])
+    setattr(model_config.multimodal_config, _LEFT, [_Left(before, now + GRACE_SECONDS), *kept])
 
 
 def find_server_config(model_config: Any, named: Callable[[ServerConfig], Any]) -> ServerConfig:

@@ -29,7 +29,7 @@ from vllm.multimodal.utils import copy_mm_embedding_modality, get_mm_features_in
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedModelError
 from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.integrations.vllm.settings.plan import Plan
-from tokenprune.integrations.vllm.settings.position_checks import longest
+from tokenprune.integrations.vllm.settings.position_checks import count_positions
 from tokenprune.integrations.vllm.worker.position_notes import ItemNotes, missing_note
 from tokenprune.kernels.transfer import to_device
 
@@ -119,7 +119,7 @@ class FullPrompt:
         items, index = list[FullItem](), list[Tensor]()
         done = gone = 0  # tokens of the reduced prompt so far, and those that are left out before them
         for feature in sorted(features, key=lambda one: one.mm_position.offset):
-            plan, offset = Plan.of_feature(feature), feature.mm_position.offset
+            plan, offset = Plan.from_feature(feature), feature.mm_position.offset
             written = _span(*_written(plan))
             items.append(FullItem(feature, plan, offset + gone, written))
             index += [_span(range(done + gone, offset + gone)), offset + gone + written]
@@ -160,7 +160,7 @@ def compute_prompt_positions(
 
     All follow from the model's own rule for the full prompt.
     """
-    if not any(Plan.of_feature(feature).reduces for feature in features):
+    if not any(Plan.from_feature(feature).reduces for feature in features):
         return *rule(tokens, features), {feature.mm_position.offset: None for feature in features}
     full = FullPrompt.of(len(tokens), features)
     moved = [dataclasses.replace(item.feature, mm_position=_where(item.plan, item.offset)) for item in full.items]
@@ -292,7 +292,7 @@ def prepare_decoder(decoder: nn.Module, model_config: Any) -> None:
     if isinstance(decoder, StageMissingLayer):
         return  # a server that encodes alone
     ropes = [module for module in decoder.modules() if isinstance(module, RotaryEmbeddingBase)]
-    if not ropes or not all(_reads_first_axis(rope, longest(model_config)) for rope in ropes):
+    if not ropes or not all(_reads_first_axis(rope, count_positions(model_config)) for rope in ropes):
         raise UnsupportedModelError(
             f'{KEY}: "positions": "original" does not go with {type(decoder).__name__}, whose rope does not take '
             "positions of several axes: leave positions out, and kept tokens are counted anew"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tokenprune.integrations.vllm.compat import missing_hooks, wrap
-from tokenprune.integrations.vllm.log import asked_id
+from tokenprune.integrations.vllm.log import get_request_id
 
 _of_item: dict[int, str] = {}  # requests, by the identity of their items
 _batch: list[str | None] = []  # requests of the batch that the model gets next
@@ -69,4 +69,4 @@ def of_batch(number: int) -> list[dict[str, str]]:
     """Return the field of the log that names a request, of each of the items of a batch; empty where nobody knows."""
     if len(_batch) != number:  # not by way of a runner
         return [{}] * number
-    return [{} if one is None else {"request": asked_id(one)} for one in _batch]
+    return [{} if one is None else {"request": get_request_id(one)} for one in _batch]

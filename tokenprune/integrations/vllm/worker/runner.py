@@ -74,7 +74,7 @@ def chunks(items: list[tuple[str, Any]], limit: int) -> Iterator[list[tuple[str,
     chunk: list[tuple[str, Any]] = []
     total = 0
     for modality, item in items:
-        plan = Plan.of_item(item, modality)
+        plan = Plan.from_item(item, modality)
         size = 0 if plan is None else sum(plan.counts)
         if chunk and total + size > limit:
             yield chunk

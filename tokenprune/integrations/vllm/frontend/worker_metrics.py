@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from tokenprune.integrations.vllm.settings.configuration import SECONDS
+from tokenprune.integrations.vllm.settings.configuration import METRICS_FOLDER
 
 _PREFIX = "tokenprune-metrics-"
 _locks: list[int] = []  # held until this process ends
@@ -64,17 +64,17 @@ class _OfWorkers(Collector):
 
 
 @cache
-def of_workers() -> _OfWorkers:
+def get_worker_metrics() -> _OfWorkers:
     made = _OfWorkers()
     REGISTRY.register(made)
     return made
 
 
-def listen(model_config: Any) -> None:
+def create_worker_folder(model_config: Any) -> None:
     """Make the folder in which this model's workers write their sums; it is removed when this process ends."""
     folder = tempfile.mkdtemp(dir=_own_folder())
-    setattr(model_config.multimodal_config, SECONDS, folder)
-    of_workers().folders.append((Path(folder), model_config.served_model_name))
+    setattr(model_config.multimodal_config, METRICS_FOLDER, folder)
+    get_worker_metrics().folders.append((Path(folder), model_config.served_model_name))
 
 
 @cache
