@@ -53,7 +53,7 @@ def test_facts(folder: Callable[[str], Path], setting: Any, said: str, profiles:
     assert set(found) | {"model_name"} == set(metrics.GAUGES[INFO][1])
     line = announce.format_line(found)
     assert line.count("\n") == 0 and f"vLLM {compat.TESTED} (tested), model runner v1" in line
-    assert ("nothing is reduced" in line) == (setting is None)
+    assert ("no tokens are pruned" in line) == (setting is None)
     assert facts(config(folder("llava"), setting), v2=True)["runner"] == "v2"
 
 
@@ -82,7 +82,7 @@ def test_an_engine_that_starts_says_so(
         for act in (announce.announce, profiles.watch):
             act(engine)
     started, bare = [one.getMessage() for one in caplog.records if one.name == "vllm.tokenprune"]
-    assert "is on: divprune 0.25, profiles: fast, ocr, policy: none;" in started and "no setting turns it on" in bare
+    assert "is on: divprune 0.25, profiles: fast, ocr, policy: none;" in started and "loaded without a setting" in bare
     totals = {name: samples(f"tokenprune:{name}_total", "starting") for name in ("visual_tokens", "requests")}
     assert totals["visual_tokens"] == {
         (keep, method, stage): 0

@@ -84,7 +84,7 @@ def test_a_folder_that_is_gone_costs_no_request(tmp_path: Path) -> None:
 def test_others_hear_of_what_comes_and_ends_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By endpoints that count no request, and in the engine; and at once of a request that is being rendered."""
     mine, theirs = SharedCount(tmp_path), SimpleNamespace(running=0)
-    monkeypatch.setattr(in_flight, "shared_count", lambda: mine)
+    monkeypatch.setattr(in_flight, "get_shared_count", lambda: mine)
     load = RequestLoad(engine=lambda: SimpleNamespace(get_num_unfinished_requests=lambda: theirs.running))
 
     def told() -> int:
@@ -126,7 +126,7 @@ def test_the_step_is_that_of_now(
 ) -> None:
     """When nobody asks any more, too; reading it changes nothing. Where API servers share a folder, a loop tells it."""
     count = SharedCount(tmp_path) if shared else None
-    monkeypatch.setattr(in_flight, "shared_count", lambda: count)
+    monkeypatch.setattr(in_flight, "get_shared_count", lambda: count)
     monkeypatch.setattr(in_flight.time, "monotonic", lambda: now)
     name = f"stepping {shared}"
     setting = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}}

@@ -86,9 +86,9 @@ def test_requests_can_only_switch_it_off() -> None:
     for request in ({}, {"keep": 0.25}, {"off": True}, DART):
         check_override(server, parse_setting(DART, request))
     for request in ({"keep": 0.5}, {"pivot_image": 5}, {"method": "divprune"}, FASTV):
-        with pytest.raises(OptionError, match="matter of the whole server"):
+        with pytest.raises(OptionError, match="set for the whole server"):
             check_override(server, parse_setting(DART, request))
-    with pytest.raises(OptionError, match="matter of the whole server"):
+    with pytest.raises(OptionError, match="set for the whole server"):
         check_override(other, parse_setting({"method": "divprune"}, FASTV))
     check_override(other, parse_setting({"method": "divprune"}, {"method": "pool"}))
 

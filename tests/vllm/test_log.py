@@ -92,7 +92,7 @@ def test_nothing_is_logged_unless_asked_for(folder: Callable[[str], Path], caplo
     made = processor(folder("qwen2_5_vl"), SETTING)
     items = made.info.parse_mm_data({"image": photos(checkpoint)[:1]})
     made(checkpoint.prompt(1), items, hf_processor_mm_kwargs={})
-    with pytest.raises(OptionError, match="has no profile"):
+    with pytest.raises(OptionError, match="does not exist"):
         made(checkpoint.prompt(1), items, hf_processor_mm_kwargs={"tokenprune": {"profile": "fsat"}})
     with Clock.of(worker(made.info.ctx.model_config)).timing("divprune", CPU):
         pass
@@ -106,7 +106,7 @@ def test_only_the_server_decides(folder: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match=r"profile 'fast': .*log"):
         config(folder("llava"), DIVPRUNE | {"profiles": {"fast": {"keep": 0.11, "log": "json"}}})
     made = processor(folder("llava"), SETTING | {"log": "json"})
-    with pytest.raises(OptionError, match="log belongs to the server's setting, not to a request"):
+    with pytest.raises(OptionError, match="log belongs to the server's configuration, not to a request"):
         asked = {"log": "json"}
         get_policy(made.info.ctx.model_config, asked).resolve(asked, {})
 

@@ -89,7 +89,7 @@ def test_prompts_beyond_the_positions_of_the_model(
     prompt, images = engine.checkpoint.prompt(2), engine.checkpoint.images(2)
     with monkeypatch.context() as patch:
         patch.setattr(engine.llm.model_config.hf_text_config, "max_position_embeddings", 121)
-        with pytest.raises(OptionError, match=r"positions for less than 4\. Send fewer or smaller images"):
+        with pytest.raises(OptionError, match=r"positions for fewer than 4: send fewer or smaller images"):
             engine.generate([engine.request(prompt, images)])
         engine.generate([engine.request(prompt, images, {"off": True})])
     (output,) = engine.generate([engine.request(prompt, images)])
@@ -97,7 +97,7 @@ def test_prompts_beyond_the_positions_of_the_model(
 
 
 def test_a_request_cannot_choose_positions(engine: Engine) -> None:
-    with pytest.raises(OptionError, match="positions belongs to the server's setting"):
+    with pytest.raises(OptionError, match="positions belongs to the server's configuration"):
         engine.generate([engine.request("<image> what? ", engine.checkpoint.images(1), {"positions": "renumbered"})])
 
 
@@ -116,11 +116,11 @@ def test_the_setting(folder: Any) -> None:
     dart = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
     assert not config(folder("llava"), dart | ORIGINAL).uses_mrope
     for name, setting, says in (
-        ("qwen2_5_vl", DIVPRUNE | {"positions": "renumbered"}, "Qwen2_5_VL.*M-RoPE: leave positions out"),
+        ("qwen2_5_vl", DIVPRUNE | {"positions": "renumbered"}, "Qwen2_5_VL.*M-RoPE. Leave positions out"),
         ("llava", dart | {"positions": "renumbered"}, "experimental_in_llm: leave positions out"),
         ("llava", DIVPRUNE | {"positions": "orginal"}, "must be .original. .*not 'orginal'"),
         ("llava", DIVPRUNE | {"position": "original"}, "no key 'position': did you mean 'positions'"),
-        ("llava", DIVPRUNE | {"profiles": {"a": ORIGINAL}}, "profile 'a': positions holds for the whole server"),
+        ("llava", DIVPRUNE | {"profiles": {"a": ORIGINAL}}, "profile 'a': positions applies to the whole server"),
     ):
         with pytest.raises(ValueError, match=says):
             config(folder(name), setting)
@@ -129,9 +129,9 @@ def test_the_setting(folder: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"model_type": "internlm2"}, "'internlm2', it is not known that"),
+        ({"model_type": "internlm2"}, "'internlm2' is not known to"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope is scaled .'llama3'"),
-        ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "layers have different ropes"),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "layers have different RoPE parameters"),
         ({"rope_parameters": {"rope_type": "default", "use_fope": True}}, "rope has use_fope"),
         ({"sliding_window": 1023}, "start with --max-model-len 1023 or less"),
         ({"layer_types": ["full_attention", "linear_attention"]}, r"other kinds \(linear_attention\)"),

@@ -111,7 +111,7 @@ def test_endpoints_without_profiles_refuse_a_caller_that_has_one(made: Any, call
         with pytest.raises(CallerError, match="may not use profile 'fast'; it may use default"):
             ask(profile="fast")
     calling(ALICE)
-    with pytest.raises(OptionError, match="this caller asks for profile 'fast', and this endpoint knows"):
+    with pytest.raises(OptionError, match="this caller selects profile 'fast', and this endpoint supports"):
         ask()
     with pytest.raises(OptionError, match="this caller asks for profile 'fast'"):
         ask(keep=0.5)
@@ -132,7 +132,7 @@ def test_without_the_header_nobody_is_told_apart(folder: Callable[[str], Path], 
     monkeypatch.setattr(answers, "is_server", lambda: False)  # another test of this process may have been one
     config(folder(NAME), DIVPRUNE | OFFER)
     monkeypatch.setattr(answers, "is_server", lambda: True)
-    with pytest.raises((UnsupportedSetupError, ValueError), match=f"does not fit version {compat.TESTED}"):
+    with pytest.raises((UnsupportedSetupError, ValueError), match=f"vLLM {compat.TESTED} lacks"):
         config(folder(NAME), DIVPRUNE | OFFER)
 
 
@@ -210,7 +210,7 @@ def test_who_may_what_changes_while_it_runs(server: Server, offer_file: Path) ->
     assert ask(server, ALICE)["profile"] == "half"
     assert ask(server, ALICE, model="tiny:fast")[0] == 400
     status, text = ask(server, BOB)
-    assert status == 400 and "no profile for the caller, whom it knows by the API key" in text
+    assert status == 400 and "the API key of this request is not assigned to a profile" in text
     reload(server, offer_file, OFFER)
     assert ask(server, ALICE)["profile"] == "fast"
 

@@ -141,8 +141,8 @@ def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpo
     wrong = [
         ({"exact": False}, OptionError, "Pass exact=True"),
         ({"vtu": "expanded"}, OptionError, "changes attention inside the language model"),
-        ({"thresholds": "/etc/passwd"}, OptionError, "belongs to the server's setting"),
-        ({"method": "dymu", "thresholds": "x"}, OptionError, "belongs to the server's setting"),
+        ({"thresholds": "/etc/passwd"}, OptionError, "belongs to the server's configuration"),
+        ({"method": "dymu", "thresholds": "x"}, OptionError, "belongs to the server's configuration"),
         ({"keep": 0.25}, BudgetError, "was not calibrated"),
         ({"method": "tome", "r": 3}, OptionError, "Leave r out"),
         ({"method": "tome", "keep": {"tokens": 1}}, BudgetError, "halves|at most half"),

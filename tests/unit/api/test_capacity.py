@@ -96,8 +96,8 @@ def test_more_gpus_hold_and_compute_more() -> None:
         (lambda: Server.from_config(Qwen3VLMoeConfig(), H100), UnsupportedModelError, "mixture of experts"),
         (lambda: Server.from_config(LlavaConfig(), H100, dtype="int8"), OptionError, "not one of bfloat16"),
         (lambda: Server.from_config(LlavaConfig(), H100, 0), OptionError, "at least 1 GPU"),
-        (lambda: Assumptions(compute=0).check(), OptionError, r"compute: 0 is no share"),
-        (lambda: Assumptions(at_once=0).check(), OptionError, "at least 1 request"),
+        (lambda: Assumptions(compute=0).check(), OptionError, r"compute: 0 is not a share"),
+        (lambda: Assumptions(at_once=0).check(), OptionError, "at_once and block must be at least 1"),
         (lambda: build_load(LlavaConfig(), 0, tokens=None, tiles=None, text=1), OptionError, "at least 1 image"),
     ],
 )  # fmt: skip
@@ -110,7 +110,7 @@ def test_what_has_no_answer_is_refused(make: Any, error: type[TokenPruneError], 
 def test_a_request_that_does_not_fit() -> None:
     server = Server.from_config(QWEN_7B, H100)
     load = build_load(QWEN_7B, 4, tokens=1_000_000, tiles=None, text=0)
-    with pytest.raises(UnsupportedModelError, match="take more GPUs, or fewer images"):
+    with pytest.raises(UnsupportedModelError, match="use more GPUs, or fewer images"):
         server.capacity(load, 1.0, 4, 1)
     with pytest.raises(BudgetError):
         server.capacity(load, 1.5, 4, 1)
@@ -140,13 +140,13 @@ def test_the_command_prints_all_that_it_assumes(tmp_path: Path) -> None:
     [
         (("--ttft", "5"), "write 500ms or 0.5s"),
         (("--tokens", 100), "say how many tiles"),
-        (("--gpu", "K80"), "no GPU 'K80' is known"),
+        (("--gpu", "K80"), "GPU 'K80' is not known"),
         (("--keep", "0"), "keep"),
         (("--keep", "1"), "use 1.0 for all"),
         (("--measured", "1.0=fast"), "is no rate at a keep"),
-        (("--measured", "1.0=2"), "two settings fit two shares, not 1"),
-        (("--measured", "1.0=2,0.25=1"), "no shares of the peak give both rates"),
-        (("--block", 0), "at least 1 token"),
+        (("--measured", "1.0=2"), "exactly two keeps, not 1"),
+        (("--measured", "1.0=2,0.25=1"), "no shares of the peak reproduce both rates"),
+        (("--block", 0), "at_once and block must be at least 1"),
         (("--json", "/nowhere/x.json"), "there is no folder"),
         (("--model", "/nowhere"), "there is no folder"),
     ],
@@ -201,5 +201,5 @@ def test_two_measured_settings_fit_two_shares() -> None:
         exact = 0.06 if keep == 0.11 else 1e-6
         assert fitted.capacity(load, keep, 1, 16).rate == pytest.approx(rate, rel=exact)
     assert 0.6 < fitted.assumed.compute < 0.8 and 0.25 < fitted.assumed.tower < 0.31
-    with pytest.raises(OptionError, match="two keeps that the GPU bounds"):
+    with pytest.raises(OptionError, match="two keeps with many concurrent"):
         server.fit(load, 1, 16, {1.0: 11.0, 0.25: 11.0})

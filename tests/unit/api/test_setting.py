@@ -336,7 +336,7 @@ def test_budgets_can_be_said() -> None:
     for keep in ({"average_tokens": 192}, {}, [{"share": 0.5}]):
         with pytest.raises(
             BudgetError,
-            match=r"must be a number, 4 for four tokens or 0\.25 for a share, alone or with age and step, not {",
+            match=r"must be a number \(4 for four tokens, 0\.25 for a share\), optionally with age and step, not {",
         ):
             parse_setting({"method": "divprune", "keep": keep})
 

@@ -110,9 +110,9 @@ def test_limits_hold_for_the_oldest_image() -> None:
     shares = {"keep": 0.8, "age": [[0, 1.0], [2, 0.5], [5, 0.25]]}
     made = offer(min_keep=0.25, methods=["divprune", "pool"])
     assert tiers_of(made.setting({"keep": shares | {"age": shares["age"][:2]}}))[1].joint_keep == 0.4
-    with pytest.raises(LimitError, match=r"keep=0\.2 of an image of age 5 is less than this server allows: min_keep"):
+    with pytest.raises(LimitError, match=r"keep=0\.2 of an image of age 5 is below min_keep"):
         made.setting({"keep": shares})
-    with pytest.raises(LimitError, match=r"so keep of an image of age 1 must be a share too, not 99 tokens"):
+    with pytest.raises(LimitError, match=r"so keep of an image of age 1 must be a share, not 99 tokens"):
         made.setting({"keep": {"keep": 1.0, "age": [[0, 1.0], [1, 99]]}})
     with pytest.raises(LimitError, match="does not allow random"):
         made.setting({"method": "random", "keep": {"keep": 1.0, "age": [[0, 1.0], [1, 0.5]]}})
@@ -128,9 +128,9 @@ def test_limits_hold_for_the_oldest_image() -> None:
         ({"method": "tome"}, "tome does not make its one cut before the language model"),
         ({"method": "dynres"}, "dynres does not make its one cut before the language model"),
         ({"method": "cdpruner"}, "cdpruner reads the question"),
-        ({"method": "evs"}, "evs leaves images whole"),
+        ({"method": "evs"}, "evs does not prune images"),
         ({"per": "frame"}, 'with per="image"'),
-        ({"keep": {"average_share": 0.5, "age": AGE}}, "must be a number.* alone or with age and step"),
+        ({"keep": {"average_share": 0.5, "age": AGE}}, "must be a number.* optionally with age and step"),
         ({"keep": {"keep": 0.5, "age": AGE, "steps": 2}}, "must be a number"),
         ({"keep": {"keep": 0.5, "age": AGE, "step": True}}, "step=True must be a whole number"),
         ({"keep": {"keep": 0.5, "age": [[0, 1.0], [1, 1.5]]}}, "must end with a share"),
@@ -170,9 +170,9 @@ def test_requests_that_ages_cannot_count() -> None:
     choice.check_age(setting(0.5), {"video": 1})
     choice.check_age(made, {}, [1, 1])
     choice.check_age(setting(0.5), {}, [4])
-    with pytest.raises(OptionError, match="this one has videos: ask for a profile without age="):
+    with pytest.raises(OptionError, match="this request has videos: select a profile without age="):
         choice.check_age(made, {"image": 0, "video": 1})
-    with pytest.raises(OptionError, match="tiles or crops with a budget each"):
+    with pytest.raises(OptionError, match="split into tiles or crops"):
         choice.check_age(made, {}, [1, 4])
 
 

@@ -312,7 +312,7 @@ def test_what_drops_patches_ahead_of_the_tower_is_served() -> None:
     assert parse_setting(setting.to_json()) == setting
     assert parse_setting({"method": "pixelprune"}).keep == 1_000_000
     assert "pixelprune" in served_methods() and "pixelprune" not in served_methods(in_llm=True)
-    with pytest.raises(OptionError, match=r"per=.*not with pixelprune"):
+    with pytest.raises(OptionError, match=r"per=.*not pixelprune"):
         parse_setting({"method": "pixelprune", "per": "frame"})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of requests that choose among the profiles of the server (see settings/server_config.py)."""
+"""The policy of servers whose requests select profiles (see settings/server_config.py)."""
 
 from __future__ import annotations
 
@@ -25,37 +25,39 @@ from tokenprune.integrations.vllm.settings.server_config import (
 
 @dataclass(frozen=True)
 class ServePolicy(RequestPolicy):
-    """The policy of a server whose requests choose among what it offers."""
+    """The policy of a server with keys of the gateway."""
 
-    def _resolve(self, asked: Any, counts: Mapping[str, int], served: RequestRecord) -> ServedRequest:
-        if isinstance(asked, Choice):
-            return asked.resolve(counts)
-        # It came from `LLM(...)` in Python, or by an endpoint that knows the key alone.
+    def _resolve(self, requested: Any, counts: Mapping[str, int], served: RequestRecord) -> ServedRequest:
+        if isinstance(requested, Choice):
+            return requested.resolve(counts)
+        # The request came from `LLM(...)` in Python, or from an endpoint that supports only the key.
         server = find_server_config(
-            self.model_config, lambda _: asked.get(PROFILE) if isinstance(asked, Mapping) else None
+            self.model_config, lambda _: requested.get(PROFILE) if isinstance(requested, Mapping) else None
         )
-        setting = check_request_setting(server.setting(asked), self.model_config)
-        served.by = BY_KEY if asked else DEFAULT
-        return Choice(asked, server, setting, served).resolve(counts)
+        setting = check_request_setting(server.setting(requested), self.model_config)
+        served.by = BY_KEY if requested else DEFAULT
+        return Choice(requested, server, setting, served).resolve(counts)
 
     def _process(self, request: ServedRequest, run: RequestRun) -> tuple[Any, list[CountedDetails]]:
         check_age(request.setting, run.counts)
-        made, items = super()._process(request, run)
-        check_age(request.setting, run.counts, (one.segments for one in items))
-        return made, items
+        result, items = super()._process(request, run)
+        check_age(request.setting, run.counts, (item.segments for item in items))
+        return result, items
 
     def observe(self, request: ServedRequest, run: RequestRun, items: list[CountedDetails]) -> None:
         served, setting = request.served, request.setting
         if setting.budget.ages is not None:
             (_, newest), *_ = settings_by_age(setting)
-            served.aged = sum(one != newest for one in request.items.get("image", ()))
+            served.aged = sum(item != newest for item in request.items.get("image", ()))
         if isinstance(request, HeldBack):
             outcome = request.outcome(run, items)
             metrics.add(self.model_config, "shadow_requests", served.profile, outcome)
             if outcome == KEPT:
-                served.shadow = sum(one.more.tokens for one in items)
-                for one in items:
-                    metrics.add_tokens(self.model_config, "shadow_tokens", one.more.label, one.before, one.more.tokens)
+                served.shadow = sum(item.more.tokens for item in items)
+                for item in items:
+                    metrics.add_tokens(
+                        self.model_config, "shadow_tokens", item.more.label, item.before, item.more.tokens
+                    )
         super().observe(request, run, items)
 
     def collect_facts(self) -> dict[str, list[str]]:
@@ -67,8 +69,8 @@ class ServePolicy(RequestPolicy):
         super().start_at_zero()
         server = get_server_config(self.model_config)
         under_load = () if server.overload is None else server.overload.profiles
-        own = set() if server.callers is None else server.callers.default_profiles - {DEFAULT}
-        for profile, by in (*((one, LOAD) for one in under_load), *((one, CALLER) for one in own)):
+        by_caller = set() if server.callers is None else server.callers.default_profiles - {DEFAULT}
+        for profile, by in (*((name, LOAD) for name in under_load), *((name, CALLER) for name in by_caller)):
             metrics.add(self.model_config, "requests", profile, by, count=0)
         for profile, setting in get_profile_settings(self.model_config).items():
             if server.rollout(profile) == 1 or setting.off:

@@ -28,12 +28,12 @@ def get_method(setting: Setting) -> Method:
 
 
 def count_kept(setting: Setting, num_tokens: int) -> int:
-    """Return how many of an item's visual tokens the prompt keeps. The result is the same in every process."""
+    """Return the number of an item's visual tokens in the prompt. The result is the same in every process."""
     return num_tokens if setting.keeps_all_tokens else count_requested(setting, num_tokens)
 
 
 def count_requested(setting: Setting, num_tokens: int) -> int:
-    """Return how many of an item's visual tokens the method keeps, in the prompt or inside the language model."""
+    """Return the number of an item's visual tokens that the method keeps, in the prompt or in the language model."""
     requested = left(setting.budget.resolve_keep(num_tokens), setting.bounds)
     return min(num_tokens, max(1, get_method(setting).budget(num_tokens, requested)))
 

@@ -14,4 +14,4 @@ GATEWAY_KEYS = ("profiles", *RULES, "callers", "overload", "reload")  # the serv
 SERVER_KEYS = (*GATEWAY_KEYS, "log", FREE_KV, "positions")  # keys that a request must not set
 PROFILE = "profile"  # a request selects a profile of the server with this key
 DEFAULT = "default"  # name of the profile with the server's own setting
-REQUEST = "request"  # metrics label of requests that bring a setting of their own
+REQUEST = "request"  # metrics label of requests with a setting

@@ -59,14 +59,14 @@ def parse_request(server: Mapping[str, Any], requested: Mapping[str, Any]) -> Se
 
 
 def check_override(server: Setting, request: Setting) -> None:
-    """Raise OptionError if a request changes the reduction of a server and one of them acts inside the language model.
+    """Raise OptionError if a request changes a server's method and one of the two acts inside the language model.
 
     The layers of the language model are prepared for one method when the server starts.
     """
     if (server.in_llm or request.in_llm) and not request.off and _reduction(request) != _reduction(server):
         raise OptionError(
-            f"{IN_LLM} is a matter of the whole server, set when it starts: a request can only switch the reduction "
-            'off, with {"off": true}'
+            f"{IN_LLM} is set for the whole server when it starts. A request can only switch pruning off with "
+            '{"off": true}.'
         )
 
 
@@ -76,17 +76,17 @@ def _reduction(setting: Setting) -> tuple[Any, ...]:
 
 
 def _to_text(layer: Any) -> str:
-    """Return a layer as JSON; raises OptionError or BudgetError for what is no layer at all."""
+    """Return a layer as JSON text; raise OptionError or BudgetError if it is not a valid object."""
     if not isinstance(layer, Mapping):
         raise OptionError(
             f'{KEY} must be an object like {{"method": "divprune", "keep": 0.25}} or {{"off": true}}, '
             f"not {short(layer)}"
         )
     if "config" in layer:  # a server's own was read before
-        raise OptionError(f"{KEY}: config names a file of the server: it belongs to its setting, not to a request")
+        raise OptionError(f"{KEY}: config names a file of the server. Only the server's setting may contain it.")
     text = json.dumps(plain(layer, KEY))
     if len(text) > _MAX_LENGTH:
-        raise OptionError(f"{KEY} is {len(text)} characters long; at most {_MAX_LENGTH} are read")
+        raise OptionError(f"{KEY} has {len(text)} characters. At most {_MAX_LENGTH} are allowed.")
     return text
 
 
@@ -116,7 +116,7 @@ def _check(setting: Setting) -> None:
     if per not in ("image", "frame"):
         raise OptionError(f'{KEY}: per must be "image" or "frame", not {short(per)}')
     if setting.in_llm and count > 1:
-        raise OptionError(f"{KEY}: {IN_LLM} goes with one method, not with {count}")
+        raise OptionError(f"{KEY}: {IN_LLM} supports one method, not {count}")
     methods = setting.methods
     for keep in setting.keep if isinstance(setting.keep, list) else [setting.keep]:
         if isinstance(keep, dict) and set(keep) - {"age", "step"} not in ({"keep"}, {"tokens"}):
@@ -126,20 +126,18 @@ def _check(setting: Setting) -> None:
     check_places(methods)
     num_token_methods = sum(method.site is not Site.PRE_ENCODER for method in methods)
     if num_token_methods > 1:
-        raise OptionError(f"{KEY}: one method can act after an image's pixels, not {num_token_methods}: leave one out")
+        raise OptionError(f"{KEY}: only one method may act after the image processor, not {num_token_methods}")
     if (token_method := setting.method) is None:
         return
     if per == "frame" and token_method.site is not Site.PRE_LLM:
-        raise OptionError(
-            f'{KEY}: per="frame" goes with methods that act on the features, not with {token_method.name}'
-        )
+        raise OptionError(f'{KEY}: per="frame" supports only methods that act on features, not {token_method.name}')
     if per == "frame" and compares_frames(token_method):
         raise BudgetError(
-            f"{KEY}: {token_method.name} compares the frames of a video, so the whole video has one budget: leave out "
-            'per="frame"'
+            f"{KEY}: {token_method.name} compares the frames of a video, so the whole video has one budget. Leave out "
+            'per="frame".'
         )
     if setting.budget.ages is not None and compares_frames(token_method):
-        raise BudgetError(f"{KEY}: {token_method.name} leaves images whole, whose ages age= is about: leave it out")
+        raise BudgetError(f"{KEY}: {token_method.name} does not prune images. Leave out age=.")
 
 
 def _normalize(setting: Setting) -> Setting:
@@ -158,15 +156,15 @@ def _normalize(setting: Setting) -> Setting:
 
 
 def _write_out_options(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of a method. Options that name a file keep the `File` that was read."""
+    """Return all options of a method. Options that name a file hold the `File` that was read."""
     written = {field.name: getattr(method, field.name) for field in fields(method)}
     return written | {name: value for name, value in options.items() if isinstance(value, File)}
 
 
 def _not_a_number(keep: Any) -> BudgetError:
     return BudgetError(
-        f"{KEY}: the prompt is written before the model runs, so keep must be a number, 4 for four tokens or 0.25 for "
-        f"a share, alone or with age and step, not {short(keep)}"
+        f"{KEY}: keep must be a number (4 for four tokens, 0.25 for a share), optionally with age and step, not "
+        f"{short(keep)}"
     )
 
 
