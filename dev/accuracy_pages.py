@@ -100,9 +100,9 @@ def plot() -> bytes:
 def _tables(path: Path, *titles: str, costs: bool = True) -> str:
     """Return the table of costs (if asked for) and those of `titles`, without empty columns; the others are one command
     away."""
-    from tokenprune_bench.tables import tables, to_markdown
+    from tokenprune_bench.tables import build_tables, to_markdown
 
-    first, *others = tables(results_of(path))
+    first, *others = build_tables(results_of(path))
     shown = [one for one in others if one.title in titles]
     parts = [to_markdown(_filled_columns(one)).strip() for one in ([first] * costs + shown)]
     name = path.relative_to(ROOT).as_posix()

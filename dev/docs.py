@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import tokenprune
-from tokenprune.integrations.shared.checks import unsupported
+from tokenprune.cli.docstrings import Docstring
+from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.methods.registry import MethodInfo
 from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.selection.observable import Backend
 from tokenprune.selection.observable_registry import find_observable
-from tokenprune.selection.options import in_words, option_types
+from tokenprune.selection.options import describe_type, get_option_types
 
 FOLDER = Path(__file__).parent.parent / "docs/methods"
 COMPARISON = FOLDER.parent.parent / "benchmarks/tokenprune_bench/tuning/for_comparison.json"
@@ -60,11 +61,11 @@ def head(name: str) -> str:
         rows = [row for row in rows if row[0] != "needs"]
     lines = [cell(info.summary), "", "| | |", "|---|---|", *(f"| {a} | {cell(b)} |" for a, b in rows)]
     if info.options:
-        meaning = meanings(info.cls.__doc__, info.options)
-        types = option_types(info.cls)
+        meanings = Docstring.from_class(info.cls).args
+        types = get_option_types(info.cls)
         lines += ["", "| option | default | takes | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{one}` | `{default!r}` | {cell(in_words(types[one]))} | {cell(meaning[one])} |"
+            f"| `{one}` | `{default!r}` | {cell(describe_type(types[one]))} | {cell(meanings.get(one, ''))} |"
             for one, default in info.options.items()
         ]
     return "\n".join(lines)
@@ -73,22 +74,6 @@ def head(name: str) -> str:
 def default_keep(keep: float | int) -> str:
     """A share; or, of an int, tokens: more than any image has are all."""
     return f"{keep:g}" if isinstance(keep, float) else f"{keep:,} tokens an image"
-
-
-def meanings(docstring: str, options: dict[str, object]) -> dict[str, str]:
-    """What a docstring says of each option: the text behind a line that begins with `option:` or `option, option:`."""
-    found = dict.fromkeys(options, "")
-    current: list[str] = []
-    for line in inspect.cleandoc(docstring).splitlines():
-        match = re.match(r"(\w+(?:, \w+)*): +(.*)", line)
-        names = match[1].split(", ") if match else []
-        if names and all(one in options for one in names):
-            current, line = names, match[2]
-        elif not line.strip() or (match and not line.startswith(" ")):
-            current = []
-        for one in current:
-            found[one] = f"{found[one]} {line.strip()}".strip()
-    return {one: text or "see below" for one, text in found.items()}
 
 
 def cell(text: str) -> str:
@@ -188,9 +173,9 @@ def leaving() -> list[str]:
     by_pixels, by_states, by_keys = drop(score="detail"), drop(), tokenprune.method("saint")
     lines = ["| engine | by pixels or hidden states | by hidden states alone | by keys |", "|---|---|---|---|"]
     for engine, backend, rows in (("transformers", Backend.HF, SUPPORTED), ("vLLM", Backend.VLLM, SERVED)):
-        left = sorted(one.name for one in rows.values() if not unsupported(by_states, one, backend))
-        pixels = [name for name in left if not unsupported(by_pixels, name, backend)]
-        keys = {one.name for one in rows.values() if not unsupported(by_keys, one, backend)}
+        left = sorted(one.name for one in rows.values() if not find_unsupported_reason(by_states, one, backend))
+        pixels = [name for name in left if not find_unsupported_reason(by_pixels, name, backend)]
+        keys = {one.name for one in rows.values() if not find_unsupported_reason(by_keys, one, backend)}
         found = (pixels, set(left) - set(pixels), keys - set(left), set(left) - keys)
         first, second, more, less = (", ".join(f"`{name}`" for name in sorted(names)) for names in found)
         others = f"these, and {more}" + (f", without {less}" if less else "")
@@ -215,7 +200,7 @@ def served() -> str:
     return "\n".join(lines)
 
 
-def not_served() -> str:
+def list_unserved() -> str:
     """Return the table of architectures that the plugin refuses by name."""
     rows: dict[str, list[str]] = {}
     for name, reason in REFUSED_IN_VLLM.items():

@@ -54,9 +54,9 @@ Entry = dict[str, Any]
 
 def entries() -> Iterator[Entry]:
     """Yield the entries of the file, those of the advised methods and of a smaller image alone."""
-    from tokenprune_bench.recommend.advice import advice
+    from tokenprune_bench.recommend.advice import load_advice
 
-    advised = {one.method for one in advice().values()} | {SMALLER}
+    advised = {one.method for one in load_advice().values()} | {SMALLER}
     for made in (published(), accuracy(), published_speed(), measured_speed()):
         yield from (one for one in made if one["method"] in advised)
 
@@ -129,7 +129,7 @@ def _size(model: str) -> float:
     from tokenprune_demo import MODELS
 
     config = AutoConfig.from_pretrained(MODELS[model.removesuffix(" (shipped)")])
-    return float(DecoderShape.from_config(config.get_text_config()).weights)
+    return float(DecoderShape.from_config(config.get_text_config()).num_weights)
 
 
 def published() -> Iterator[Entry]:

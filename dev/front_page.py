@@ -41,14 +41,14 @@ def _model(results: Results) -> str:
 
 
 def speed_and_accuracy() -> str:
-    """Speed and accuracy of the first setting, the tower included: one sentence."""
-    results, ((row, one), *_) = measured()
-    name, whole, ratio = _model(results), results.baseline, row.timing["ttft_ratio"]["p50"]
+    """Return one sentence with the speed and the accuracy of the first setting, the vision tower included."""
+    results, ((row, record), *_) = measured()
+    name, unpatched, ratio = _model(results), results.baseline, row.timing["ttft_ratio"]["p50"]
     return (
-        f"On `{name}`, {ABOUT[name].partition(',')[0]}, `{row.method}` with {100 * row.keep:.0f} % of the tokens gives "
-        f"the first token {1 / ratio:.2f} times as fast (on {_threads(one)}, vision tower included) and answers "
-        f"{100 * row.overall.value:.1f} % of {whole.questions} held-out questions right, "
-        f"{100 * whole.overall.value:.1f} % with all of them."
+        f"On `{name}`, {ABOUT[name].partition(',')[0]}, `{row.method}` with {100 * row.keep:.0f} % of the visual "
+        f"tokens reduces the time to the first token {1 / ratio:.2f}x ({_threads(record)}, vision tower included) and "
+        f"answers {100 * row.overall.value:.1f} % of {unpatched.questions} held-out questions correctly, against "
+        f"{100 * unpatched.overall.value:.1f} % with all tokens."
     )
 
 
@@ -60,23 +60,23 @@ def headline(up: str = "") -> str:
     """Return the table of what is saved and lost: one model, and one setting a row, whose speed and accuracy come from
     the same record. up: from the page to the root of the repository."""
     results, found = measured()
-    header = ("setting", "visual tokens", "answers right", "time to first token", "KV cache", "peak memory")
+    header = ("setting", "visual tokens", "correct answers", "time to first token", "KV cache", "peak memory")
     lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
     whole = results.baseline
     unpatched = next(one for one in read_records(HEADLINE) if one.get("method") == UNPATCHED)
-    lines.append(_line("all tokens", whole, unpatched, f"{results.whole_ms():.0f} ms"))
+    lines.append(_line("all tokens", whole, unpatched, f"{results.unpatched_ms():.0f} ms"))
     lines += [
         _line(f"`{row.method}` {row.keep:g}", row, one, f"{1 / row.ttft_ratio:.2f}x faster")
         for row, one in found
         if row.method == SHOWN
     ]
     random = [row for row in results.rows if row.method == "random"]
-    chance = ", ".join(f"{100 * row.overall.value:.1f} % at {row.keep:g}" for row in random)
+    chance = ", ".join(f"{100 * row.overall.value:.1f} % at keep={row.keep:g}" for row in random)
     name = _model(results)
     note = (
-        f"`{name}`, {ABOUT[name]}; {whole.questions} held-out questions, 95 % intervals, on {_threads(unpatched)}, "
-        f"vision tower included. `random` has {chance}. [How far to trust these numbers]({up}docs/results/trust.md); "
-        f"[measure yours]({up}docs/measure/bench.md). [Raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
+        f"`{name}`, {ABOUT[name]}; {whole.questions} held-out questions, 95 % intervals, {_threads(unpatched)}, vision "
+        f"tower included. Keeping random tokens scores {chance}. [Limits of these numbers]({up}docs/results/trust.md); "
+        f"[raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
     )
     return "\n\n".join(["\n".join(lines), note, gpu_page.short(up)])
 
@@ -91,7 +91,7 @@ def _line(title: str, row: Row, one: dict[str, Any], time: str) -> str:
 def choice() -> str:
     """Return the advice for the five most common situations as a table."""
     lines = ["| you have | take |", "|---|---|"]
-    known = advice.advice()
+    known = advice.load_advice()
     for one in (known[name] for name in COMMON):
         lines.append(f"| {one.title} | [`{one.method}`](docs/methods/{one.method}.md), `keep={one.keep!r}` |")
     return "\n".join(lines)

@@ -33,8 +33,8 @@ def cells() -> list[tuple[Any, str]]:
 
     photos = [one for one in load_heldout(folder=NATIVE) if one.background == "photo"]
     examples = [one for one in photos if min(one.image.size) >= LEAST]
-    numbers = sorted({one.number for one in examples})
-    found = {(one.number, one.kind): one for one in examples}
+    numbers = sorted({one.index for one in examples})
+    found = {(one.index, one.kind): one for one in examples}
     return [(found[number, kind], method) for number, (kind, method) in zip(numbers, CELLS, strict=False)]
 
 
@@ -65,9 +65,9 @@ def main() -> None:
     import transformers
     from PIL import Image
 
-    from tokenprune_bench.profiling.model import load
+    from tokenprune_bench.profiling.model import load_model
 
-    subject, told = load("demo_qwen"), []
+    subject, told = load_model("demo_qwen"), []
     FOLDER.mkdir(exist_ok=True)
     for example, method in cells():
         one, drawing = shown(subject, example, method)

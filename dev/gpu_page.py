@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the table of docs/guides/gpu.md and that of README, from rows of an H200; dev/readme.py calls this."""
+"""Write the table of docs/guides/gpu.md and the GPU table of README from the rows measured on an H200.
+
+dev/readme.py calls this module.
+"""
 
 from __future__ import annotations
 
@@ -13,132 +16,169 @@ import rows  # noqa: E402
 
 FOLDER = ROOT / "benchmarks/results/nvidia-h200"
 METHOD, SERVED = "divprune", "divprune 0.25"
+ENGINES = {"llava7b.default": "LLaVA, 576 to 144 tokens", "qwen7b.eager": "Qwen2.5-VL, 2,116 to 529 tokens"}
 
 
 class Line(NamedTuple):
-    """A line of the table: what was measured, unpatched and pruned. more: whether more is better."""
+    """A line of the table.
 
-    what: str
+    Args:
+        name: The measured quantity.
+        unpatched: Value without pruning.
+        pruned: Value with pruning.
+        unit: Printed after both values.
+        higher_is_better: True for rates and counts, False for times.
+    """
+
+    name: str
     unpatched: float
     pruned: float
     unit: str = " ms"
-    more: bool = False
+    higher_is_better: bool = False
 
     @property
     def gain(self) -> float:
-        return self.pruned / self.unpatched if self.more else self.unpatched / self.pruned
+        ratio = self.pruned / self.unpatched
+        return ratio if self.higher_is_better else 1 / ratio
 
 
-def _row(name: str, **wanted: Any) -> dict[str, Any]:
-    _, found = rows.read(FOLDER / f"{name}.jsonl")
-    return next(row for row in found if all(row.get(key) == value for key, value in wanted.items()))
+def read_row(file: str, **fields: Any) -> dict[str, Any]:
+    """Return the first row of a result file with these fields."""
+    _, records = rows.read(FOLDER / f"{file}.jsonl")
+    return next(row for row in records if all(row.get(key) == value for key, value in fields.items()))
 
 
-def _prefills(visual: int, keep: int, batch: int) -> list[Line]:
-    """Return the lines of a prefill. Eager and graphed times are of one run, in turn; what is graphed is compared with
-    the faster unpatched prefill."""
-    whole = _row("i_graphs", method="none", visual=visual, batch=batch, what="prefill")
-    less = _row("i_graphs", method=METHOD, visual=visual, keep=keep, batch=batch, what="prefill")
-    eager, graphed = (whole["eager_ms"], less["eager_ms"]), (whole["graphs_ms"], less["graphs_ms"])
-    best = min(eager[0], graphed[0])
-    made = [
-        Line(f"prefill, {visual:,} to {keep} tokens, batch {batch}", *eager),
-        Line("... with `graphs=True`", best, graphed[1]),
-    ]
+def prefill_lines(visual: int, keep: int, batch: int) -> dict[str, Line]:
+    """Return the lines of one prefill, by kind: "eager", "graphs" and, at batch 1, "busy".
+
+    Eager and graphed times come from the same run, in turn. The graphed time is compared with the faster time of the
+    unpatched model.
+    """
+    unpatched = read_row("i_graphs", method="none", visual=visual, batch=batch, what="prefill")
+    pruned = read_row("i_graphs", method=METHOD, visual=visual, keep=keep, batch=batch, what="prefill")
+    name = f"prefill, {visual:,} to {keep} tokens, batch {batch}"
+    fastest = min(unpatched["eager_ms"], unpatched["graphs_ms"])
+    lines = {
+        "eager": Line(name, unpatched["eager_ms"], pruned["eager_ms"]),
+        "graphs": Line(f"{name}, `graphs=True`", fastest, pruned["graphs_ms"]),
+    }
     if batch == 1:
-        source = "f_llava15" if visual == 576 else "b_llava_next"
+        file = "f_llava15" if visual == 576 else "b_llava_next"
         busy = [
-            _row(source, method=one, visual=visual, batch=1, keep=left)["device_ms"]
-            for one, left in (("none", visual), (METHOD, keep))
+            read_row(file, method=method, visual=visual, batch=1, keep=num_kept)["device_ms"]
+            for method, num_kept in (("none", visual), (METHOD, keep))
         ]
-        made.append(Line("... the time that the GPU is busy", min(best, busy[0]), busy[1]))
-    return made
+        lines["busy"] = Line(f"{name}, GPU busy time", min(fastest, busy[0]), busy[1])
+    return lines
 
 
-def lines() -> list[Line]:
-    """Return all lines of the table."""
-    batches = [_row("g_decode", method=one, what="largest batch")["batch"] for one in ("none", METHOD)]
-    steps = [_row("g_decode", method=one, what="step, static cache", batch=32)["graph_ms"] for one in ("none", METHOD)]
-    made = [*_prefills(576, 64, 1), *_prefills(2880, 320, 1), _prefills(576, 64, 8)[0]]
-    made += [
-        Line("a step of decoding, 2,880 to 320, batch 32, as a graph", *steps),
-        Line("requests of 2,880 to 320 tokens that fit into memory", *batches, "", True),
+def memory_line() -> Line:
+    """Return the number of requests whose caches fit into memory."""
+    batches = [read_row("g_decode", method=method, what="largest batch")["batch"] for method in ("none", METHOD)]
+    return Line("requests of 2,880 to 320 tokens that fit into memory", *batches, "", True)
+
+
+def vllm_lines(engine: str) -> dict[str, Line]:
+    """Return the lines of a vLLM server, by kind: "first", "client" and "engine".
+
+    The throughput of the client includes preprocessing. The throughput of the engine does not.
+    """
+    unpatched, pruned = (read_row("h_vllm_times", engine=engine, setting=setting) for setting in ("off", SERVED))
+    name = f"vLLM, {ENGINES[engine]}"
+    return {
+        "first": Line(f"{name}: time to first token, 1 request", unpatched["first_ms"], pruned["first_ms"]),
+        "client": Line(f"{name}: requests/s at the client", unpatched["whole_rate"], pruned["whole_rate"], "", True),
+        "engine": Line(f"{name}: requests/s of the engine only", unpatched["rate"], pruned["rate"], "", True),
+    }
+
+
+def answer_lines() -> list[Line]:
+    """Return the times of a complete answer of 64 tokens at batch 1, for each way that was measured."""
+    _, records = rows.read(FOLDER / "i_graphs.jsonl")
+    answers = [
+        [row for row in records if row["method"] == method and "64 tokens" in row["place"][0]]
+        for method in ("none", METHOD)
     ]
-    engines = {"llava7b.default": "LLaVA-1.5-7B, 576 tokens", "qwen7b.eager": "eager, Qwen2.5-VL-7B, 2,116"}
-    for engine, model in engines.items():
-        whole, less = (_row("h_vllm_times", engine=engine, setting=one) for one in ("off", SERVED))
-        made += [
-            Line(f"vLLM, {model}, keep 0.25: first token, alone", whole["first_ms"], less["first_ms"]),
-            Line("... requests a second, 64 at once", whole["rate"], less["rate"], "", True),
-        ]
-    return [*made, *_answers()]
-
-
-def _answers() -> list[Line]:
-    """Return the lines of an answer of 64 tokens, at batch 1, where they are measured."""
-    _, found = rows.read(FOLDER / "i_graphs.jsonl")
-    whole, less = ([row for row in found if row["method"] == one and "64 tokens" in row["place"][0]]
-                   for one in ("none", METHOD))  # fmt: skip
     ways = {
         "an answer of 64 tokens, 576 to 64, batch 1": "eager_ms",
-        "... with a static cache, whose steps are compiled": "static_ms",
-        "... and with `graphs=True`": "both_ms",
+        "an answer of 64 tokens, static cache": "static_ms",
+        "an answer of 64 tokens, static cache, `graphs=True`": "both_ms",
     }
-    times = {key: [next((row[key] for row in one if key in row), None) for one in (whole, less)]
-             for key in ways.values()}  # fmt: skip
-    return [Line(what, *times[key]) for what, key in ways.items() if None not in times[key]]
+    lines = []
+    for name, key in ways.items():
+        values = [next((row[key] for row in side if key in row), None) for side in answers]
+        if None not in values:
+            lines.append(Line(name, *values))
+    return lines
 
 
 def table() -> str:
     """Return the table of docs/guides/gpu.md."""
-    header, found = rows.read(FOLDER / "i_graphs.jsonl")
-    static = next(row["static_ms"] for row in found if row["method"] == "none" and "static_ms" in row)
-    shown = ["| | all tokens | `divprune` | gain |", "|---|---:|---:|---:|"]
-    shown += [_cells(line.what, line) for line in lines()]
+    header, records = rows.read(FOLDER / "i_graphs.jsonl")
+    static = next(row["static_ms"] for row in records if row["method"] == "none" and "static_ms" in row)
+    steps = [read_row("g_decode", method=m, what="step, static cache", batch=32)["graph_ms"] for m in ("none", METHOD)]
+    lines = [
+        *prefill_lines(576, 64, 1).values(),
+        *prefill_lines(2880, 320, 1).values(),
+        prefill_lines(576, 64, 8)["eager"],
+        prefill_lines(2880, 320, 8)["eager"],
+        Line("decoding step, 2,880 to 320, batch 32, as a graph", *steps),
+        memory_line(),
+        *(line for engine in ENGINES for line in vllm_lines(engine).values()),
+        *answer_lines(),
+    ]
     note = (
-        f"{header['device']}, {header['date']}, torch {header['torch']}, vLLM 0.32 (compiled, as by default, where not "
-        "called eager), bfloat16, random weights of LLaVA-1.5-7B's and LLaVA-NeXT-7B's decoder where no more is said. "
-        "Eager times at batch 1 differ by up to twice between runs: the host decides. With a static cache, whose steps "
-        f"transformers compiles, the unpatched answer takes {static:.0f} ms. "
-        "[All tables](docs/results/speed.md#on-a-gpu); raw data: `benchmarks/results/nvidia-h200`."
+        f"{header['device']}, {header['date']}, torch {header['torch']}, vLLM 0.32 (compiled unless marked eager, 64 "
+        "concurrent requests), bfloat16; decoders of LLaVA-1.5-7B and LLaVA-NeXT-7B with random weights unless noted. "
+        "Eager times at batch 1 vary by up to 2x between runs, because launch overhead dominates. With a static cache "
+        f"the unpatched answer takes {static:.0f} ms. [All tables](docs/results/speed.md#on-a-gpu); raw data: "
+        "`benchmarks/results/nvidia-h200`."
     )
-    return "\n".join(shown) + f"\n\n{note}"
+    return "\n".join([*HEAD, *(format_line(line) for line in lines)]) + f"\n\n{note}"
+
+
+HEAD = ("| NVIDIA H200, 7B models | all tokens | `divprune` | gain |", "|---|---:|---:|---:|")
 
 
 def short(up: str = "") -> str:
-    """Return README's table of a GPU, and what to know of batch 1. up: from the page to the root of the repository."""
-    eager, graphed, _, _, long, _, many, _, memory, first, rate, *_ = lines()
-    titles = {
-        "prefill, 2,880 to 320 tokens, batch 1, `graphs=True`": long,
-        "prefill, 576 to 64 tokens, batch 1, `graphs=True`": graphed,
-        "prefill, 576 to 64 tokens, batch 8": many,
-        "vLLM under load, 576 to 144 tokens, requests a second": rate,
-        "requests of 2,880 to 320 tokens that fit into memory": memory,
-    }
-    device = rows.read(FOLDER / "f_llava15.jsonl")[0]["device"].removeprefix("NVIDIA ")
-    shown = [f"| an {device}, 7B models, random weights | all tokens | `{METHOD}` | gain |", "|---|---:|---:|---:|"]
-    shown += [_cells(what, line) for what, line in titles.items()]
+    """Return the GPU table of README and a note about batch 1.
+
+    Args:
+        up: Path from the page to the repository root.
+    """
+    lines = [
+        prefill_lines(2880, 320, 8)["eager"],
+        prefill_lines(2880, 320, 1)["graphs"],
+        prefill_lines(576, 64, 1)["graphs"],
+        vllm_lines("llava7b.default")["client"],
+        vllm_lines("qwen7b.eager")["client"],
+        memory_line(),
+    ]
+    eager, first = prefill_lines(576, 64, 1)["eager"], vllm_lines("llava7b.default")["first"]
     note = (
-        f"At batch 1 a short prompt is {_faster(eager)} without `graphs=True`, which replays CUDA graphs; "
-        f"vLLM's first token is {_faster(first)}: "
-        f"[what to expect on a GPU]({up}docs/guides/gpu.md)."
+        f"A short prompt at batch 1 is {describe_change(eager)} without `graphs=True`. The time to first token of a "
+        f"single vLLM request is {describe_change(first)}. [More about GPUs]({up}docs/guides/gpu.md)."
     )
-    return "\n".join(shown) + f"\n\n{note}"
+    return "\n".join([*HEAD, *(format_line(line) for line in lines)]) + f"\n\n{note}"
 
 
-def _faster(line: Line) -> str:
-    """Describe the change of a time: how much faster or slower the pruned model is, within 5 % the same."""
+def describe_change(line: Line) -> str:
+    """Describe the change of a time in words; differences of up to 5 % count as unchanged."""
     if abs(line.pruned / line.unpatched - 1) <= 0.05:
-        return f"as fast as before ({line.gain:.1f}x)"
+        return f"unchanged ({line.gain:.1f}x)"
     if line.gain < 1:
-        return f"{line.pruned / line.unpatched - 1:.0%} slower".replace("%", " %")
-    return f"{line.gain:.1f}x as fast"
+        return f"{100 * (line.pruned / line.unpatched - 1):.0f} % slower"
+    return f"{line.gain:.1f}x faster"
 
 
-def _cells(what: str, line: Line) -> str:
-    values = (_number(one) + line.unit for one in (line.unpatched, line.pruned))
-    return f"| {what} | {' | '.join(values)} | {line.gain:.1f}x |"
+def format_line(line: Line) -> str:
+    """Return a line as a row of a Markdown table."""
+    values = (format_number(value) + line.unit for value in (line.unpatched, line.pruned))
+    return f"| {line.name} | {' | '.join(values)} | {line.gain:.1f}x |"
 
 
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+def format_number(value: float) -> str:
+    """Return a count as an integer, and a measurement with three digits."""
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the guard's table of floors out of records of two shipped models, and the tables in docs/guides/guard.md.
+"""Make the guard's table of floors out of records of two shipped models, and the tables in docs/results/guard.md.
 
-python dev/guard.py            # rewrite tokenprune/integrations/hf/guard/guard.json and docs/guides/guard.md
+python dev/guard.py            # rewrite tokenprune/integrations/hf/guard/guard.json and docs/results/guard.md
 python dev/guard.py --check    # exit with 1 where one of them is not what this would write
 
 A keep is enough for a kind of question if, for each of the benchmarks' kinds that belong to it and in each model, the
@@ -29,7 +29,7 @@ from tokenprune_bench.significance import pooled_interval
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 TABLE = ROOT / "tokenprune/integrations/hf/guard/guard.json"
-PAGE = ROOT / "docs/guides/guard.md"
+PAGE = ROOT / "docs/results/guard.md"
 LIMIT = 0.10
 MANY = 50  # questions of a kind whose interval rules a collapse out
 # The records of each model, the first of which says what was measured, and the benchmark's kinds of questions that the
@@ -142,7 +142,7 @@ def floors(made: dict[str, Any]) -> str:
 
 
 def page(text: str, made: dict[str, Any]) -> str:
-    """Return docs/guides/guard.md with its tables renewed."""
+    """Return docs/results/guard.md with its tables renewed."""
     sys.path[:0] = [str(ROOT / "benchmarks/experiments/studies"), str(ROOT / "benchmarks" / "experiments")]
     import guard_images as images
     import guard_proof as proof

@@ -282,9 +282,9 @@ def table(now: Mapping[str, Any]) -> str:
         lines.append(_row(f"**all of {package}**", [f"**{one}**" for one in sums]))
     note = (
         "An import is a pair of files, one of which imports the other at run time; *out* leads into another folder, "
-        f"*in* comes from one. Circles of files: {in_words(now['circles of files'])}, with the imports of type "
-        f"checkers {in_words(now['circles of files, types counted'])}; of folders: "
-        f"{in_words(now['circles of folders'])}."
+        f"*in* comes from one. Circles of files: {describe_type(now['circles of files'])}, with the imports of type "
+        f"checkers {describe_type(now['circles of files, types counted'])}; of folders: "
+        f"{describe_type(now['circles of folders'])}."
     )
     return "\n\n".join(["\n".join(lines), note])
 
@@ -303,7 +303,7 @@ def contracts(root: Path = ROOT) -> list[dict[str, Any]]:
     return tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
-def in_words(found: list[list[str]]) -> str:
+def describe_type(found: list[list[str]]) -> str:
     return f"{len(found)} ({sum(map(len, found))} in them)" if found else "none"
 
 

@@ -27,15 +27,15 @@ def photograph() -> Any:
     """Return the held-out example that every method on images is drawn on."""
     from tokenprune_demo.heldout import load_heldout
 
-    (example,) = (one for one in load_heldout() if one.number == NUMBER and one.kind == KIND)
+    (example,) = (one for one in load_heldout() if one.index == NUMBER and one.kind == KIND)
     return example
 
 
 def video() -> Any:
     """Return the drawn example that every method on videos is drawn on."""
-    from tokenprune_demo.drawn_sets import drawn_set
+    from tokenprune_demo.drawn_sets import draw_set
 
-    return next(one for one in drawn_set("small-videos", 1).questions if one.kind == "rare")
+    return next(one for one in draw_set("small-videos", 1).questions if one.kind == "rare")
 
 
 def drawn(subject: Any, images: Any, question: str, method: str) -> tuple[dict[str, Any], list[Any]] | None:
@@ -67,13 +67,13 @@ def save(image: Any, name: str) -> None:
 
 def main() -> None:
     import tokenprune
-    from tokenprune_bench.profiling.model import load
+    from tokenprune_bench.profiling.model import load_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="*", metavar="METHOD")
     methods = parser.parse_args().methods or tokenprune.available_methods()
     photo, clip = photograph(), video()
-    images, videos = load("demo_vlm"), load("demo_qwen")
+    images, videos = load_model("demo_vlm"), load_model("demo_qwen")
     FOLDER.mkdir(exist_ok=True)
     for method in methods:
         is_video = "video" in tokenprune.method_info(method).cls.__module__.split(".")

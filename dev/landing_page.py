@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/index.md, from the committed raw files; dev/readme.py writes them."""
+"""Write the generated parts of docs/index.md from the committed raw files; dev/readme.py calls this module."""
 
 from __future__ import annotations
 
@@ -13,51 +13,49 @@ GALLERY = RESULTS / "gallery.json"
 
 
 def landing() -> str:
-    """Return what the library is, and what it gave on the pretrained model that ships."""
-    return (
-        "**Drop three quarters of the image tokens of a Hugging Face vision-language model in one line, without "
-        "training: faster prefill, a smaller KV cache, and a report of what it costs.**"
-        f"\n\n{front_page.speed_and_accuracy()}"
-    )
+    """Return one sentence about the measured gain on a shipped model."""
+    return front_page.speed_and_accuracy()
 
 
 def headline() -> str:
-    """Return the README's table."""
-    return front_page.headline(up="../")
+    """Return the tables of README."""
+    return front_page.headline()
 
 
 def gallery() -> str:
-    """Each photograph before and after, with what was asked and answered."""
-    told = json.loads(GALLERY.read_text())
-    figures = [_figure(one) for one in told["shown"]]
-    before, after = (sum(not _is_right(one, when) for one in told["shown"]) for when in ("before", "after"))
+    """Return each photograph before and after pruning, with the question and both answers."""
+    record = json.loads(GALLERY.read_text())
+    examples = sorted(record["shown"], key=lambda example: not is_right(example, "after"))
+    num_wrong = {when: sum(not is_right(example, when) for example in examples) for when in ("before", "after")}
     note = (
-        f"Outlined tokens stay, dark ones are dropped, those of one flat colour became one. Photographs with drawn "
-        f"things on them, which {told['model']} had not seen; images, questions and methods were fixed before it was "
-        f"asked, and of these {len(figures)} answers {before} {'is' if before == 1 else 'are'} wrong with all tokens, "
-        f"{after} with a quarter. By `python dev/gallery.py`; raw data: {link(GALLERY, '../')}."
+        "Kept patches are outlined, dropped patches are dark, merged patches share one color. The images are "
+        f"photographs with drawn objects that {record['model']} was not trained on. Images, questions and methods were "
+        f"fixed before the run: {num_wrong['before']} of {len(examples)} answers are wrong with all tokens, "
+        f"{num_wrong['after']} with a quarter. By `python dev/gallery.py`; raw data: {link(GALLERY)}."
     )
-    return "\n\n".join(['<div class="gallery" markdown>', *figures, "</div>", note])
+    return "\n\n".join(['<div class="gallery" markdown>', *map(draw_example, examples), "</div>", note])
 
 
-def _figure(one: dict[str, Any]) -> str:
-    method = one["method"]
+def draw_example(example: dict[str, Any]) -> str:
+    """Return the HTML figure of one example."""
+    method = example["method"]
     images = " ".join(
-        f"![{said}](images/gallery/{method}-{when}.webp){{ loading=lazy }}"
-        for when, said in (("before", "The image"), ("after", f"What {method} keeps of it"))
+        f"![{title}](images/gallery/{method}-{when}.webp){{ loading=lazy }}"
+        for when, title in (("before", "The image"), ("after", f"The patches that {method} keeps"))
     )
-    counts = f"{one['before']['tokens']} → {one['after']['tokens']} tokens"
-    if (average := one["after"]["average"]) != one["after"]["tokens"]:  # cut inside the decoder
+    counts = f"{example['before']['tokens']} → {example['after']['tokens']} tokens"
+    if (average := example["after"]["average"]) != example["after"]["tokens"]:  # cut inside the decoder
         counts += f", {average:.0f} averaged over layers"
-    asked = f"“{one['question']}” {_answer(one, 'before')} → {_answer(one, 'after')}"
-    said = f"[`{method}`](methods/{method}.md), {counts}<br>{asked}"
-    return f"<figure markdown>\n\n{images}\n\n<figcaption markdown>\n\n{said}\n\n</figcaption>\n\n</figure>"
+    answers = f"“{example['question']}” {format_answer(example, 'before')} → {format_answer(example, 'after')}"
+    caption = f"[`{method}`](methods/{method}.md), {counts}<br>{answers}"
+    return f"<figure markdown>\n\n{images}\n\n<figcaption markdown>\n\n{caption}\n\n</figcaption>\n\n</figure>"
 
 
-def _answer(one: dict[str, Any], when: str) -> str:
-    answer = one[when]["answer"].strip()
-    return f"**{answer}**" + ("" if _is_right(one, when) else f" ✗ (right: {one['right']})")
+def format_answer(example: dict[str, Any], when: str) -> str:
+    """Return the answer in bold; a wrong answer is marked, with the right answer beside it."""
+    answer = example[when]["answer"].strip()
+    return f"**{answer}**" + ("" if is_right(example, when) else f" ✗ (right: {example['right']})")
 
 
-def _is_right(one: dict[str, Any], when: str) -> bool:
-    return one[when]["answer"].strip().lower() == one["right"]
+def is_right(example: dict[str, Any], when: str) -> bool:
+    return example[when]["answer"].strip().lower() == example["right"]

@@ -78,7 +78,7 @@ def cells(run: Run, line: Line) -> Iterator[str]:
     value, low, high = line.score
     name, colon, options = line.method.partition(":")
     known = "+" not in line.method and (ROOT / f"docs/methods/{name}.md").is_file()
-    yield f"[`{name}`](methods/{name}.md){_plain(colon + options)}" if known else _plain(line.method)
+    yield f"[`{name}`](../methods/{name}.md){_plain(colon + options)}" if known else _plain(line.method)
     yield _plain(run.name)
     yield f"{100 * line.keep:g} %" if line.keep <= 1 and not isinstance(line.keep, int) else f"{line.keep} tokens"
     marks = "".join(f" {mark}" for mark in line.marks)
@@ -88,7 +88,7 @@ def cells(run: Run, line: Line) -> Iterator[str]:
     yield f"{line.ttft:.2f}" if line.ttft is not None else ""
     yield f"{100 * line.kv:.0f}" if line.kv is not None else ""
     yield _published(line)
-    yield ", ".join(Site(part).words for part in dict.fromkeys(line.site.split("+")))
+    yield ", ".join(Site(part).description for part in dict.fromkeys(line.site.split("+")))
     yield "yes" if line.query_aware else "no"
     yield served().get(line.method, "no" if known and not options else "")
 

@@ -6,8 +6,7 @@ Links are those of the repository; here they are turned into links of the site. 
 the raw data of the benchmarks, go into the site under files/.
 
 What follows from the code is made here and is in no file: `<!-- made: NAME -->` becomes the table of that name
-(`MADE`), a method's page gets its image, its numbers and its docstring (dev/method_pages.py), and `methods/*.md` in the
-navigation becomes every such page. So two changes that each add a method touch no line in common. Long tables are
+(`MADE`), and a method's page gets its image, its numbers and its docstring (dev/method_pages.py). Long tables are
 folded (dev/fold.py).
 """
 
@@ -48,16 +47,16 @@ import notebook_outputs  # noqa: E402
 import docs  # noqa: E402
 
 PAGES = {
-    "README.md": "on-one-page.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "dev/README.md": "tools.md",
     "tests/README.md": "tests.md",
+    "dev/release.md": "release.md",
+    "benchmarks/experiments/gpu/plan.md": "gpu-plan.md",
+    "benchmarks/experiments/gpu/rehearsal.md": "gpu-rehearsal.md",
     "benchmarks/experiments/training/README.md": "training.md",
     "benchmarks/experiments/training/qwen/README.md": "training-qwen.md",
     "benchmarks/experiments/training/smol/README.md": "training-smol.md",
-    "benchmarks/experiments/gpu/plan.md": "gpu-plan.md",
-    "benchmarks/experiments/gpu/rehearsal.md": "gpu-rehearsal.md",
 }
 MADE: dict[str, Callable[[], str]] = {
     "sites": docs.sites,
@@ -65,28 +64,12 @@ MADE: dict[str, Callable[[], str]] = {
     "comparison": docs.comparison,
     "observables": docs.observables,
     "served": docs.served,
-    "not-served": docs.not_served,
+    "not-served": docs.list_unserved,
     "house": lambda: house.table(house.in_numbers()),
 }
 MARKER = re.compile(r"^<!-- made: ([\w-]+) -->$", re.MULTILINE)
-ALL_METHODS = "methods/*.md"
 FIGURE = "images/sites-methods.svg"  # of the index of methods
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:)([^)#\s]+)")
-
-
-def on_config(config: Any) -> Any:
-    """Put every page of a method into the navigation."""
-    config["nav"] = _with_methods(config["nav"])
-    return config
-
-
-def _with_methods(entry: Any) -> Any:
-    if isinstance(entry, dict):
-        return {title: _with_methods(part) for title, part in entry.items()}
-    if isinstance(entry, list):
-        pages = [{path.stem: f"methods/{path.name}"} for path in docs.pages()]
-        return [one for part in entry for one in (pages if part == ALL_METHODS else [_with_methods(part)])]
-    return entry
 
 
 def on_files(files: Files, *, config: Any) -> Files:

@@ -251,14 +251,12 @@ PAGES = {
     },
     "docs/results/documents.md": {"pages": document_pages.pages},
     "docs/guides/gpu.md": {"expect": gpu_page.table},
-    "docs/guides/training.md": {"recover": recover_page.recover, "sft": recover_page.sft},
+    "docs/results/training.md": {"recover": recover_page.recover, "sft": recover_page.sft},
     "docs/methods/earlytom.md": {"video-tower": video_tower},
     "docs/methods/pixelprune.md": {"documents": documents},
     "docs/methods/restore.md": {"restore-gain": restore_page.gain},
-    "docs/guides/budgets.md": {"shared-budget": shared_budget_page.shares},
     "docs/methods/towerdrop.md": {"tower-blocks": tower_page.blocks},
-    "docs/guides/profiling.md": {"first-token": tower_page.first_token, "processor": tower_page.processor},
-    "docs/guides/chats.md": {"attend": attend},
+    "docs/results/sessions.md": {"attend": attend},
     "docs/results/video.md": {
         "videos": accuracy_pages.videos,
         "few": accuracy_pages.few,
@@ -271,6 +269,8 @@ PAGES = {
         "decode": performance.decode,
         "memory": performance.memory,
         "gpu": performance.gpu,
+        "first-token": tower_page.first_token,
+        "processor": tower_page.processor,
     },
     "docs/results/kernels.md": {
         "compiled": kernel_page.compiled,
@@ -279,6 +279,7 @@ PAGES = {
     "docs/results/trust.md": {"trust-kinds": trust_page.kinds, "trust-order": trust_page.order},
     "docs/results/accuracy.md": {
         "summary": accuracy_pages.summary,
+        "shared-budget": shared_budget_page.shares,
         "losers": losers,
         "encoder": encoder,
         "video": video,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/guides/training.md, from the raw files of experiments/recover.py and recover_sft.py;
+"""The generated parts of docs/results/training.md, from the raw files of experiments/recover.py and recover_sft.py;
 dev/readme.py writes them."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _setting(header: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> str:
 
 def _kinds(kinds: list[str], results: dict[Any, dict[str, Any]]) -> str:
     """Gains over the model as shipped by kind of question, averaged over all methods and keeps."""
-    from tokenprune_bench.paired import Answers, versus
+    from tokenprune_bench.paired import Answers, compare_paired
 
     def answers(tuned: str | None, kind: str) -> Answers:
         pruned = [one["right"] for (name, method, _), one in results.items() if name == tuned and method != CONTROL]
@@ -75,7 +75,7 @@ def _kinds(kinds: list[str], results: dict[Any, dict[str, Any]]) -> str:
 
     lines = ["| gain by kind of question, pruned | under pruning | without (control) |", "|---|---|---|"]
     for kind in dict.fromkeys(kinds):
-        found = [versus(answers(tuned, kind), answers(None, kind)) for tuned in (PRUNED, CONTROL)]
+        found = [compare_paired(answers(tuned, kind), answers(None, kind)) for tuned in (PRUNED, CONTROL)]
         lines.append(f"| `{kind}` | {' | '.join(map(_interval, found))} |")
     return "\n".join(lines)
 
@@ -97,9 +97,9 @@ def _share(right: str) -> str:
 
 
 def _gain(ours: str, theirs: str) -> str:
-    from tokenprune_bench.paired import Answers, versus
+    from tokenprune_bench.paired import Answers, compare_paired
 
-    found = versus(*(Answers([[float(one) for one in right]], [right]) for right in (ours, theirs)))
+    found = compare_paired(*(Answers([[float(one) for one in right]], [right]) for right in (ours, theirs)))
     return _interval(found)
 
 

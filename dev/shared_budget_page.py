@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated part of docs/guides/budgets.md on prompts of several images: equal shares beside others."""
+"""The generated part of docs/results/accuracy.md on prompts of several images: equal shares beside others."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT / "tests/unit/support")]
 import tokenprune  # noqa: E402
 from families import FAMILIES as TINY  # noqa: E402
 from selection import REASONS  # noqa: E402
-from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels  # noqa: E402
+from tokenprune.integrations.shared.towers.tower_scores import find_pixel_observables  # noqa: E402
 from tokenprune.selection.sites.units import UnitDropper  # noqa: E402
 from zoo import Family  # noqa: E402
 
@@ -87,7 +87,7 @@ def runnable_inputs(family: Family, model: Any) -> dict[str, dict[str, Any]]:
 def sweep_method(family: str, model: Any, inputs: dict[str, dict[str, Any]], name: str) -> Iterator[Outcome]:
     """Yield the outcome of `patch()` if it refuses the method, else one outcome per input."""
     method = tokenprune.method(name)
-    processor = COLOURS if read_of_pixels(method) or isinstance(method, UnitDropper) else None
+    processor = COLOURS if find_pixel_observables(method) or isinstance(method, UnitDropper) else None
     try:
         tokenprune.patch(model, method, keep=KEEP, processor=processor, guard="off")
     except Exception as error:

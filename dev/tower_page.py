@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated parts of docs/methods/towerdrop.md, answers right by score and block, and of docs/guides/profiling.md,
+"""Generated parts of docs/methods/towerdrop.md, answers right by score and block, and of docs/results/speed.md,
 times to the first token by where tokens leave and of what a processor does."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _share(right: str) -> str:
 
 
 def first_token() -> str:
-    """Return the tables of docs/guides/profiling.md: times to the first token by where tokens leave, of each shape.
+    """Return the tables of docs/results/speed.md: times to the first token by where tokens leave, of each shape.
     Where the machine was loaded they are of CPU time."""
     parts = []
     for path, what in FIRST_TOKEN.items():
@@ -111,7 +111,7 @@ def _times(row: dict[str, Any], loaded: bool) -> str:
 
 
 def processor() -> str:
-    """Return the table of docs/guides/profiling.md: shares of a processor's CPU time, which the load does not
+    """Return the table of docs/results/speed.md: shares of a processor's CPU time, which the load does not
     change."""
     _, records = rows.read(PREPROCESSING)
     sizes = list(dict.fromkeys(row["megapixels"] for row in records))

@@ -71,6 +71,6 @@ def _tau(records: list[dict[str, Any]], scores: dict[str, Any], theirs: dict[str
 def _sizes(header: dict[str, Any]) -> Any:
     """Return the visual tokens that the object of each question covers, float `[questions]`; nan where it has none."""
     images = set(images_of(header))
-    asked = [one for one in load_heldout(folder=SMOL) if one.number in images]
+    asked = [one for one in load_heldout(folder=SMOL) if one.index in images]
     areas = [sum((right - left) * (low - top) for left, top, right, low in one.boxes) for one in asked]
     return np.array([area / TOKEN**2 if area else np.nan for area in areas])

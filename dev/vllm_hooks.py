@@ -70,7 +70,7 @@ REPLACED = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": (
         f"{_IN_LLM}.scheduler:WholeImages._cut_back"
     ),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": f"{_IN_LLM}.kv_cache:Holdings._allocate_held",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": f"{_IN_LLM}.kv_cache:CutBlockTracker._allocate_held",
     **{
         f"vllm.v1.kv_cache_interface:FullAttentionSpec.{name}": f"{_IN_LLM}.kv_cache:CutSpec.{name}"
         for name in ("merge", "is_uniform_with_collection")

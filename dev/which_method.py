@@ -17,7 +17,7 @@ SERVED = ("general", "signs", "documents", "video", "tower")  # rows on the page
 def tables(up: str = UP) -> str:
     """Return the table of advice in two parts: by what is asked about, and by where it runs. up: from the page to the
     root of the repository."""
-    known = advice.advice()
+    known = advice.load_advice()
     by_question = [known[name] for name in ASKED]
     by_place = [one for name, one in known.items() if name not in ASKED]
     return "\n\n".join(
@@ -43,7 +43,7 @@ def _table(title: str, rows: list[Advice], up: str) -> str:
 def served() -> str:
     """Return the advice for a vLLM server as a table."""
     lines = ["| you serve | take |", "|---|---|"]
-    for row in (advice.advice()[name] for name in SERVED):
+    for row in (advice.load_advice()[name] for name in SERVED):
         lines.append(f"| {row.title} | [`{row.method}`](methods/{row.method}.md), `keep={row.keep!r}` |")
     return "\n".join(lines)
 
@@ -51,7 +51,7 @@ def served() -> str:
 def pieces() -> str:
     """Return the evidence of each row; what an earlier row has said of the same setting is not said again."""
     parts, said = [], set()
-    for one in advice.advice().values():
+    for one in advice.load_advice().values():
         near, elsewhere = one.evidence()
         lines = [f"**{one.title[0].upper()}{one.title[1:]}**: `{one.method}` at {one.keep:g} ({_graded(one)})", ""]
         found = [*map(_line, near), *(f"- elsewhere: {_line(piece)[2:]}" for piece in elsewhere[:ELSEWHERE])]

@@ -18,15 +18,15 @@ from tokenprune.errors import (
     OptionError,
     TokenPruneError,
     UnsupportedSetupError,
-    short,
+    shorten,
 )
-from tokenprune.integrations.shared.attachment import Attachment, attachment_of, find_attachment, is_patched
+from tokenprune.integrations.shared.attachment import Attachment, find_attachment, get_attachment, is_patched
 from tokenprune.methods import DEFAULT_METHOD
 from tokenprune.methods.registry import build
 from tokenprune.selection.method import Method
-from tokenprune.selection.options import fits, in_words
+from tokenprune.selection.options import describe_type, matches_type
 from tokenprune.settings.arguments import read_budgets, read_methods
-from tokenprune.settings.max_visual_tokens import limited
+from tokenprune.settings.max_visual_tokens import apply_limit
 from tokenprune.settings.saved import check_tuned_model, read_config
 from tokenprune.statistics import Stats
 
@@ -85,8 +85,8 @@ def patch(
     AlreadyPatchedError; the model is then as it was before.
     """
     _check_order(model, method)
-    if not fits(feature_cache, _BYTES):
-        raise OptionError(f"feature_cache={feature_cache!r} must be a number of bytes, {in_words(_BYTES)}")
+    if not matches_type(feature_cache, _BYTES):
+        raise OptionError(f"feature_cache={feature_cache!r} must be a number of bytes, {describe_type(_BYTES)}")
     if config is not None:
         if options or any(one is not None for one in (method, keep, max_visual_tokens)):
             raise OptionError("config= names method, keep and options: leave these out, or leave out config=")
@@ -101,7 +101,7 @@ def patch(
     guard = _guard(guard, processor)
     alone = max_visual_tokens is not None and method is None and keep is None and not options
     methods = [] if alone else read_methods(DEFAULT_METHOD if method is None else method, options, _PATCH_ARGUMENTS)
-    methods, budgets = limited(methods, read_budgets(keep, methods), max_visual_tokens)
+    methods, budgets = apply_limit(methods, read_budgets(keep, methods), max_visual_tokens)
     present = find_attachment(model)
     if present is not None and not replace:
         raise AlreadyPatchedError(
@@ -127,7 +127,7 @@ _PATCH_ARGUMENTS = tuple(name for name in inspect.signature(patch).parameters if
 def _check_order(model: Any, method: Any) -> None:
     """Raise OptionError if the model and the method are passed in the wrong order."""
     if isinstance(model, (str, Method)) and hasattr(method, "named_modules"):
-        name = model.name if isinstance(model, Method) else short(model)
+        name = model.name if isinstance(model, Method) else shorten(model)
         raise OptionError(f"The model comes first: tokenprune.patch(model, {name}).")
 
 
@@ -172,7 +172,7 @@ def _parts(
 def unpatch(model: ModelT) -> ModelT:
     """Give the model back as it was: hooks, attention functions and processor; raises NotPatchedError if there is no
     patch."""
-    attachment_of(model).detach()
+    get_attachment(model).detach()
     return model
 
 
@@ -202,13 +202,13 @@ def stats(model: Any) -> Stats:
     Raises:
         NotPatchedError: If the model is not patched.
     """
-    found: Stats = attachment_of(model).engine.stats
+    found: Stats = get_attachment(model).engine.stats
     return found
 
 
 def feature_cache(model: Any) -> FeatureCache:
     """Return the encoded images that a model keeps that was patched with `feature_cache=`; raises NotPatchedError."""
-    attachment = attachment_of(model)
+    attachment = get_attachment(model)
     if attachment.feature_cache is None:
         raise NotPatchedError(
             f"this {type(model).__name__} is patched without a feature cache: pass feature_cache=, a number of bytes"

@@ -85,7 +85,7 @@ class ConfigError(TokenPruneError, ValueError):
     """A file such as `tokenprune.json` cannot be read or written, or is none."""
 
 
-def short(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Return what to show of a wrong value."""
     try:
         text = repr(value)

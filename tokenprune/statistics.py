@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenprune.selection.method import Site
 
-__all__ = ["Cut", "FeatureCacheCounts", "Guarded", "Removal", "Stats"]
+__all__ = ["Cut", "FeatureCacheCounts", "GuardFinding", "Removal", "Stats"]
 
 # What adds up over calls; ratios follow from the sums.
 _SUMS = (
@@ -66,7 +66,7 @@ class Removal:
 
 
 @dataclass
-class Guarded:
+class GuardFinding:
     """The guard's findings on one row of the batch (docs/guides/guard.md).
 
     row:     its number.
@@ -157,8 +157,8 @@ class Stats:
     attention_blocks:        context blocks that prefill attention went in, over all rows; 0 for full attention.
     notes:                   what a method did not do for this prompt, and why; and rows whose last token is gone, so
                              that their last output is zero.
-    guard:                   one `Guarded` for each row with visual tokens; None where the guard is off, or has nothing
-                             to look for because `keep` is enough for any question.
+    guard:                   one `GuardFinding` for each row with visual tokens; None where the guard is off, or has
+                             nothing to look for because `keep` is enough for any question.
     feature_cache:           a `FeatureCacheCounts`, since the model was patched; None without `feature_cache=`.
     graphs:                  a `GraphCounts`, since the model was patched; None without `graphs=`.
     overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.
@@ -186,7 +186,7 @@ class Stats:
     encoder_tokens_per_layer: list[int] = field(default_factory=list)
     attention_blocks: int = 0
     notes: list[str] = field(default_factory=list)
-    guard: list[Guarded] | None = None
+    guard: list[GuardFinding] | None = None
     feature_cache: FeatureCacheCounts | None = field(default=None, kw_only=True)
     graphs: GraphCounts | None = field(default=None, kw_only=True)
     overhead_ms: float | None = 0.0

@@ -28,11 +28,11 @@ from tokenprune.errors import OptionError
 from tokenprune.models.model_config import SHIPPED
 from tokenprune_bench.cli.common import show_progress
 from tokenprune_bench.errors import RunError
-from tokenprune_bench.lines import Lines, read_lines
-from tokenprune_bench.profiling.model import load
-from tokenprune_bench.recommend.advice import advice
+from tokenprune_bench.json_lines import JsonLinesWriter, read_lines
+from tokenprune_bench.profiling.model import load_model
+from tokenprune_bench.recommend.advice import load_advice
 from tokenprune_bench.results import UNPATCHED, Results, read_records, summarise
-from tokenprune_bench.significance import LEVEL, better_p, holm, interleaved, pooled_interval
+from tokenprune_bench.significance import LEVEL, better_p, holm, interleave_seeds, pooled_interval
 from tokenprune_bench.suite import Bench, BenchPlan
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ class Rows:
             raise RunError(f"{path} was made with other questions or another model: name another --out, or remove it")
         self.known = {(one.get("method"), one.get("keep")) for one in known}
         self.results = [one for one in known if one.get("method") != UNPATCHED]
-        self._lines = Lines(path, found[-1][1] if found else 0)
+        self._lines = JsonLinesWriter(path, found[-1][1] if found else 0)
 
     def __enter__(self) -> Rows:
         self._lines.__enter__()
@@ -133,9 +133,9 @@ def ask(
     )  # fmt: skip
     if threads is not None:
         torch.set_num_threads(threads)
-    subject = load(model, device=device, dtype=dtype)
+    subject = load_model(model, device=device, dtype=dtype)
     asked = load_heldout(limit=questions or None, folder=subject.heldout)
-    first = {"questions": [one for one in asked if one.number % every == 0], "about": {"every": every}}
+    first = {"questions": [one for one in asked if one.index % every == 0], "about": {"every": every}}
     path = out or results_file(model)
     with show_progress() as step, Rows(path, Bench(subject, plan, **first).header()) as rows:
         made = list(Bench(subject, plan, step, folder=rows, **first).records())
@@ -157,7 +157,7 @@ def for_comparison() -> str:
     """Return the file that names the methods which, at no target of our models, were shown to beat both `random` and
     `uniform`, and how often each beat either. What the table of advice names for another reason, its speed, is not
     among them."""
-    advised = {one.method for one in advice().values()}
+    advised = {one.method for one in load_advice().values()}
     paths = [path for path in map(results_file, MODELS) if path.exists()]
     beaten: dict[str, list[set[str]]] = {}
     for path in paths:
@@ -253,7 +253,7 @@ def marks_at(results: Results, names: Sequence[str], at: float) -> dict[str, lis
     """Return the baselines that each method is not shown to beat at a target: one-sided McNemar tests, corrected by
     Holm for all methods held against one baseline."""
     found: dict[str, list[str]] = {name: [] for name in names}
-    asked = {name: interleaved(results.answers[name, at].right) for name in names if (name, at) in results.answers}
+    asked = {name: interleave_seeds(results.answers[name, at].right) for name in names if (name, at) in results.answers}
     for baseline, mark in BASELINES.items():
         if baseline in asked:
             p = {name: better_p(right, asked[baseline]) for name, right in asked.items() if name not in BASELINES}

@@ -27,7 +27,7 @@ class Replay(Pruner):
     def select(self, tokens: Any) -> Selection:
         return Selection(self.kept & tokens.mask)
 
-    def budget(self, count: int, keep: int) -> int:
+    def resolve_count(self, count: int, keep: int) -> int:
         return count - 1  # anything but all: the selection decides
 
 

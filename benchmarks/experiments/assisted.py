@@ -2,7 +2,7 @@
 """Drafts on fewer visual tokens, on a model that ships: how many are accepted, and how often the target runs.
 
     python benchmarks/experiments/assisted.py                      # demo_qwen, its held-out questions
-    python benchmarks/experiments/assisted.py --page               # write the table into docs/guides/drafts.md
+    python benchmarks/experiments/assisted.py --page               # write the table into docs/results/drafts.md
 
 The shipped models answer in one word. So two things are measured: how often the draft's word is the target's, which is
 the acceptance of a word that the image decides, and, with the model kept from ending its answer, what assisted
@@ -27,13 +27,13 @@ from rich.console import Console
 import tokenprune
 from tokenprune import DraftCost
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.tables import Cell, Table, to_markdown, to_rich
 from tokenprune_demo.heldout import load_heldout
 
 SETTINGS = "random:0.3,divprune:0.5,divprune:0.3,divprune:0.1,fastv:0.3,divprune:1.0"
 DRAFTED = 4
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "drafts.md"
+PAGE = Path(__file__).parents[2] / "docs/results/drafts.md"
 BEGIN, END = "<!-- assisted:begin (benchmarks/experiments/assisted.py --page) -->", "<!-- assisted:end -->"
 
 
@@ -140,14 +140,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/assisted.jsonl")
-    parser.add_argument("--page", action="store_true", help="write the table of --json into docs/guides/drafts.md")
+    parser.add_argument("--page", action="store_true", help="write the table of --json into docs/results/drafts.md")
     args = parser.parse_args()
     path, console = args.json or results_path(torch.device(args.device), "assisted"), Console(width=200)
     if args.page:
         fill_page(PAGE, BEGIN, END, to_markdown(table(path)))
         return
     torch.set_num_threads(args.threads)
-    model = load(args.model, device=args.device)
+    model = load_model(args.model, device=args.device)
     everything = load_heldout(folder=model.heldout)
     kinds = len({one.kind for one in everything})
     images = len(everything) // kinds

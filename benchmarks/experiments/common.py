@@ -281,6 +281,6 @@ def fill_page(page: Path, begin: str, end: str, text: str) -> None:
 
 def ladder(values: Sequence[float]) -> dict[str, float]:
     """p20, p50 and p80."""
-    from tokenprune_bench.profiling.timing import quantiles
+    from tokenprune_bench.profiling.timing import compute_quantiles
 
-    return quantiles(values)
+    return compute_quantiles(values)

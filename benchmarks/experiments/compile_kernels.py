@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tokenprune.kernels.dispatch import operations
+from tokenprune.kernels.dispatch import list_operations
 
 PATH = RESULTS / "kernels.jsonl"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,7 +49,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def calls(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield (operation, a call of its launcher) for all that methods ask of a model."""
-    ops, long = operations(), torch.long
+    ops, long = list_operations(), torch.long
     decoder, tower = model.decoder, model.tower
     visual, stay = decoder.visual, decoder.visual // SHARE
     length = visual + TEXT
@@ -110,10 +110,10 @@ def calls(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
     partner, counts = meta(*best.shape, dtype=long), [tower.tokens] * tower.images
     yield "as_sources", partial(ops["as_sources"].triton, best, partner, 1, None)
     gone = [tower.tokens // SHARE] * tower.images
-    if ops["pairing"].takes(best):
+    if ops["pairing"].accepts(best):
         yield "pairing", partial(ops["pairing"].triton, best, partner, gone, counts, 1)
         there = meta(tower.images, dtype=long), meta(tower.images, dtype=long)
-        yield "pairing", partial(ops["pairing"].triton, best, partner, gone, counts, 1, there=there)
+        yield "pairing", partial(ops["pairing"].triton, best, partner, gone, counts, 1, on_device=there)
     yield "partition", partial(ops["partition"].triton, meta(1, length, dtype=torch.bool))
     index = meta(1, stay + TEXT, dtype=long)
     for x, dim in ((meta(1, length, decoder.width, dtype=dtype), 1), (meta(3, 1, length, dtype=long), 2)):

@@ -32,8 +32,8 @@ from rich.console import Console
 import tokenprune
 from tokenprune.errors import TokenPruneError
 from tokenprune.selection.method import Site
-from tokenprune_bench.profiling.model import Model, load
-from tokenprune_demo.drawn_sets import DrawnExample, drawn_set
+from tokenprune_bench.profiling.model import Model, load_model
+from tokenprune_demo.drawn_sets import DrawnExample, draw_set
 
 OURS, UNPATCHED = "pixelprune", "unpatched"
 METHODS = (
@@ -45,8 +45,8 @@ LEVELS = {"all": 1.0, "half": 0.5}
 def documents(limit: int, name: str = "documents") -> list[list[DrawnExample]]:
     """The questions of each document, or prompt, of a drawn set."""
     found: dict[int, list[DrawnExample]] = {}
-    for question in drawn_set(name, limit).questions:
-        found.setdefault(question.number, []).append(question)
+    for question in draw_set(name, limit).questions:
+        found.setdefault(question.index, []).append(question)
     return list(found.values())
 
 
@@ -88,7 +88,7 @@ def run(subject: Model, limit: int, methods: tuple[str, ...], known: list[dict[s
     header = {
         "record": "header", **subject.environment(), "documents": len(asked), "questions": len(flat),
         "kinds": [one.kind for one in flat], "layouts": [one.ground for one in flat],
-        "digest": drawn_set("documents", limit).about()["digest"],
+        "digest": draw_set("documents", limit).about()["digest"],
     }  # fmt: skip
     if known and {k: known[0].get(k) for k in ("digest", "weights")} != {k: header[k] for k in ("digest", "weights")}:
         raise SystemExit("the file holds answers of another model, or to other documents: name another file")
@@ -137,7 +137,7 @@ def main() -> None:
     torch.manual_seed(0)
     known = [json.loads(line) for line in args.json.read_text().splitlines()] if args.json.exists() else []
     console = Console()
-    for record in run(load(args.model), args.documents, tuple(args.methods.split(",")), known):
+    for record in run(load_model(args.model), args.documents, tuple(args.methods.split(",")), known):
         with args.json.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if record["record"] == "result":

@@ -58,7 +58,7 @@ from rich.table import Table
 
 import tokenprune
 from tokenprune import BudgetError, Site
-from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
+from tokenprune.integrations.shared.towers.tower_scores import find_pixel_observables
 from tokenprune.selection.observable_registry import compares_frames
 from tokenprune.selection.sites.encoder import EncoderMethod
 from tokenprune_bench.calibration import calibrate
@@ -81,7 +81,7 @@ def _drops(name: str) -> bool:
     if info.site == Site.IN_ENCODER:
         return issubclass(info.cls, EncoderMethod)  # units of packed patches are dropped in other towers than this one
     method = tokenprune.method(name)
-    if read_of_pixels(method):  # of packed patches, and those are in other towers, too
+    if find_pixel_observables(method):  # of packed patches, and those are in other towers, too
         return False
     return info.site in (Site.PRE_LLM, Site.IN_LLM, Site.DECODE) and not compares_frames(method)
 

@@ -83,7 +83,7 @@ def counts_of(tower: torch.nn.Module, pixels: torch.Tensor) -> list[list[int]]:
     def spy(self: TowerReducer) -> TowerRun | None:
         run = end(self)
         if run is not None:
-            seen.append([*run.counts, run.units.left])
+            seen.append([*run.counts, run.units.num_units])
         return run
 
     TowerReducer.end = spy

@@ -73,7 +73,7 @@ def images(seed: int) -> Iterator[tuple[str, str, Image.Image]]:
     """(set, name, image)."""
     yield from (("document", name, image) for name, image in documents(9, seed))
     yield from (("photograph", name, image) for name, image in photographs(3, seed))
-    examples = {example.number: example for example in load_heldout(["word"])}
+    examples = {example.index: example for example in load_heldout(["word"])}
     for number in range(60 * seed, 60 * seed + 60):
         yield "suite", examples[number].background, examples[number].image
 

@@ -24,9 +24,9 @@ from rows import Load, read, write
 from tokenprune.cli.common import ErrorGroup, get_console, read_keeps
 from tokenprune.models.model_config import SHIPPED
 from tokenprune.settings import Setting
-from tokenprune_bench.backend import backend_of
+from tokenprune_bench.backend import get_backend
 from tokenprune_bench.cli.common import show_progress
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.profiling.patched import UNPATCHED, patched
 from tokenprune_bench.suite import Bench, BenchPlan
 
@@ -62,7 +62,7 @@ def ask(
     import torch
 
     torch.set_num_threads(threads)
-    subject = load(model, device="cpu")
+    subject = load_model(model, device="cpu")
     names = tuple(name.strip() for name in methods.split(","))
     plan = BenchPlan(names, read_keeps(keeps), images=images, batch_size=batch_size, seeds=(0,), repeats=0)
     with show_progress() as step, Rows(out, Bench(subject, plan).header()) as rows:
@@ -83,14 +83,14 @@ def timed(
     machine = Load(allow_load)
     torch.set_num_threads(threads)
     header, records = read(out)
-    subject = load(header["environment"]["model"].partition(" ")[0], device="cpu")
+    subject = load_model(header["environment"]["model"].partition(" ")[0], device="cpu")
     example = Bench(subject, BenchPlan(("divprune",), images=1)).examples[0]
     for one in records:
         if one["record"] != "result":
             continue
         if one["method"] != UNPATCHED:
             setting = Setting.from_json({"method": one["method"], "keep": one["keep"]})
-            one["timing"] = backend_of(subject).timing(setting, example, repeats)
+            one["timing"] = get_backend(subject).timing(setting, example, repeats)
         one["peak_bytes"] = peak(subject, example, one["method"], one["keep"])
         one |= machine.record() | {"threads": threads}
     write(out, [header, *records])

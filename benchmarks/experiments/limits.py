@@ -2,7 +2,7 @@
 """What share of a prefill is the vision tower's, and what pruning can give at most: closed forms of well-known models.
 
     python benchmarks/experiments/limits.py           # print the table
-    python benchmarks/experiments/limits.py --page    # write it into docs/guides/profiling.md
+    python benchmarks/experiments/limits.py --page    # write it into docs/results/speed.md
 
 From the sizes in the published configs, which stand below: no weights and no hub. One image and 64 tokens of text.
 `tokenprune profile --config-only` prints the same of any model.
@@ -19,9 +19,9 @@ import calm_threads  # noqa: F401
 from common import fill_page
 from transformers import CONFIG_MAPPING
 
-from tokenprune.settings.cost import CostModel, Load, site_limits
+from tokenprune.settings.cost import CostModel, Load, compute_site_limits
 
-PAGE = Path(__file__).parents[2] / "docs" / "profile.md"
+PAGE = Path(__file__).parents[2] / "docs/results/speed.md"
 BEGIN, END = "<!-- limits:begin (benchmarks/experiments/limits.py --page) -->", "<!-- limits:end -->"
 KEEP = 0.25
 
@@ -61,7 +61,7 @@ _QWEN25_TOWER = dict(
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model. tokens, tiles: of its image, see `Load.of_config`."""
+    """A published model. tokens, tiles: of its image, see `Load.from_config`."""
 
     label: str
     family: str
@@ -141,8 +141,8 @@ def rows() -> list[dict[str, Any]]:
     made = []
     for shape in SHAPES:
         config = shape.made()
-        model, load = CostModel.from_config(config), Load.of_config(config, tokens=shape.tokens, tiles=shape.tiles)
-        cost = model.cost(load)
+        model, load = CostModel.from_config(config), Load.from_config(config, tokens=shape.tokens, tiles=shape.tiles)
+        cost = model.compute_cost(load)
         made.append(
             {
                 "model": shape.label,
@@ -150,7 +150,7 @@ def rows() -> list[dict[str, Any]]:
                 "tower": cost.tower_share,
                 "time": cost.tower_time,
                 "decoder_free": cost.flops / cost.tower,
-                "sites": {limit.site: (limit.at_keep, limit.limit) for limit in site_limits(model, load, KEEP)},
+                "sites": {limit.site: (limit.at_keep, limit.limit) for limit in compute_site_limits(model, load, KEEP)},
             }
         )
     return made
@@ -178,7 +178,7 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write the table into docs/guides/profiling.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/results/speed.md")
     if not parser.parse_args().page:
         print(table())
         return

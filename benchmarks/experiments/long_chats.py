@@ -2,7 +2,7 @@
 """How many tokens does an agent's chat compute, when each turn brings a screenshot and older ones keep fewer tokens?
 
     python benchmarks/experiments/long_chats.py           # print the table
-    python benchmarks/experiments/long_chats.py --page    # write it into docs/guides/chats.md
+    python benchmarks/experiments/long_chats.py --page    # write it into docs/results/sessions.md
 
 Counted, no times. A turn sends the whole chat again, as most clients do. What it shares with the turn before, from the
 start on, comes from a prefix cache; everything after the first change is computed. An image of which other tokens are
@@ -19,9 +19,9 @@ from pathlib import Path
 import calm_threads  # noqa: F401
 from common import fill_page
 
-from tokenprune.budgets.by_age import aged
+from tokenprune.budgets.by_age import apply_ages
 
-PAGE = Path(__file__).parents[2] / "docs/guides/chats.md"
+PAGE = Path(__file__).parents[2] / "docs/results/sessions.md"
 BEGIN, END = "<!-- chats:begin (benchmarks/experiments/long_chats.py --page) -->", "<!-- chats:end -->"
 TURNS, SYSTEM, VISUAL, TEXT = 50, 1000, 1024, 100  # tokens of the system prompt, of a screenshot, and of a turn's words
 TIERS = ((0, 1.0), (2, 0.5), (8, 0.1))
@@ -43,7 +43,7 @@ class Way:
         """Return the chat as it is sent in a turn."""
         gone = max(0, turns - self.last) // self.chunk * self.chunk if self.last else 0
         counts = [VISUAL] * (turns - gone)
-        counts = aged(counts, TIERS, self.step) if self.step else counts
+        counts = apply_ages(counts, TIERS, self.step) if self.step else counts
         items: list[Item] = [("system", 0, SYSTEM)]
         for turn in range(turns):
             items += [("image", turn, counts[turn - gone])] if turn >= gone else []
@@ -95,7 +95,7 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write the table into docs/guides/chats.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/results/sessions.md")
     if not parser.parse_args().page:
         print(table())
         return

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 import tokenprune
-from tokenprune_bench.profiling.model import Model, load
-from tokenprune_bench.profiling.timing import compare
+from tokenprune_bench.profiling.model import Model, load_model
+from tokenprune_bench.profiling.timing import compare_times
 from tokenprune_demo.heldout import load_heldout
 
 ROWS = 8
@@ -42,7 +42,7 @@ def batch(subject: Model, texts: int) -> dict[str, Any]:
 def measure(subject: Model, method: str, texts: int, repeats: int) -> dict[str, Any]:
     patched = partial(tokenprune.patched, subject.model, method, keep=KEEP, guard="off")
     inputs = batch(subject, texts)
-    timing = compare(subject, patched, lambda: inputs, repeats)
+    timing = compare_times(subject, patched, lambda: inputs, repeats)
     with patched(), torch.no_grad():
         subject.model(**inputs)
         stats = tokenprune.stats(subject.model)
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<device>/mixed_batches.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    subject = load()
+    subject = load_model()
     device = subject.model.device
     path = args.json or results_path(device, "mixed_batches")
     rows = Rows(path, header(device, rows=ROWS), args, code=code_version(), threads=args.threads, repeats=args.repeats)

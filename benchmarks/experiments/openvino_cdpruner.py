@@ -30,11 +30,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import tokenprune
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.heldout import Example, load_heldout
 
 FILE = RESULTS / "openvino_cdpruner.jsonl"
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "openvino.md"
+PAGE = Path(__file__).parents[2] / "docs/serving/other-servers.md"
 BEGIN, END = "<!-- openvino:begin (benchmarks/experiments/openvino_cdpruner.py --page) -->", "<!-- openvino:end -->"
 PRUNED = 75  # per cent
 WEIGHTS = (0.0, 0.5, 1.0)
@@ -106,9 +106,9 @@ def asked(subject: Model, images: int, kinds: tuple[str, ...]) -> Iterator[Asked
     config, unit = subject.model.config, 16
     chosen: set[int] = set()
     for example in load_heldout(kinds=kinds, folder=subject.heldout):
-        if max(example.image.size) > (COLUMNS - 1) * unit or (len(chosen) == images and example.number not in chosen):
+        if max(example.image.size) > (COLUMNS - 1) * unit or (len(chosen) == images and example.index not in chosen):
             continue
-        chosen.add(example.number)
+        chosen.add(example.index)
         image = example.image.resize([round(side / unit) * unit for side in example.image.size])
         inputs = subject.inputs([image], [example.question])
         ids = inputs["input_ids"][0]
@@ -293,7 +293,7 @@ def main() -> None:
     import openvino_genai
 
     torch.manual_seed(0)
-    subject = load("demo_qwen", device="cpu")
+    subject = load_model("demo_qwen", device="cpu")
     questions = list(asked(subject, args.images, ("colour", "presence", "count", "position", "thing")))
     first = header(torch.device("cpu"), openvino_genai=openvino_genai.__version__, images=args.images)
     with tempfile.TemporaryDirectory() as folder:

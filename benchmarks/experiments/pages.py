@@ -33,9 +33,9 @@ from tower_blocks import repeated
 import tokenprune
 from tokenprune.errors import TokenPruneError
 from tokenprune.selection.method import Site
-from tokenprune_bench.metrics import metric_named
-from tokenprune_bench.profiling.model import Model, load
-from tokenprune_demo.drawn_sets import DrawnExample, drawn_set
+from tokenprune_bench.metrics import get_metric
+from tokenprune_bench.profiling.model import Model, load_model
+from tokenprune_demo.drawn_sets import DrawnExample, draw_set
 
 FILE = Path(__file__).parents[1] / "results/pages.jsonl"
 KEEPS = (0.5, 0.25, 0.33)
@@ -68,7 +68,7 @@ def encode_for_all(subject: Model, asked: list[DrawnExample]) -> tuple[dict[str,
 def answers(subject: Model, asked: list[DrawnExample], inputs: dict[str, Any], encoded: Any) -> str:
     """Return which answers are right, a 1 or 0 each."""
     said = subject.generate(dict(inputs), mm_encoder_outputs={"image": repeated(encoded, len(asked))})
-    right = metric_named(subject.metric).score(said, [one.answers for one in asked])
+    right = get_metric(subject.metric).score(said, [one.answers for one in asked])
     return "".join(str(int(one)) for one in right)
 
 
@@ -111,12 +111,12 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    subject, asked, console = load("demo_qwen"), documents(args.prompts, "pages"), Console()
+    subject, asked, console = load_model("demo_qwen"), documents(args.prompts, "pages"), Console()
     flat = [one for questions in asked for one in questions]
     header = {
         "record": "header", **subject.environment(), "prompts": len(asked), "questions": len(flat),
         "kinds": [one.kind for one in flat], "layouts": [one.ground for one in flat],
-        "digest": drawn_set("pages", args.prompts).about()["digest"],
+        "digest": draw_set("pages", args.prompts).about()["digest"],
     }  # fmt: skip
     known = [json.loads(line) for line in args.json.read_text().splitlines()] if args.json.exists() else []
     if known and any(known[0][name] != header[name] for name in ("weights", "digest")):

@@ -5,7 +5,7 @@
     python benchmarks/experiments/papers_table.py run --out results   # run them, and go on where an earlier run stopped
     python benchmarks/experiments/papers_table.py table results       # your numbers beside the published ones
     python experiments/papers_table.py page                # rewrite docs/results/papers.md and a part of
-    docs/guides/budgets.md
+    docs/results/papers.md
 
 It needs weights and a GPU; docs/results/papers.md says what is compared with what.
 """
@@ -31,7 +31,6 @@ from tokenprune.cli.common import ErrorGroup, get_console
 from tokenprune.errors import TokenPruneError
 
 PAGE = Path(__file__).parents[2] / "docs/results/papers.md"
-BUDGET_PAGE = PAGE.parent / "guide/budgets.md"
 
 app = typer.Typer(
     cls=ErrorGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -168,8 +167,8 @@ def table(
 
 @app.command()
 def page(check: Annotated[bool, typer.Option("--check", help="Exit with 1 where it is not current.")] = False) -> None:
-    """Rewrite the generated parts of docs/results/papers.md and docs/guides/budgets.md."""
-    pages = {PAGE: written, BUDGET_PAGE: budgets_written}
+    """Rewrite the generated parts of docs/results/papers.md."""
+    pages = {PAGE: lambda text: budgets_written(written(text))}
     stale = {path: text for path, write in pages.items() if (text := write(path.read_text())) != path.read_text()}
     if check:
         raise typer.Exit(int(bool(stale)))

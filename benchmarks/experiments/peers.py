@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 import sheets
 
 PUBLISHED = Path(__file__).parent / "papers" / "speedups.json"
-PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
+PAGE = Path(__file__).parents[2] / "docs/results/peers.md"
 BEGIN, END = "<!-- peers:begin (benchmarks/experiments/peers.py --page) -->", "<!-- peers:end -->"
 TABLES = {"f_llava15": "LLaVA-1.5-7B", "b_llava_next": "LLaVA-NeXT-7B"}
 PRINTED = (64, 320)  # tokens left where papers print a ratio

@@ -48,7 +48,7 @@ METHOD = tokenprune.method("pevlm", min_frames=1)
 def parts(frames: int) -> Parts:
     """The parts of a prompt with half of its text on either side of the video."""
     before, length = TEXT // 2, TEXT + frames * PER_FRAME
-    video = Visual.of("video", range(before, before + frames * PER_FRAME), frames)
+    video = Visual.from_positions("video", range(before, before + frames * PER_FRAME), frames)
     starts = METHOD.block_starts([video], length)
     if isinstance(starts, str):
         raise SystemExit(f"{frames} frames: {starts}")

@@ -3,7 +3,7 @@
 forms at the size of 7B models, and measured on the model that ships, with its right answers.
 
     python benchmarks/experiments/quantization.py          # measure (minutes; needs bitsandbytes and optimum-quanto)
-    python benchmarks/experiments/quantization.py --page   # write the tables into docs/guides/caches.md
+    python benchmarks/experiments/quantization.py --page   # write the tables into docs/results/memory.md
 
 Closed forms: matrices of the decoder, embeddings and head by `DecoderShape`; of quantized numbers the scales count.
 Vision tower, activations and what an allocator wastes are left out.
@@ -29,11 +29,11 @@ import tokenprune
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import is_quantized, keys_of, stored_bytes, values_of
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.tables import Cell, Table, to_markdown
 from tokenprune_demo.heldout import load_heldout
 
-PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
+PAGE = Path(__file__).parents[2] / "docs/results/memory.md"
 BEGIN, END = "<!-- quantization:begin (benchmarks/experiments/quantization.py --page) -->", "<!-- quantization:end -->"
 TEXT, KEEP, LAYER, CARD = 64, 0.25, 2, 24 * 2**30
 # Bytes a number takes: weights in groups of 128 and keys in groups of 64 have a scale and a zero point of 2 bytes each;
@@ -81,7 +81,7 @@ MEASURED = [
 def weight_bytes(config: Any, kind: str) -> float:
     """Bytes of a decoder's weights; embeddings and head, a matrix each, stay as they are."""
     shape = DecoderShape.from_config(config)
-    return shape.weights * WEIGHTS[kind] + 2 * config.vocab_size * config.hidden_size * WEIGHTS["bf16"]
+    return shape.num_weights * WEIGHTS[kind] + 2 * config.vocab_size * config.hidden_size * WEIGHTS["bf16"]
 
 
 def cache_bytes(shape: DecoderShape, visual: int, setting: Setting) -> float:
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=16, help="of the held-out set, each with its questions")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/cpu/quantization.jsonl")
-    parser.add_argument("--page", action="store_true", help="write the tables into docs/guides/caches.md")
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/results/memory.md")
     args = parser.parse_args()
     path = args.json or results_path(torch.device("cpu"), "quantization")
     if args.page:
@@ -224,7 +224,7 @@ def main() -> None:
         fill_page(PAGE, BEGIN, END, text)
         return
     torch.set_num_threads(args.threads)
-    subjects = {kind: load(args.model) for kind in ("float32", "int8")}
+    subjects = {kind: load_model(args.model) for kind in ("float32", "int8")}
     quantize_weights(subjects["int8"].model)
     questions = load_heldout(limit=args.images, folder=subjects["float32"].heldout)
     lines = [measure(subjects, setting, questions) for setting in MEASURED]

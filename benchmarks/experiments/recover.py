@@ -44,7 +44,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import tokenprune
 from tokenprune_bench.metrics import METRICS
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.backgrounds import load_photos
 from tokenprune_demo.heldout import load_heldout
 from tokenprune_demo.scenes import draw_scene
@@ -158,7 +158,7 @@ class FrozenTower:
 
 
 def loaded(tower: FrozenTower) -> Model:
-    subject = load("demo_qwen", device="cpu")
+    subject = load_model("demo_qwen", device="cpu")
     tower.put_into(subject.model.model.visual)
     return subject
 

@@ -37,7 +37,7 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 import tokenprune
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.heldout import load_heldout
 
 sys.path.append(str(Path(__file__).parent / "training/smol"))
@@ -111,8 +111,8 @@ def tune(subject: Model, *, steps: int, batch: int, rate: float) -> dict[str, An
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    subject = load(args.model, device="cpu")
-    asked = [one for one in load_heldout(folder=subject.heldout) if one.number % args.every == 0][: args.heldout]
+    subject = load_model(args.model, device="cpu")
+    asked = [one for one in load_heldout(folder=subject.heldout) if one.index % args.every == 0][: args.heldout]
     yield {
         "record": "header", **subject.environment(), "questions": len(asked), "seed": SEED, "rank": RANK,
         "every": args.every, "kinds": [one.kind for one in asked],
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield {"record": "tuned", **tune(subject, steps=args.steps, batch=args.batch, rate=args.rate)}
     for setting in (*SETTINGS, *whole):
         yield {"record": "result", "tuned": "sft", **_said(setting), **ask(subject, asked, *setting, batch=args.asked)}
-    subject = load(args.model, device="cpu")
+    subject = load_model(args.model, device="cpu")
     for setting in whole:
         yield {"record": "result", "tuned": None, **_said(setting), **ask(subject, asked, *setting, batch=args.asked)}
 

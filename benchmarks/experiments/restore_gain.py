@@ -28,7 +28,7 @@ from rich.console import Console
 from tower_blocks import answers, sets_of
 
 import tokenprune
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 
 RESULTS = Path(__file__).parents[1] / "results"
 FILES = {"demo_qwen": RESULTS / "restore_gain.jsonl", "demo_smol": RESULTS / "restore_gain-demo_smol.jsonl"}
@@ -59,7 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     path = args.json or FILES[args.model]
     torch.set_grad_enabled(False)
-    subject, console = load(args.model, dtype="bfloat16" if args.model == "demo_smol" else "auto"), Console()
+    subject, console = load_model(args.model, dtype="bfloat16" if args.model == "demo_smol" else "auto"), Console()
     sets = sets_of(subject, args.images)
     header = {
         "record": "header", **subject.environment(), "images": args.images,

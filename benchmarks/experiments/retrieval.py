@@ -45,7 +45,7 @@ SEEDS = 3  # of random
 TIMED, REPEATS = (128, 28), 3
 DOCUMENTS, BATCH = 240, 8
 RESULTS = Path(__file__).parents[1] / "results/retrieval.jsonl"
-DOCS = Path(__file__).parents[2] / "docs/guides/retrieval.md"
+DOCS = Path(__file__).parents[2] / "docs/results/retrieval.md"
 PLACES = {tokenprune.Site.IN_ENCODER: "tower", tokenprune.Site.PRE_LLM: "entry", tokenprune.Site.IN_LLM: "layer 2"}
 NAMES = {"unpruned": "all vectors", "row_means": "row means", "docpruner": "DocPruner", "ward": "Ward"}
 
@@ -245,7 +245,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--page", action="store_true", help="write the table into docs/guides/retrieval.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/results/retrieval.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.model is not None:

@@ -51,15 +51,15 @@ class MadeUp(TokenSource):
     input_of_layer: LayerInput | None = None
 
     @property
-    def before(self) -> Any:
+    def attention_before(self) -> Any:
         return self.seen
 
     @property
-    def after(self) -> Any:
+    def attention_after(self) -> Any:
         return self.seen
 
     @property
-    def unrotated(self) -> Any:
+    def unrotated_attention(self) -> Any:
         return self.seen
 
     @property
@@ -73,18 +73,18 @@ class MadeUp(TokenSource):
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:])
 
-    def last_slot(self) -> torch.Tensor:
+    def get_last_slot(self) -> torch.Tensor:
         return torch.tensor([[self.width - 1]], device=self.hidden.device)
 
-    def real(self) -> torch.Tensor:
+    def get_token_mask(self) -> torch.Tensor:
         return torch.ones(1, self.width, dtype=torch.bool, device=self.hidden.device)
 
-    def text_after(self, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_text_after(self, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
         text = torch.arange(self.count, self.width, device=self.hidden.device)[None]
         return text, torch.ones_like(text, dtype=torch.bool)
 
-    def entered(self, position: torch.Tensor, segments: Segments) -> torch.Tensor:
-        return self.at(self.hidden, position, segments)
+    def get_embeddings(self, position: torch.Tensor, segments: Segments) -> torch.Tensor:
+        return self.gather(self.hidden, position, segments)
 
     @property
     def first_layer(self) -> Any:
@@ -93,14 +93,14 @@ class MadeUp(TokenSource):
         attention = SimpleNamespace(q_proj=project, k_proj=project, head_dim=width // HEADS)
         return SimpleNamespace(input_layernorm=self.final_norm, self_attn=attention)
 
-    def recorded(self, name: str) -> list[Any]:
+    def get_recorded(self, name: str) -> list[Any]:
         return [self.hidden[..., :2].float().abs()] * 2
 
-    def of_tower(self, key: tuple, segments: Segments) -> torch.Tensor:
+    def read_tower(self, key: tuple, segments: Segments) -> torch.Tensor:
         if key[0] in ("encoder_keys", "encoder_queries", "encoder_features"):
-            return self.before.keys(self.width)[:, : self.count].float()
+            return self.attention_before.keys(self.width)[:, : self.count].float()
         heads = 3 if key[0] == "encoder_flow" else 1
-        return self.before.keys(self.width)[:, : self.count, :heads].float().softmax(1)
+        return self.attention_before.keys(self.width)[:, : self.count, :heads].float().softmax(1)
 
     def patches(self, segments: Segments) -> Patches:
         place = segments.position

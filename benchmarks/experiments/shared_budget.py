@@ -37,7 +37,7 @@ from tower_blocks import answers, heldout
 
 import tokenprune
 from tokenprune import Budget
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 
 FILE = Path(__file__).parents[1] / "results/shared_budget.jsonl"
 WAYS = ("equal", "entropy", "detail", "compete")
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=FILE)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    subject, console = load("demo_qwen"), Console()
+    subject, console = load_model("demo_qwen"), Console()
     sets = {one: heldout(subject, one, args.images) for one in SCENES} | {"document": documents(args.images)}
     pool = [questions for one in sets.values() for questions in one]
     kinds = [name for name, one in sets.items() for _ in one]

@@ -30,14 +30,14 @@ from PIL import Image
 from rich.console import Console
 from rows import is_loaded
 
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.profiling.profile import FIRST_TOKEN, STAGES, profile_call
-from tokenprune_bench.profiling.profile_tables import setting_name
+from tokenprune_bench.profiling.profile_tables import format_setting
 from tokenprune_bench.tables import Cell, Table, to_markdown, to_rich
-from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid
-from tokenprune_bench.tuning.betting import upper_bound
-from tokenprune_bench.tuning.promise import points
-from tokenprune_bench.tuning.stacks import MOST
+from tokenprune_bench.tuning import Evaluator, Promise, Tuner, build_grid
+from tokenprune_bench.tuning.betting import compute_upper_bound
+from tokenprune_bench.tuning.promise import format_points
+from tokenprune_bench.tuning.stacks import MAX_STACKS
 from tokenprune_bench.tuning.trial import Trial
 from tokenprune_demo.heldout import NATIVE, load_heldout
 from tokenprune_demo.scenes import KINDS
@@ -46,7 +46,7 @@ SIDE = 448  # pixels, which make 784 visual tokens
 METHODS = "downsample,tome,divprune,pool,vscan,fastv,dart,dyrate"
 KEEPS = "0.75,0.5,0.35,0.25,0.15"
 GROUPS = ("downsample", "single", "stack")
-PAGE = Path(__file__).parents[2] / "docs" / "tune-in-full.md"
+PAGE = Path(__file__).parents[2] / "docs/measure/tune.md"
 BEGIN, END = "<!-- stacks:begin (benchmarks/experiments/stacks.py --page) -->", "<!-- stacks:end -->"
 
 
@@ -100,13 +100,13 @@ def best_of(group: str, tuner: Tuner, max_drop: float, tries: int) -> tuple[Tria
     # One answer more may have been lost by ill luck: all questions will tell.
     heard = [one for one in heard if one.drop <= max_drop + 1 / one.search] or heard
     found = None
-    for trial in sorted(heard, key=lambda one: one.expected("work"))[:tries]:
+    for trial in sorted(heard, key=lambda one: one.get_expected_share("work"))[:tries]:
         for part in (tuner.search, tuner.held_out):
-            missing = [number for number in part if number not in panel.answered(trial.candidate)]
+            missing = [number for number in part if number not in panel.answered_questions(trial.candidate)]
             if missing:
                 panel.ask(trial.candidate, missing)
         drops = panel.scores(None, everything) - panel.scores(trial.candidate, everything)
-        result = trial, float(drops.mean()), upper_bound(drops, 1 - tuner.promise.confidence)
+        result = trial, float(drops.mean()), compute_upper_bound(drops, 1 - tuner.promise.confidence)
         if result[1] <= max_drop:
             return result
         if found is None or result[1] < found[1]:
@@ -118,7 +118,7 @@ def record(group: str, found: tuple[Trial, float, float], times: dict[str, Any],
     trial, drop, bound = found
     return {
         "group": group, "setting": trial.candidate.to_json(), "asked": asked, "drop": drop, "drop_below": bound,
-        "work": trial.expected("work"), **times,
+        "work": trial.get_expected_share("work"), **times,
     }  # fmt: skip
 
 
@@ -135,8 +135,8 @@ def table(path: Path) -> Table:
     columns = ("group", "setting", "points lost", "shown below", "by FLOPs", *(TIMES if quiet else ()))
     note = (
         f"{about['questions']} questions ({about['source']}) on images of {SIDE} x {SIDE} pixels, 784 visual tokens; "
-        f"the unpatched model gets {100 * about['unpatched']:.1f} % right. Allowed: {points(about['max_drop'])}; "
-        f"weights {about['weights']}, {about['date']}."
+        f"the unpatched model gets {100 * about['unpatched']:.1f} % right. "
+        f"Allowed: {format_points(about['max_drop'])}; weights {about['weights']}, {about['date']}."
     )
     if quiet:
         note += (
@@ -166,13 +166,13 @@ def timed(subject: Any, asked: list[Any], setting: dict[str, Any], args: argpars
     load = Load(args.allow_load)
     profile = profile_call(subject, asked[0].images, asked[0].question, setting, repeats=args.repeats)
     about = load.record() | {"threads": args.threads, "code": code_version()}
-    return {"name": setting_name(profile), **profile.as_dict(), **about}
+    return {"name": format_setting(profile), **profile.as_dict(), **about}
 
 
 def retime(path: Path, args: argparse.Namespace) -> None:
     """Take the times of the groups of a file anew, one by one; with --resume quiet ones of this code stay."""
     about, lines = read(path)
-    subject = load("demo_qwen", device=args.device)
+    subject = load_model("demo_qwen", device=args.device)
     asked = questions(0, args.seed)
     for line in lines:
         known = line.get("code") == code_version() and not is_loaded(line, about)
@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--max-drop", type=float, default=0.01)
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--keep", default=KEEPS)
-    parser.add_argument("--stacks", type=int, default=MOST)
+    parser.add_argument("--stacks", type=int, default=MAX_STACKS)
     parser.add_argument("--tries", type=int, default=6, help="settings of a group that answer all questions, at most")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
@@ -209,9 +209,9 @@ def main() -> None:
     if args.retime:
         retime(path, args)
         return
-    subject = load("demo_qwen", device=args.device)
+    subject = load_model("demo_qwen", device=args.device)
     asked = questions(args.images, args.seed)[: args.limit]
-    candidates = grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
+    candidates = build_grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
     panel = Evaluator(subject, asked, batch_size=args.batch_size)
     # With few questions nothing can be promised of one point: the search goes on all the same.
     promise = Promise(args.max_drop)

@@ -35,8 +35,8 @@ from rich.console import Console
 
 import tokenprune
 from tokenprune.integrations.hf.sequence.record import KEY
-from tokenprune_bench.metrics import metric_named
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.metrics import get_metric
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.heldout import Example, load_heldout
 
 SCORES = ("diverse", "change", "norm", "detail", "random")
@@ -53,7 +53,7 @@ def heldout(subject: Model, background: str, limit: int) -> list[list[Example]]:
     found: dict[int, list[Example]] = {}
     for one in load_heldout(folder=subject.heldout):
         if one.background == background:
-            found.setdefault(one.number, []).append(one)
+            found.setdefault(one.index, []).append(one)
     return list(found.values())[:limit]
 
 
@@ -79,7 +79,7 @@ def repeated(output: Any, times: int) -> Any:
     lists = {name: getattr(record, name) for name in ("grids", "owners", "kept", "groups")}
     changed: dict[str, Any] = {name: one and one * times for name, one in lists.items()}
     if (encoded := record.encoded) is not None:
-        placed, rounds = encoded.placed, torch.arange(times)
+        placed, rounds = encoded.tokens, torch.arange(times)
         cells = placed.cells.repeat(times, 1)
         cells[:, 0] += torch.where(cells[:, 0] < 0, 0, placed.tiles * rounds.repeat_interleave(len(placed.cells)))
         placed = dataclasses.replace(
@@ -105,7 +105,7 @@ def answers(subject: Model, asked: Sequence[Sequence[Any]]) -> str:
             alone = subject.adapter.base.get_image_features(pixels[: int(grids[0].prod())], grids[:1])
             encoded = {"mm_encoder_outputs": {"image": repeated(alone, len(questions))}}
         said += subject.generate(inputs, **encoded)
-    return "".join(str(int(one)) for one in metric_named(subject.metric).score(said, [one.answers for one in flat]))
+    return "".join(str(int(one)) for one in get_metric(subject.metric).score(said, [one.answers for one in flat]))
 
 
 def depth_of(subject: Model) -> int:
@@ -150,7 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     path = args.json or FILES[args.model]
     torch.set_grad_enabled(False)
-    subject, console = load(args.model, dtype="bfloat16" if args.model == "demo_smol" else "auto"), Console()
+    subject, console = load_model(args.model, dtype="bfloat16" if args.model == "demo_smol" else "auto"), Console()
     sets = sets_of(subject, args.images)
     scores = [one for one in SCORES if one != "detail" or packed(subject)]  # which sees pixels
     header = {

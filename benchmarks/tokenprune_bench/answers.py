@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of a model to a batch of questions, as back ends return them and run folders store them."""
+"""Answers to a batch of questions, as back ends return them and run folders store them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-Batch = tuple[list[str], dict[str, Any]]  # the answers, and what they cost
+Batch = tuple[list[str], dict[str, Any]]  # the answers, and their cost

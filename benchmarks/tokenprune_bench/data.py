@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions of one's own, from the rows of files (rows.py) with their images and videos (media.py).
+"""Questions of the user, from rows of files (rows.py) with images and videos (media.py).
 
-A row is {image | images | video, question, answer | answers, kind?}. Everything is checked before any model runs.
+A row is {image | images | video, question, answer | answers, kind?}. All rows are checked before a model runs.
 """
 
 from __future__ import annotations
@@ -20,27 +20,37 @@ from PIL import Image
 
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling.media import (
-    BadRow,
+    RowError,
     Source,
-    image_size,
+    find_source,
+    get_image_size,
     is_animated,
     read_image,
     read_video,
-    short,
-    source_of,
+    shorten,
 )
 from tokenprune_bench.rows import read_rows
 
 COLUMNS = ("image", "images", "video", "question", "answer", "answers", "kind")
 DEFAULT_KIND = "all"
 FRAMES = 8
-_NO_VIDEO = "asks about a video, and this model takes none"
-_SHOWN = 10  # bad rows named in an error, for each reason; and reasons
+_NO_VIDEO = "is about a video, but this model does not support videos"
+_SHOWN = 10  # maximum number of reasons in an error, and of rows per reason
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question. where: its row, for messages. answers: those that are accepted. frames: taken of a video."""
+    """One question.
+
+    Attributes:
+        where: Name of its row, for messages.
+        question: The text.
+        answers: Accepted answers.
+        kind: Kind of question.
+        sources: Images.
+        video_source: Video.
+        frames: Number of frames to read from the video.
+    """
 
     where: str
     question: str
@@ -56,26 +66,41 @@ class Question:
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
-        """The images, read anew; raises DataError."""
+        """The images, read on each access.
+
+        Raises:
+            DataError: If an image cannot be read.
+        """
         try:
             return tuple(map(read_image, self.sources))
-        except BadRow as error:
+        except RowError as error:
             raise DataError(f"{self.where}: {error}") from error
 
     @property
     def video(self) -> list[Image.Image]:
-        """Frames of the video, evenly chosen, read anew; none without a video. Raises DataError."""
+        """Evenly spaced frames of the video, read on each access. Empty without a video.
+
+        Raises:
+            DataError: If the video cannot be read.
+        """
         if self.video_source is None:
             return []
         try:
             return read_video(self.video_source, self.frames)
-        except BadRow as error:
+        except RowError as error:
             raise DataError(f"{self.where}: {error}") from error
 
 
 @dataclass(frozen=True)
 class Data:
-    """Questions, the name of their file, the rows that were left out, as "line 3: why", and notes for the user."""
+    """Questions of one file.
+
+    Attributes:
+        name: Name of the file.
+        questions: Valid questions.
+        skipped: Skipped rows, as "line 3: reason".
+        notes: Notes for the user.
+    """
 
     name: str
     questions: list[Question]
@@ -83,11 +108,21 @@ class Data:
     notes: tuple[str, ...] = ()
 
     def about(self) -> dict[str, Any]:
-        """Return what tells these questions from others, as plain values."""
+        """Return name, size and digest of these questions as plain values."""
         parts: list[tuple] = []
-        for one in self.questions:
-            files = [(source.name, source.size) for source in (*one.sources, *filter(None, [one.video_source]))]
-            parts.append((one.question, one.answers, one.kind, one.frames if one.video_source else 0, files))
+        for question in self.questions:
+            files = [
+                (source.name, source.size) for source in (*question.sources, *filter(None, [question.video_source]))
+            ]
+            parts.append(
+                (
+                    question.question,
+                    question.answers,
+                    question.kind,
+                    question.frames if question.video_source else 0,
+                    files,
+                )
+            )
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         return {"name": self.name, "questions": len(self.questions), "skipped": self.skipped, "digest": digest}
 
@@ -103,32 +138,37 @@ def load_data(
 ) -> Data:
     """Read and check questions.
 
-    path: a file of JSON lines, a list in a .json, .csv, .tsv or .parquet; a folder with one file of JSON lines; or a
-    folder of the `datasets` library (`save_to_disk`, or images with a metadata file). Images are named relative to
-    the folder. skip_bad: leave out rows that cannot be asked
-    instead of raising. columns: names to change, from theirs to ours; "" drops a column. split: of a `datasets` folder
-    with several. frames: taken of a video. limit: only the first rows; 0: all.
-    Raises DataError, which names up to ten bad rows for each reason, or says that there are none at all.
+    Args:
+        path: A file (JSON lines, .json with a list, .csv, .tsv or .parquet), a folder with one file of JSON lines, or a
+            folder of the `datasets` library. Image paths are relative to the folder.
+        skip_bad: Skip invalid rows instead of raising.
+        columns: New names of columns, by the names in the file. "" drops a column.
+        split: Split of a `datasets` folder.
+        frames: Number of frames to read from a video.
+        limit: Maximum number of rows. 0 for all.
+
+    Raises:
+        DataError: If there are invalid rows or no questions. The message lists up to ten rows per reason.
     """
     questions, bad = [], []
     folder, rows = read_rows(path, split)
     for where, row in islice(rows, limit or None):
         try:
             questions.append(_question(where, row, folder, dict(columns or {}), frames))
-        except BadRow as error:
+        except RowError as error:
             bad.append((where, str(error)))
     skipped = [f"{where}: {reason}" for where, reason in bad]
     if bad and not skip_bad:
         count = f"{len(bad)} bad row{'s' if len(bad) > 1 else ''}"
-        raise DataError(f"{path} has {count} (--skip-bad leaves them out): {_alike(bad)}")
+        raise DataError(f"{path} has {count} (--skip-bad skips them): {_alike(bad)}")
     if not questions:
         raise _nothing_left(path, skipped)
     return Data(path.resolve().name, questions, skipped, _notes(questions))
 
 
 def _notes(questions: Sequence[Question]) -> tuple[str, ...]:
-    """Say which rows hold an animated image, of which only the first frame is asked about."""
-    animated = [one.where for one in questions if any(map(is_animated, one.sources))]
+    """Return a note on animated images, of which only the first frame is read."""
+    animated = [question.where for question in questions if any(map(is_animated, question.sources))]
     if not animated:
         return ()
     return (f'{_named(animated)}: an animated image is read as its first frame. Name it "video" to read all frames.',)
@@ -136,70 +176,91 @@ def _notes(questions: Sequence[Question]) -> tuple[str, ...]:
 
 def _nothing_left(name: Path | str, skipped: Sequence[str]) -> DataError:
     why = f": all {len(skipped)} rows are bad, {skipped[0]}" if skipped else ""
-    return DataError(f"{name} holds no questions{why}")
+    return DataError(f"{name} has no questions{why}")
 
 
 def read_columns(text: str) -> dict[str, str]:
-    """Read "query=question,label=answers,id="; raises DataError for a column that a row does not have."""
+    """Parse "query=question,label=answers,id=".
+
+    Raises:
+        DataError: If a target column does not exist.
+
+    Example:
+        >>> read_columns("query=question,label=answers,id=")
+        {'query': 'question', 'label': 'answers', 'id': ''}
+    """
     renamed = {}
-    for part in filter(None, (one.strip() for one in text.split(","))):
-        theirs, equals, ours = (one.strip() for one in part.partition("="))
+    for part in filter(None, (text_part.strip() for text_part in text.split(","))):
+        theirs, equals, ours = (text_part.strip() for text_part in part.partition("="))
         if not equals or (ours and ours not in COLUMNS):
             ours = ", ".join(COLUMNS)
-            raise DataError(f"--columns {part!r}: write THEIRS=OURS, with one of {ours}; or THEIRS= to drop a column")
+            raise DataError(
+                f"--columns {part!r} is not valid. Use THEIRS=OURS with one of {ours}, or THEIRS= to drop a column."
+            )
         renamed[theirs] = ours
     return renamed
 
 
-def misfits(questions: Sequence[Question], processor: Any) -> list[tuple[int, str]]:
-    """Return the places of the questions that do not fit the model's processor, each with the reason: a video where it
-    takes none, or words in a question that it takes for an image."""
+def find_misfits(questions: Sequence[Question], processor: Any) -> list[tuple[int, str]]:
+    """Return (index, reason) of questions that do not fit the processor: videos, or texts with placeholders."""
     no_videos, marks = getattr(processor, "video_processor", None) is None, _marks(processor)
-    found = []
-    for place, one in enumerate(questions):
-        mark = next((mark for mark in marks if mark in one.question), None)
-        if one.is_video and no_videos:
-            found.append((place, _NO_VIDEO))
+    reasons = []
+    for index, question in enumerate(questions):
+        mark = next((mark for mark in marks if mark in question.question), None)
+        if question.is_video and no_videos:
+            reasons.append((index, _NO_VIDEO))
         elif mark is not None:
-            found.append((place, f"its question holds {mark!r}, which stands for an image in prompts: take it out"))
-    return found
+            reasons.append((index, f"its question contains the placeholder {mark!r}; remove it"))
+    return reasons
 
 
-def left_out(data: Data, unfit: Sequence[tuple[int, str]]) -> Data:
-    """Return the data without the questions at these places, which are listed among those skipped, in the rows' order.
+def drop_questions(data: Data, unfit: Sequence[tuple[int, str]]) -> Data:
+    """Return the data without the given questions, which are added to the skipped rows in row order.
 
-    unfit: of `misfits` or of a benchmark's backend. Raises DataError where no question is left.
+    Args:
+        data: The data.
+        unfit: Pairs (index, reason), from `find_misfits` of this module or of a back end.
+
+    Raises:
+        DataError: If no question remains.
     """
-    gone = dict(unfit)
-    said = [f"{data.questions[place].where}: {reason}" for place, reason in gone.items()]
-    skipped = sorted([*data.skipped, *said], key=lambda line: int(line.partition(":")[0].split()[-1]))
-    questions = [one for place, one in enumerate(data.questions) if place not in gone]
+    reasons = dict(unfit)
+    lines = [f"{data.questions[index].where}: {reason}" for index, reason in reasons.items()]
+    skipped = sorted([*data.skipped, *lines], key=lambda line: int(line.partition(":")[0].split()[-1]))
+    questions = [question for index, question in enumerate(data.questions) if index not in reasons]
     if not questions:
         raise _nothing_left(data.name, skipped)
     return Data(data.name, questions, skipped, _notes(questions))
 
 
 def check_questions(questions: Iterable[Question], processor: Any) -> None:
-    """Raise DataError where questions do not fit the model's processor; see `misfits`."""
-    questions = list(questions)
-    refuse(questions, misfits(questions, processor))
+    """Check that all questions fit the model's processor.
 
-
-def refuse(questions: Sequence[Any], unfit: Sequence[tuple[int, str]]) -> None:
-    """Raise DataError for the questions at these places, if any, which names up to ten rows for each reason."""
-    if unfit:
-        bad = [(getattr(questions[place], "where", f"question {place}"), reason) for place, reason in unfit]
-        asked = f"{len(bad)} of {len(questions)} questions cannot be asked of this model"
-        raise DataError(f"{asked} (--skip-bad leaves such rows out): {_alike(bad)}")
-
-
-def refused_images(questions: Sequence[Any], takes: Callable[[Image.Image], Any]) -> list[tuple[int, str]]:
-    """Return the places of the questions with an image of a size that the model's processor refuses, with its reason.
-
-    takes: hands a blank image to the processor, and raises DataError. The narrowest, widest, smallest and largest are
-    tried first: where these pass, so do the others.
+    Raises:
+        DataError: If a question does not fit, see `find_misfits`.
     """
-    sizes = [_sizes(one) for one in questions]
+    questions = list(questions)
+    raise_for_misfits(questions, find_misfits(questions, processor))
+
+
+def raise_for_misfits(questions: Sequence[Any], unfit: Sequence[tuple[int, str]]) -> None:
+    """Raise DataError if there are unfit questions. The message lists up to ten rows per reason."""
+    if unfit:
+        bad = [(getattr(questions[index], "where", f"question {index}"), reason) for index, reason in unfit]
+        message = f"{len(bad)} of {len(questions)} questions do not fit this model"
+        raise DataError(f"{message} (--skip-bad skips them): {_alike(bad)}")
+
+
+def find_refused_images(questions: Sequence[Any], takes: Callable[[Image.Image], Any]) -> list[tuple[int, str]]:
+    """Return (index, reason) of the questions with an image size that the processor rejects.
+
+    The narrowest, widest, smallest and largest sizes are tried first. If these pass, all others pass.
+
+    Args:
+        questions: Questions with image sources.
+        takes: Passes a blank image to the processor, and raises DataError if it is rejected.
+    """
+    sizes = [_sizes(question) for question in questions]
     known = set().union(*sizes)
     if not known:
         return []
@@ -208,8 +269,11 @@ def refused_images(questions: Sequence[Any], takes: Callable[[Image.Image], Any]
     reasons = _refused(ends, takes)
     if reasons:
         reasons |= _refused(known - ends, takes)
-    found = ((place, next((size for size in mine if size in reasons), None)) for place, mine in enumerate(sizes))
-    return [(place, f"has an image of {size[0]} x {size[1]}: {reasons[size]}") for place, size in found if size]
+    first_refused = (
+        (index, next((size for size in sizes_of_question if size in reasons), None))
+        for index, sizes_of_question in enumerate(sizes)
+    )
+    return [(index, f"has an image of {size[0]} x {size[1]}: {reasons[size]}") for index, size in first_refused if size]
 
 
 def _refused(sizes: Iterable[tuple[int, int]], takes: Callable[[Image.Image], Any]) -> dict[tuple[int, int], str]:
@@ -219,35 +283,35 @@ def _refused(sizes: Iterable[tuple[int, int]], takes: Callable[[Image.Image], An
             takes(Image.new("RGB", size))
         except DataError as error:
             cause = str(error.__cause__ or error).splitlines()
-            reasons[size] = cause[0] if cause else "the processor refuses it"
+            reasons[size] = cause[0] if cause else "the processor rejects it"
     return reasons
 
 
 def _sizes(question: Any) -> set[tuple[int, int]]:
-    """Return the sizes of a question's images in files; what cannot be read is said where it is read."""
+    """Return the sizes of a question's image files. Unreadable files are reported by other checks."""
     try:
-        return {image_size(one) for one in getattr(question, "sources", ()) if isinstance(one, Source)}
-    except BadRow:
+        return {get_image_size(source) for source in getattr(question, "sources", ()) if isinstance(source, Source)}
+    except RowError:
         return set()
 
 
 def _marks(processor: Any) -> list[str]:
-    """Return the placeholders of images, videos and sounds in prompts."""
+    """Return the placeholder tokens of images, videos and audio."""
     kinds = ("image", "video", "audio")
     marks = {getattr(processor, name, None) for name in ("boi_token", *(f"{kind}_token" for kind in kinds))}
     for kind in kinds:
-        number = getattr(processor, f"{kind}_token_id", None)
-        if isinstance(number, int):
-            marks.add(processor.tokenizer.convert_ids_to_tokens(number))
+        token_id = getattr(processor, f"{kind}_token_id", None)
+        if isinstance(token_id, int):
+            marks.add(processor.tokenizer.convert_ids_to_tokens(token_id))
     return sorted(mark for mark in marks if isinstance(mark, str) and mark)
 
 
 def _alike(bad: list[tuple[str, str]]) -> str:
-    """Rows that are bad for one reason are reported together."""
-    places: dict[str, list[str]] = {}
+    """Format bad rows, grouped by reason."""
+    rows_by_reason: dict[str, list[str]] = {}
     for where, reason in bad:
-        places.setdefault(reason, []).append(where)
-    return _first([f"{_named(rows)}: {reason}" for reason, rows in places.items()])
+        rows_by_reason.setdefault(reason, []).append(where)
+    return _first([f"{_named(rows)}: {reason}" for reason, rows in rows_by_reason.items()])
 
 
 def _named(rows: list[str]) -> str:
@@ -255,44 +319,44 @@ def _named(rows: list[str]) -> str:
     return ", ".join(rows[:_SHOWN]) + more
 
 
-def _first(said: list[str]) -> str:
-    more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
-    return "; ".join(said[:_SHOWN]) + more
+def _first(messages: list[str]) -> str:
+    more = f"; and {len(messages) - _SHOWN} more" if len(messages) > _SHOWN else ""
+    return "; ".join(messages[:_SHOWN]) + more
 
 
 def _question(where: str, row: Any, folder: Path, columns: dict[str, str], frames: int) -> Question:
-    if isinstance(row, BadRow):
+    if isinstance(row, RowError):
         raise row
     if not isinstance(row, dict):
-        raise BadRow("no JSON object")
+        raise RowError("not a JSON object")
     row = {columns.get(name, name): value for name, value in row.items() if value is not None}
     row.pop("", None)
     for name in row:
         if name not in COLUMNS:
             close = get_close_matches(name, COLUMNS, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"a row has {', '.join(COLUMNS)}"
-            raise BadRow(f"unknown column {name!r}: {hint} (--columns {name}=OURS renames it, {name}= drops it)")
-    seen = [name for name in ("image", "images", "video") if name in row]
-    if len(seen) != 1:
-        raise BadRow(f"needs one of image, images and video, has {' and '.join(seen) or 'none'}")
+            hint = f"did you mean {close[0]!r}?" if close else f"known columns are {', '.join(COLUMNS)}"
+            raise RowError(f"unknown column {name!r}: {hint} (--columns {name}=OURS renames it, {name}= drops it)")
+    media_columns = [name for name in ("image", "images", "video") if name in row]
+    if len(media_columns) != 1:
+        raise RowError(f"needs one of image, images and video, has {' and '.join(media_columns) or 'none'}")
     if not isinstance(row.get("question"), str) or not row["question"].strip():
-        raise BadRow("has no question")
+        raise RowError("has no question")
     kind = row.get("kind", DEFAULT_KIND)
     if not isinstance(kind, str):
-        raise BadRow(f"kind must be a text, not {short(kind)}")
+        raise RowError(f"kind must be a string, not {shorten(kind)}")
     answers = _answers(row)
-    value = row[seen[0]]
+    value = row[media_columns[0]]
     if "images" in row and not (isinstance(value, list) and value):
-        hint = ' (one image: write "image")' if isinstance(value, (str, dict)) else ""
-        raise BadRow(f"images must be a list of images{hint}")
+        hint = ' (use "image" for one image)' if isinstance(value, (str, dict)) else ""
+        raise RowError(f"images must be a list of images{hint}")
     if "image" in row and isinstance(value, list):
-        raise BadRow('image holds a list: write "images" for several images')
+        raise RowError('image is a list; use "images" for several images')
     if "video" in row and isinstance(value, list):
-        raise BadRow("video holds a list: name a video file, a GIF, or a folder of frames")
-    sources = tuple(source_of(one, folder) for one in (value if "images" in row else [value]))
+        raise RowError("video is a list; use a video file, a GIF, or a folder of frames")
+    sources = tuple(find_source(item, folder) for item in (value if "images" in row else [value]))
     for text in (row["question"], kind, *answers, *(source.name for source in sources)):
         if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise BadRow("holds half of a letter (a surrogate), which cannot be written in UTF-8")
+            raise RowError("contains an unpaired surrogate, which cannot be encoded in UTF-8")
     if "video" in row:
         read_video(sources[0], frames)
         return Question(where, row["question"], answers, kind, (), sources[0], frames)
@@ -303,15 +367,17 @@ def _question(where: str, row: Any, folder: Path, columns: dict[str, str], frame
 
 def _answers(row: dict[str, Any]) -> tuple[str, ...]:
     if ("answer" in row) == ("answers" in row):
-        raise BadRow("needs either answer or answers")
+        raise RowError("needs either answer or answers")
     answers = row["answers"] if "answers" in row else [row["answer"]]
     valid = isinstance(answers, list) and answers
-    if not valid or not all(isinstance(one, str) or _is_number(one) for one in answers):
-        raise BadRow(f"answers must be texts or numbers, not {short(answers)}")
-    # 2.0 is what tables make of a column of whole numbers with a gap.
-    texts = tuple(str(int(one)) if isinstance(one, float) and one.is_integer() else str(one) for one in answers)
+    if not valid or not all(isinstance(answer, str) or _is_number(answer) for answer in answers):
+        raise RowError(f"answers must be strings or numbers, not {shorten(answers)}")
+    # Tables turn a column of integers with a gap into floats: 2.0 means 2.
+    texts = tuple(
+        str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer) for answer in answers
+    )
     if not any(text.strip() for text in texts):
-        raise BadRow("has an empty answer")
+        raise RowError("has an empty answer")
     return texts
 
 

@@ -10,43 +10,45 @@ from collections.abc import Callable
 from tokenprune.cli.table import Cell, Table
 from tokenprune.errors import require
 from tokenprune.statistics import Stats
-from tokenprune_bench.profiling.cost import record, spent
-from tokenprune_bench.profiling.machine_load import busy_note, machine_load
+from tokenprune_bench.profiling.cost import build_cost_record, get_batch_cost
+from tokenprune_bench.profiling.machine_load import format_busy_note, get_machine_load
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import UNPATCHED, patched
 
 KEEP = 0.25
-# Each leaves as many tokens to every layer of the decoder: at one cost the answers can be compared. The first two are
-# what README.md advises, the last is what they have to beat.
+# All keep the same number of tokens in every decoder layer, so their answers are compared at equal cost. README.md
+# recommends the first two; the last is the baseline.
 METHODS = ("divprune", "pool", "random")
 KINDS = ("colour", "count", "word", "grounding")
 REPEATS = 3
 
 
 def run(subject: Model, step: Callable[[str, int, int], None] = lambda label, done, total: None) -> list[Table]:
-    """Return a table of answers and one of what they cost; nothing is chosen by its outcome.
+    """Return a table of answers and a table of costs.
 
-    step: called with a label, how many runs are done, and of how many, between the runs.
+    Args:
+        subject: The model.
+        step: Progress callback with a label, the number of finished runs, and their total.
     """
     load_heldout = require("tokenprune_demo.heldout", "held-out questions").load_heldout
     asked = load_heldout(kinds=KINDS, limit=len(KINDS), folder=subject.heldout)
-    examples = [next(e for e in asked if e.number == number and e.kind == kind) for number, kind in enumerate(KINDS)]
+    examples = [next(e for e in asked if e.index == index and e.kind == kind) for index, kind in enumerate(KINDS)]
     inputs = subject.inputs([e.image for e in examples], [e.question for e in examples])
     names = (UNPATCHED, *METHODS)
     answers: dict[str, list[str]] = {}
     times: dict[str, list[float]] = {name: [] for name in names}
     costs: dict[str, Stats] = {}
     for repeat in range(REPEATS + 1):
-        for place, name in enumerate(names):
-            step(name, repeat * len(names) + place, (REPEATS + 1) * len(names))
+        for index_of_method, name in enumerate(names):
+            step(name, repeat * len(names) + index_of_method, (REPEATS + 1) * len(names))
             with patched(subject, name, KEEP):
                 begin = time.perf_counter()
                 answers[name] = subject.generate(inputs)
-                # The first run warms up.
+                # The first run is a warm-up.
                 if repeat:
                     times[name].append(time.perf_counter() - begin)
                 else:
-                    costs[name] = spent(subject, inputs, 0 if name == UNPATCHED else None)
+                    costs[name] = get_batch_cost(subject, inputs, 0 if name == UNPATCHED else None)
 
     rows = []
     for index, example in enumerate(examples):
@@ -59,9 +61,9 @@ def run(subject: Model, step: Callable[[str, int, int], None] = lambda label, do
     first = Table(title, ("question", "gold", *titles), rows)
 
     rows = []
-    whole = costs[UNPATCHED]
+    unpatched_cost = costs[UNPATCHED]
     for name, title in zip(names, titles, strict=True):
-        cost, median, n = record(costs[name], whole), statistics.median(times[name]), len(examples)
+        cost, median, n = build_cost_record(costs[name], unpatched_cost), statistics.median(times[name]), len(examples)
         rows.append([
             Cell(title),
             Cell(f"{cost['visual_tokens_out'] / n:.0f} of {cost['visual_tokens_in'] / n:.0f}"),
@@ -70,10 +72,10 @@ def run(subject: Model, step: Callable[[str, int, int], None] = lambda label, do
             Cell(f"{1000 * median:.0f} ms ({statistics.median(times[UNPATCHED]) / median:.2f}x)"),
         ])  # fmt: skip
     same = (
-        f"Every method leaves {KEEP:.0%} of the tokens to every layer: one cost, but for choosing. {len(examples)} "
-        "questions show what pruning does, not which method is best: that takes hundreds (README.md)."
+        f"Every method keeps {KEEP:.0%} of the tokens in every layer, at equal cost except for the selection. "
+        f"{len(examples)} questions are an example; a comparison of methods needs hundreds (README.md)."
     )
     note = f"Time: all {len(examples)} questions in one batch, vision tower included; median of {REPEATS}."
     columns = ("method", "visual tokens", "layer avg", "prefill FLOPs", "time")
-    notes = [same, note, *filter(None, [busy_note(machine_load())])]
+    notes = [same, note, *filter(None, [format_busy_note(get_machine_load())])]
     return [first, Table("What they cost", columns, rows, tuple(notes))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of measuring, beside those of `tokenprune.errors`."""
+"""Errors of benchmarks, in addition to `tokenprune.errors`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from tokenprune.errors import TokenPruneError
 
 
 class DataError(TokenPruneError, ValueError):
-    """Questions to measure on cannot be read, or do not fit the model."""
+    """The questions cannot be read, or do not fit the model."""
 
 
 class RunError(TokenPruneError, RuntimeError):
-    """A benchmark cannot go on: its folder belongs to another run or cannot be written, or what it asks fails."""
+    """The benchmark cannot continue: its folder belongs to another run, cannot be written, or an engine failed."""

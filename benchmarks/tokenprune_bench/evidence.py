@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence recall: how much of what has to be seen to answer a question is left of an image or video.
+"""Evidence recall: the share of the image or video regions needed for an answer that is still visible after pruning.
 
-No answer is needed, and so no model that can give one: what a method keeps is set against the boxes of drawn questions.
-A question says what it takes to answer it, look by look (`DrawnQuestion.looks`); a look is a set of places (image or
-frame, and box) of which one is enough. It is still possible if a kept token stands for one of these places: a token of
-its own, or a merged one at least half of whose weight comes from there.
+It needs no answer, so it also works for models that cannot answer: kept tokens are compared with the boxes of drawn
+questions. A question has one or more looks (`DrawnQuestion.looks`). A look is a set of regions (image or frame, and
+box), any of which is enough. A look is still possible if a kept token represents one of its regions: a token inside the
+box, or a merged token with at least half of its weight from there.
 """
 
 from __future__ import annotations
@@ -20,44 +20,51 @@ from tokenprune.errors import UnsupportedSetupError
 if TYPE_CHECKING:
     from tokenprune.statistics import Cut
     from tokenprune_bench.profiling.model import Model
-    from tokenprune_demo.drawn_videos import Place
+    from tokenprune_demo.drawn_videos import Region
 
 Grid = tuple[int, int]
-Left = Any  # a sparse matrix of scipy
-_CROPPED = 1.02  # an image whose shape differs more from that of what the model gets of it was cropped or padded
+Left = Any  # sparse matrix of scipy
+_CROPPED = 1.02  # larger changes of the aspect ratio are crops or padding
 
 
-def recall(looks: Sequence[np.ndarray], left: Left) -> float:
+def compute_recall(looks: Sequence[np.ndarray], shares: Left) -> float:
     """Return the share of looks that are still possible.
 
-    looks: for each, bool `[N]`, which visual tokens lie where it looks. left: as of `outcome`.
+    Args:
+        looks: For each look, the visual tokens in its regions, bool, shape (tokens,).
+        shares: Result of `trace_tokens`.
     """
-    return float(np.mean([(left @ look).max(initial=0.0) >= 0.5 - 1e-6 for look in looks]))
+    return float(np.mean([(shares @ look).max(initial=0.0) >= 0.5 - 1e-6 for look in looks]))
 
 
-def outcome(cuts: Sequence[Cut], positions: Sequence[int], row: int = 0) -> Left:
-    """Return what prefill left of the visual tokens of a row, a sparse matrix `[N, N]`: for each token the share that
-    every token had in it, a row of zeros for one that is gone.
+def trace_tokens(cuts: Sequence[Cut], positions: Sequence[int], row: int = 0) -> Left:
+    """Return the composition of the visual tokens of a row after prefill.
 
-    cuts: of `Stats.cuts`. positions: of the row's visual tokens, in the caller's sequence, ascending.
+    Args:
+        cuts: `Stats.cuts`.
+        positions: Ascending positions of the row's visual tokens in the caller's sequence.
+        row: Index of the row.
+
+    Returns:
+        A sparse matrix (tokens, tokens): entry (i, j) is the share of original token j in token i. Rows of dropped
+        tokens are zero.
     """
-    from scipy import sparse  # of the extra `bench`, which this is a part of
+    from scipy import sparse  # a dependency of tokenprune-bench
 
-    index = {position: number for number, position in enumerate(positions)}
-    left = sparse.identity(len(positions), format="csr")
+    index = {position: index_of_token for index_of_token, position in enumerate(positions)}
+    shares = sparse.identity(len(positions), format="csr")
     for cut in cuts:
         if cut.step:
             continue
         if cut.sources is not None:
-            left = _merge(cut, row, index) @ left
+            shares = _merge(cut, row, index) @ shares
         alive = set(cut.kept[row])
-        left = sparse.diags([float(position in alive) for position in positions]) @ left
-    return left
+        shares = sparse.diags([float(position in alive) for position in positions]) @ shares
+    return shares
 
 
 def _merge(cut: Cut, row: int, index: dict[int, int]) -> Left:
-    """Return for each token the targets it is a mean of, as shares; a token that is no target becomes a row of
-    zeros."""
+    """Return the matrix of a merge: each target is a mean of its sources. Rows of other tokens are zero."""
     from scipy import sparse
 
     targets, origins, shares = [], [], []
@@ -68,45 +75,53 @@ def _merge(cut: Cut, row: int, index: dict[int, int]) -> Left:
     return sparse.csr_array((shares, (targets, origins)), shape=(len(index), len(index)))
 
 
-def tokens_of(
-    looks: Sequence[Sequence[Place]], sizes: Sequence[tuple[int, int]], grids: Sequence[Grid], count: int
+def find_evidence_tokens(
+    looks: Sequence[Sequence[Region]], sizes: Sequence[tuple[int, int]], grids: Sequence[Grid], count: int
 ) -> list[np.ndarray]:
-    """Return for each look bool `[count]`: which visual tokens lie where it looks.
+    """Return the visual tokens in the regions of each look, bool, shape (count,).
 
-    A token lies in a box if its middle does; of a box in which no middle lies, that is the token nearest to the box's
-    own. sizes: (width, height) of each image or frame, in pixels. grids: (height, width) in tokens of each image or
-    frame of the model: it may have joined several frames to one, and a token then lies in the boxes of all of them.
-    count: visual tokens of the prompt; those after the last grid (a newline) lie nowhere.
+    A token is inside a box if its centre is. If a box contains no centre, the token nearest to the box's centre counts.
+
+    Args:
+        looks: Looks of a question.
+        sizes: (width, height) of each image or frame in pixels.
+        grids: (height, width) in tokens of each image or frame of the model. A model frame may join several input
+            frames; its tokens belong to the boxes of all of them.
+        count: Number of visual tokens of the prompt. Tokens after the last grid (newlines) are in no box.
     """
     step = math.ceil(len(sizes) / len(grids))
     starts = np.cumsum([0, *(height * width for height, width in grids)])
-    found = []
+    masks = []
     for look in looks:
-        mine = np.zeros(count, bool)
+        mask = np.zeros(count, bool)
         for image, (left, top, right, bottom) in look:
-            number = image // step
-            (height, width), (across, down) = grids[number], sizes[image]
+            grid_index = image // step
+            (height, width), (across, down) = grids[grid_index], sizes[image]
             rows = _covered(top / down * height, bottom / down * height, height)
             columns = _covered(left / across * width, right / across * width, width)
-            mine[(starts[number] + rows[:, None] * width + columns).ravel()] = True
-        found.append(mine)
-    return found
+            mask[(starts[grid_index] + rows[:, None] * width + columns).ravel()] = True
+        masks.append(mask)
+    return masks
 
 
 def _covered(begin: float, end: float, count: int) -> np.ndarray:
-    """Return the cells of 0..count whose middles lie between two places; if there are none, the cell of their own
-    middle."""
+    """Return the cells in [0, count) with centres between `begin` and `end`, or else the cell of the midpoint."""
     first, last = max(0, math.ceil(begin - 0.5)), min(count, math.floor(end - 0.5) + 1)
     return np.arange(first, last) if first < last else np.array([min(count - 1, int((begin + end) / 2))])
 
 
-def recalls(
+def compute_batch_recalls(
     subject: Model, inputs: dict[str, Any], questions: Sequence[Any], cuts: Sequence[Cut]
 ) -> list[float | None]:
-    """Return the evidence recall of each question of the batch that just ran, recorded; None for a question without
-    evidence, and where it is not known which token shows what (tiles, crops).
+    """Return the evidence recall of each question of the batch that just ran with recording.
 
-    questions: with `looks`, and `video` or `images`.
+    None for a question without evidence, or if the image regions of the tokens are not known (tiles, crops).
+
+    Args:
+        subject: The model.
+        inputs: Arguments of the batch.
+        questions: Questions with `looks`, and `video` or `images`.
+        cuts: Recorded cuts.
     """
     if not any(getattr(question, "looks", ()) for question in questions):
         return [None] * len(questions)
@@ -116,20 +131,20 @@ def recalls(
     except UnsupportedSetupError:
         return [None] * len(questions)
     visual = sum(mask.int() for mask in subject.adapter.visual_mask(inputs).values()).bool().tolist()
-    made: list[float | None] = []
+    recalls: list[float | None] = []
     for row, (question, images, mine) in enumerate(zip(questions, shown, grids, strict=True)):
         if not getattr(question, "looks", ()):
-            made.append(None)
+            recalls.append(None)
             continue
         positions = [position for position, is_visual in enumerate(visual[row]) if is_visual]
         sizes = [image.size for image in images]
-        looks = tokens_of(question.looks, sizes, mine, len(positions))
-        made.append(recall(looks, outcome(cuts, positions, row)))
-    return made
+        looks = find_evidence_tokens(question.looks, sizes, mine, len(positions))
+        recalls.append(compute_recall(looks, trace_tokens(cuts, positions, row)))
+    return recalls
 
 
 def _grids(subject: Model, inputs: dict[str, Any], shown: Sequence[Sequence[Any]], video: bool) -> list[list[Grid]]:
-    """Return the grids of each row's images, or of the frames of the one video."""
+    """Return the grids of each row's images, or of the frames of the video."""
     from tokenprune_bench.show.grids import grids_of
 
     grids = iter(grids_of(subject, inputs, sum(map(len, shown)), video))
@@ -137,11 +152,13 @@ def _grids(subject: Model, inputs: dict[str, Any], shown: Sequence[Sequence[Any]
         return [list(grids)]
     pixels = inputs.get("pixel_values")
     if pixels is not None and pixels.ndim == 4:
-        made = pixels.shape[-1] / pixels.shape[-2]
+        aspect = pixels.shape[-1] / pixels.shape[-2]
         for image in (image for images in shown for image in images):
-            if max(made / (image.width / image.height), image.width / image.height / made) > _CROPPED:
-                raise UnsupportedSetupError("the processor makes another shape of an image: what it shows is not known")
+            if max(aspect / (image.width / image.height), image.width / image.height / aspect) > _CROPPED:
+                raise UnsupportedSetupError(
+                    "The processor crops or pads an image, so the regions of its tokens are not known."
+                )
     return [[next(grids) for _ in images] for images in shown]
 
 
-__all__ = ["outcome", "recall", "recalls", "tokens_of"]
+__all__ = ["compute_batch_recalls", "compute_recall", "find_evidence_tokens", "trace_tokens"]

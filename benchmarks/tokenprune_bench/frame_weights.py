@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""frame_weights: which frames of a video a prompt asks about, read off the attention of a model, often a small one."""
+"""Weights of video frames for a prompt, from the attention of a (small) model."""
 
 from __future__ import annotations
 
@@ -20,67 +20,78 @@ from tokenprune.selection.tokens import VisualTokens
 
 @torch.no_grad()
 def frame_weights(model: Any, *, layers: Sequence[int] | None = None, **inputs: Any) -> list[tuple[float, ...]]:
-    """Return for each video of a prompt a weight for each frame, by how much the prompt's last token attends to it.
+    """Return a weight per frame for each video of a prompt, from the attention of the prompt's last token.
 
-    Pass them to `Budget.by_frame_weights` for another model that sees the same frames, or for this one. The model runs
-    once over the prompt and generates nothing. The attention of the last token to a video is averaged over heads, over
-    the tokens of each frame, and over layers.
+    Pass the weights to `Budget.by_frame_weights`, for this model or for another model that sees the same frames. The
+    model runs once over the prompt without generating. The attention to a video is averaged over heads, over the tokens
+    of each frame, and over layers.
 
-    model:  an unpatched model of transformers whose frames are known (docs/guides/video.md), such as a small one of the
+    Args:
+        model: An unpatched transformers model with known frames (docs/guides/video.md), such as a small model of the
             family.
-    layers: indices of decoder layers, at least 1; None: the last third.
-    inputs: the model's arguments, as its processor makes them.
+        layers: Indices of decoder layers, at least 1. None selects the last third.
+        inputs: Model arguments, as the processor returns them.
 
-    Videos are in the order of the batch; the weights of each sum to 1. Raises OptionError for layers that there are not
-    and for prompts without a video, UnsupportedSetupError where frames are not known, and what `patch` raises.
+    Returns:
+        One tuple per video in batch order. The weights of a video sum to 1.
 
-    Source: DyToK, "Less Is More, but Where? Dynamic Token Compression via LLM-Guided Keyframe Prior" (arXiv 2512.06866,
-    NeurIPS 2025), by the authors' code for LLaVA-OneVision; the paper's text was not read.
+    Raises:
+        OptionError: If a layer does not exist, or the prompt has no video.
+        UnsupportedSetupError: If the frames are not known.
 
-    Differs from the paper: any family, batches and several videos, each for itself.
+    Source:
+        DyToK, "Less Is More, but Where? Dynamic Token Compression via LLM-Guided Keyframe Prior" (arXiv 2512.06866,
+        NeurIPS 2025), from the authors' code for LLaVA-OneVision.
+
+    Differences from the paper:
+        - Supports any family, batches, and several videos with separate weights.
     """
     method = _WeighFrames(None if layers is None else tuple(layers))
     forward = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in forward and "logits_to_keep" not in inputs else {}
-    with patched(model, method, keep=0.5):  # of which nothing is removed: all stages only look
+    with patched(model, method, keep=0.5):  # every stage observes and keeps all tokens
         model(**inputs, **last)
-    if not method.found:
-        raise OptionError("frame_weights: the prompt holds no video: pass its pixels and its prompt")
-    per_video = method.found.values()
+    if not method.captured:
+        raise OptionError("frame_weights needs a prompt with a video. Pass the video's pixels and placeholders.")
+    per_video = method.captured.values()
     means = [torch.stack(of_layers).mean(0) for of_layers in per_video]
-    return [tuple((one / one.sum()).tolist()) for one in means]
+    return [tuple((mean / mean.sum()).tolist()) for mean in means]
 
 
 @dataclass(frozen=True)
 class _WeighFrames(Pruner):
-    """Look at several layers. found: for each video (row, number in it) the weights that each layer gives."""
+    """Observe several layers.
+
+    Attributes:
+        captured: For each video (row, index in the row), the frame weights of each layer.
+    """
 
     name: ClassVar[str] = "frame_weights"
     site: ClassVar[Site] = Site.IN_LLM
 
     layers: tuple[int, ...] | None = None
-    found: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    captured: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         chosen = range(max(1, 2 * layers // 3), layers) if self.layers is None else self.layers
-        if not chosen or not all(isinstance(one, int) and 1 <= one < layers for one in chosen):
+        if not chosen or not all(isinstance(layer, int) and 1 <= layer < layers for layer in chosen):
             raise OptionError(
-                f"frame_weights: layers={self.layers!r} must list decoder layers, each from 1 to {layers - 1}"
+                f"layers={self.layers!r} is not valid. frame_weights needs decoder layers from 1 to {layers - 1}."
             )
-        return [(_LookAtFrames(layer, self.found), Budget(keep=1.0)) for layer in sorted({*chosen})]
+        return [(_LookAtFrames(layer, self.captured), Budget(keep=1.0)) for layer in sorted({*chosen})]
 
 
 @dataclass(frozen=True)
 class _LookAtFrames(Pruner):
-    """Note how much the last token attends to each frame in one layer, and remove nothing."""
+    """Record the last token's attention to each frame in one layer, and keep all tokens."""
 
     name: ClassVar[str] = "frame_weights"
     site: ClassVar[Site] = Site.IN_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"next_row_attention"})
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     layer: int
-    found: dict[tuple[int, int], list[Tensor]] = field(repr=False, compare=False)
+    captured: dict[tuple[int, int], list[Tensor]] = field(repr=False, compare=False)
 
     @property
     def query_aware(self) -> bool:
@@ -93,11 +104,11 @@ class _LookAtFrames(Pruner):
                 continue
             if frames is None:
                 raise UnsupportedSetupError(
-                    "frame_weights: nothing tells which tokens of this video are a frame; give weights of your own"
+                    "frame_weights cannot assign the tokens of this video to frames. Pass your own weights instead."
                 )
             attention = tokens.next_row_attention[segment, :, : sum(frames)].float()
             tiny = torch.finfo(torch.float32).tiny
             share = (attention / attention.sum(1, keepdim=True).clamp(min=tiny)).mean(0)
-            of_frames = torch.stack([one.mean() for one in share.split(frames)])
-            self.found.setdefault((about.row[segment], about.ordinal[segment]), []).append(of_frames.cpu())
+            of_frames = torch.stack([frame_share.mean() for frame_share in share.split(frames)])
+            self.captured.setdefault((about.row[segment], about.ordinal[segment]), []).append(of_frames.cpu())
         return Selection(tokens.mask, counts=tokens.counts)

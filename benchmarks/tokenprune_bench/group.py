@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that share a benchmark, as `accelerate launch` or `torchrun` started them.
+"""Process group of a benchmark started with `accelerate launch` or `torchrun`.
 
-Not accelerate's PartialState: it takes NCCL where there are GPUs, sets the number of threads and stays for the whole
-process; and ending a part of the work together, or learning that a process has ended, is not in it.
+accelerate's PartialState is not used: it selects NCCL on GPUs, sets the number of threads, and lasts for the whole
+process. It also cannot end a stage in all processes together, or detect that a process has ended.
 """
 
 from __future__ import annotations
@@ -16,24 +16,29 @@ from typing import Any
 
 from tokenprune_bench.errors import RunError
 
-# One process times the methods, and some questions take longer than others, while the rest wait.
-_PATIENCE = datetime.timedelta(days=2)
+# The other processes wait while one process times the methods.
+_TIMEOUT = datetime.timedelta(days=2)
 
 
 @dataclass(frozen=True)
 class Group:
-    """rank: of this process, from 0. size: how many there are."""
+    """Processes that share a benchmark.
+
+    Attributes:
+        rank: Rank of this process.
+        size: Number of processes.
+    """
 
     rank: int = 0
     size: int = 1
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """True for the process that writes and prints."""
         return self.rank == 0
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return the objects of all processes, in the order of their ranks; all must call, and wait for each other."""
+        """Return the objects of all processes in rank order. All processes must call it."""
         if self.size == 1:
             return [mine]
         import torch.distributed
@@ -42,47 +47,49 @@ class Group:
         try:
             torch.distributed.all_gather_object(everything, mine)
         except RuntimeError as error:
-            raise RunError("another process of this run has ended: see what it said") from error
+            raise RunError("Another process of this run has ended. See its output.") from error
         return everything
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Open a context that all processes enter and leave together; a RunError in one is raised in all of them, so
-        that no process waits for one that has stopped."""
+    def barrier(self) -> Iterator[None]:
+        """Open a context that all processes enter and leave together.
+
+        A RunError in one process is raised in all of them, so that no process waits for a stopped one.
+        """
         failure = None
         try:
             yield
         except RunError as error:
             failure = error
         messages = self.gather(None if failure is None else str(failure))
-        if failures := [one for one in messages if one is not None]:
+        if failures := [message for message in messages if message is not None]:
             raise failure or RunError(failures[0])
 
 
-ALONE = Group()
+SINGLE_PROCESS = Group()
 
 
 @contextmanager
-def joined() -> Iterator[Group]:
-    """Join the group that the launcher's environment names, for as long as the context lasts; alone without one.
+def join_group() -> Iterator[Group]:
+    """Open the group of the launcher's environment, or a group of one process.
 
-    Plain objects are exchanged, so that gloo serves on every device.
+    Only plain objects are exchanged, so the gloo backend is used on every device.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield ALONE
+        yield SINGLE_PROCESS
         return
     import torch.distributed
 
-    torch.distributed.init_process_group("gloo", timeout=_PATIENCE)
+    torch.distributed.init_process_group("gloo", timeout=_TIMEOUT)
     try:
         yield Group(torch.distributed.get_rank(), size)
     finally:
         torch.distributed.destroy_process_group()
 
 
-def own_device(device: str | None) -> str | None:
-    """Return the device of this process: the one that was asked for, else the one of its rank on this machine."""
+def select_device(device: str | None) -> str | None:
+    """Return the requested device, or the device of this process's local rank."""
     local = os.environ.get("LOCAL_RANK")
     if device is not None or local is None or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):
         return device or ("cpu" if local is not None else None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of answers: small functions, each with its source. A score lies in [0, 1]; CIDEr's in [0, 10]."""
+"""Metrics of answers, with their sources. Scores are in [0, 1], CIDEr scores in [0, 10]."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ _BLANKS = str.maketrans(dict.fromkeys('!"()+,-/;<=>?@[\\]_`{}', " "))
 class Metric:
     """A way to score answers.
 
-    score: from all predictions and the accepted answers of each question to one score a question. graded: whether there
-    are scores between right and wrong. right: from which score on an answer counts as right in McNemar's test and the
-    hard split; None: no such score, so that there are neither.
+    Attributes:
+        name: Name on the command line.
+        title: Title in tables.
+        score: Maps all predictions and the accepted answers of each question to one score per question.
+        graded: Whether there are scores between right and wrong.
+        right: Minimum score of a right answer in McNemar's test and in the hard split. None if there is no such score.
     """
 
     name: str
@@ -35,22 +38,25 @@ class Metric:
     right: float | None = 0.5
 
 
-def best(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[Answers]], list[float]]:
-    """Turn a score against one answer into that against the accepted answer that fits best."""
+def score_best(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[Answers]], list[float]]:
+    """Turn a score against one answer into the best score over all accepted answers."""
 
     def scores(predictions: Sequence[str], accepted: Sequence[Answers]) -> list[float]:
-        return [max(score(one, each) for each in some) for one, some in zip(predictions, accepted, strict=True)]
+        return [
+            max(score(prediction, answer) for answer in answers)
+            for prediction, answers in zip(predictions, accepted, strict=True)
+        ]
 
     return scores
 
 
 def exact(prediction: str, answer: str) -> float:
-    """1 if the two are equal but for case, blanks at the ends and full stops at the end."""
+    """Return 1 if the texts are equal, ignoring case, outer blanks and final full stops."""
     return float(_plain(prediction) == _plain(answer))
 
 
 def ending(prediction: str, answer: str) -> float:
-    """1 if a sentence ends in the answer, compared as in `exact`: "the star is red" for "red"."""
+    """Return 1 if a sentence ends with the answer, compared as in `exact`: "the star is red" for "red"."""
     ours, theirs = _plain(prediction), _plain(answer)
     return float(ours == theirs or ours.endswith(f" {theirs}"))
 
@@ -60,22 +66,25 @@ def _plain(text: str) -> str:
 
 
 def vqa(predictions: Sequence[str], accepted: Sequence[Answers]) -> list[float]:
-    """VQA accuracy: the mean, over all ways to leave one person's answer out, of min(1, people who agree / 3).
+    """Return VQA accuracy: the mean of min(1, agreeing people / 3) over all subsets that leave one person out.
 
-    Source: Antol et al., "VQA" (arXiv:1505.00468), section 3.2 and the evaluation's text rules: punctuation counts for
-    nothing (but # $ % & * : ^ | ~ and decimal points), nor do articles, and numbers in words are numbers.
-    Differs from the paper: apostrophes are dropped on both sides in place of its table of contractions, so that "its"
-    is "it's". With fewer than four answers, where no answer could reach 1, one that agrees is enough. lmms-eval's
-    TextVQA accuracy was equal on 20,000 random answers but for words that differ by an apostrophe alone.
+    Source:
+        Antol et al., "VQA" (arXiv 1505.00468), section 3.2, and the text rules of the evaluation: punctuation is
+        removed (except # $ % & * : ^ | ~ and decimal points), articles are removed, and numerals replace number words.
+
+    Differences from the paper:
+        - Apostrophes are removed on both sides, instead of a table of contractions, so "its" equals "it's".
+        - With fewer than four answers, one that agrees is enough; the formula could never reach 1.
+        - On 20,000 random answers, lmms-eval's TextVQA accuracy differs only for words with apostrophes.
     """
-    return [_vqa(one, some) for one, some in zip(predictions, accepted, strict=True)]
+    return [_vqa(prediction, answers) for prediction, answers in zip(predictions, accepted, strict=True)]
 
 
 def _vqa(prediction: str, answers: Answers) -> float:
     agree = [_spoken(answer) == _spoken(prediction) for answer in answers]
     if len(answers) < 4:
         return float(any(agree))
-    return sum(min(1.0, (sum(agree) - one) / 3) for one in agree) / len(agree)
+    return sum(min(1.0, (sum(agree) - agrees) / 3) for agrees in agree) / len(agree)
 
 
 def _spoken(text: str) -> str:
@@ -86,11 +95,14 @@ def _spoken(text: str) -> str:
 
 
 def anls(prediction: str, answer: str) -> float:
-    """1 minus the edit distance over the longer length, 0 from a distance of one half on.
+    """Return 1 minus the edit distance over the longer length, or 0 for distances of at least one half.
 
-    Source: Biten et al., "Scene Text Visual Question Answering" (arXiv:1905.13648), eq. 1; case, and how wide blanks
-    are, count for nothing. lmms-eval gives 0.5 at a distance of exactly one half, where the equation has 0, and counts
-    blanks at the ends as length. Raises TokenPruneError without rapidfuzz.
+    Raises:
+        TokenPruneError: If rapidfuzz is not installed.
+
+    Source:
+        Biten et al., "Scene Text Visual Question Answering" (arXiv 1905.13648), eq. 1. Case and the width of blanks are
+        ignored. lmms-eval returns 0.5 at a distance of one half, and counts outer blanks.
     """
     try:
         from rapidfuzz.distance import Levenshtein
@@ -102,10 +114,13 @@ def anls(prediction: str, answer: str) -> float:
 
 
 def relaxed(prediction: str, answer: str) -> float:
-    """1 if two numbers differ by at most 5 % of the right one, or two texts are equal as in `exact`.
+    """Return 1 if two numbers differ by at most 5 % of the right number, or if two texts are equal as in `exact`.
 
-    Source: Masry et al., "ChartQA" (arXiv:2203.10244), section 5.1. A percent sign divides by 100.
-    Differs from lmms-eval: "5,000" and "$5" are numbers, "0.0" is 0, and 1.05 is within 5 % of 1, whatever floats say.
+    Source:
+        Masry et al., "ChartQA" (arXiv 2203.10244), section 5.1. A percent sign divides by 100.
+
+    Differences from the paper:
+        - Unlike in lmms-eval, "5,000" and "$5" are numbers, "0.0" is 0, and 1.05 is within 5 % of 1 despite rounding.
     """
     ours, theirs = _number(prediction), _number(answer)
     if ours is None or theirs is None:
@@ -126,9 +141,10 @@ def _number(text: str) -> float | None:
 
 
 def f1(prediction: str, answer: str) -> float:
-    """Harmonic mean of precision and recall of words, without articles and punctuation.
+    """Return the harmonic mean of precision and recall of words, without articles and punctuation.
 
-    Source: Rajpurkar et al., "SQuAD" (arXiv:1606.05250), section 6.1. Equal to `compute_f1` of transformers.
+    Source:
+        Rajpurkar et al., "SQuAD" (arXiv 1606.05250), section 6.1. Equal to `compute_f1` of transformers.
     """
     ours, theirs = _words(prediction), _words(answer)
     if not ours or not theirs:
@@ -143,11 +159,17 @@ def _words(text: str) -> list[str]:
 
 
 def cider(predictions: Sequence[str], accepted: Sequence[Answers]) -> list[float]:
-    """CIDEr-D by pycocoevalcap; a word's weight comes from the accepted answers of all questions.
+    """Return CIDEr-D scores of pycocoevalcap. Word weights come from the accepted answers of all questions.
 
-    Source: Vedantam et al., "CIDEr" (arXiv:1411.5726). Raises TokenPruneError where the package is missing.
-    Differs from the paper's code: words are split at blanks after punctuation is dropped, not by the Java tokenizer. A
-    word that is in the answers of every question weighs nothing: a single question scores 0 whatever is said.
+    Raises:
+        TokenPruneError: If pycocoevalcap is not installed.
+
+    Source:
+        Vedantam et al., "CIDEr" (arXiv 1411.5726).
+
+    Differences from the paper:
+        - Words are split at blanks after punctuation is removed, instead of with the Java tokenizer.
+        - A word in the answers of every question has zero weight, so a single question always scores 0.
     """
     try:
         from pycocoevalcap.cider.cider import Cider
@@ -157,29 +179,34 @@ def cider(predictions: Sequence[str], accepted: Sequence[Answers]) -> list[float
     def split(text: str) -> str:
         return " ".join(text.lower().translate(str.maketrans("", "", string.punctuation)).split())
 
-    gold = {number: [split(one) for one in some] for number, some in enumerate(accepted)}
-    _, scores = Cider().compute_score(gold, {number: [split(one)] for number, one in enumerate(predictions)})
+    gold = {index: [split(text) for text in answers] for index, answers in enumerate(accepted)}
+    _, scores = Cider().compute_score(gold, {index: [split(text)] for index, text in enumerate(predictions)})
     return [float(score) for score in scores]
 
 
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric("exact", "accuracy %", best(exact), graded=False),
-        Metric("ending", "accuracy %", best(ending), graded=False),
+        Metric("exact", "accuracy %", score_best(exact), graded=False),
+        Metric("ending", "accuracy %", score_best(ending), graded=False),
         Metric("vqa", "VQA accuracy %", vqa),
-        Metric("anls", "ANLS %", best(anls)),
-        Metric("relaxed", "relaxed acc. %", best(relaxed), graded=False),
-        Metric("f1", "F1 %", best(f1)),
+        Metric("anls", "ANLS %", score_best(anls)),
+        Metric("relaxed", "relaxed acc. %", score_best(relaxed), graded=False),
+        Metric("f1", "F1 %", score_best(f1)),
         Metric("cider", "CIDEr ×100", cider, right=None),
     )
 }
 
 
-def metric_named(name: str) -> Metric:
-    """Return a metric; raises OptionError for a name that is none, TokenPruneError where its package is missing."""
+def get_metric(name: str) -> Metric:
+    """Return a metric by name.
+
+    Raises:
+        OptionError: If the metric does not exist.
+        TokenPruneError: If its package is not installed.
+    """
     if name not in METRICS:
-        raise OptionError(f"there is no metric {name!r}: use one of {', '.join(METRICS)}")
-    # What is missing is said before the work, not after it.
+        raise OptionError(f"Metric {name!r} is not known. Use one of {', '.join(METRICS)}.")
+    # A trial score raises early if a package is missing.
     METRICS[name].score(["a b"], [["a b"]])
     return METRICS[name]

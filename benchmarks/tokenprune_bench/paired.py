@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A method against another on the same questions: the difference with its interval, McNemar's test, hard questions."""
+"""Paired comparison of two methods on the same questions: difference with interval, McNemar's test, bootstrap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenprune.errors import TokenPruneError
-from tokenprune_bench.significance import LEVEL, binomtest, discordant, interleaved
+from tokenprune_bench.significance import LEVEL, count_discordant, import_binomtest, interleave_seeds
 
 RESAMPLES = 2000
 _SEED = 0
@@ -17,8 +17,13 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to all questions. scores: `[seeds][questions]`. right: one "1" or "0" a question, a string a seed; None
-    where the metric knows no right and wrong. graded: whether there are scores in between."""
+    """Scores of all questions.
+
+    Attributes:
+        scores: Scores, shape (seeds, questions).
+        right: One string per seed with "1" or "0" per question. None if the metric has no right and wrong.
+        graded: Whether there are scores between right and wrong.
+    """
 
     scores: Sequence[Sequence[float]]
     right: Sequence[str] | None
@@ -26,14 +31,20 @@ class Answers:
 
     @property
     def means(self) -> np.ndarray:
-        """The score of each question, averaged over the seeds."""
+        """Score of each question, averaged over the seeds."""
         return np.asarray(self.scores, float).mean(0)
 
 
 @dataclass(frozen=True)
-class Versus:
-    """difference: of the mean scores, ours minus theirs, with its 95 % interval. p: of McNemar's exact two-sided test,
-    None where there is no right and wrong."""
+class PairedDifference:
+    """Difference of two mean scores.
+
+    Attributes:
+        difference: Our mean score minus their mean score.
+        low: Lower end of the 95 % interval.
+        high: Upper end of the 95 % interval.
+        p: p-value of McNemar's exact two-sided test. None if the metric has no right and wrong.
+    """
 
     difference: float
     low: float
@@ -42,9 +53,9 @@ class Versus:
 
 
 def bootstrap(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """Return the percentile interval of a mean over questions, by resampling them (Efron and Tibshirani, 1993, ch. 13).
+    """Return the percentile interval of a mean over questions (Efron and Tibshirani, 1993, chapter 13).
 
-    Deterministic: the seed is fixed. Without a second value to vary, or where all are equal, it has no width.
+    The seed is fixed. The interval has zero width for fewer than two values, or if all values are equal.
     """
     mean = float(np.mean(values)) if len(values) else 0.0
     if len(values) < 2 or np.ptp(values) == 0:
@@ -52,7 +63,7 @@ def bootstrap(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
     try:
         from scipy.stats import bootstrap as resample
     except ImportError as error:
-        raise TokenPruneError("the benchmark needs scipy: pip install tokenprune-bench") from error
+        raise TokenPruneError("The benchmark needs scipy: pip install tokenprune-bench.") from error
     interval = resample(
         (values,),
         np.mean,
@@ -62,21 +73,20 @@ def bootstrap(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
         method="percentile",
         rng=np.random.default_rng(_SEED),
     ).confidence_interval
-    # Rounding may leave the mean outside.
+    # Rounding may put the mean outside of the interval.
     return min(mean, float(interval.low)), max(mean, float(interval.high))
 
 
-def versus(ours: Answers, theirs: Answers) -> Versus:
-    """Compare answers to the same questions, pair by pair: seeds are averaged first, then questions resampled."""
+def compare_paired(ours: Answers, theirs: Answers) -> PairedDifference:
+    """Compare answers to the same questions pair by pair. Seeds are averaged first, then questions are resampled."""
     gaps = ours.means - theirs.means
     p = None
     if ours.right is not None and theirs.right is not None:
-        wins, losses = discordant(interleaved(ours.right), interleaved(theirs.right))
-        p = float(binomtest()(wins, wins + losses, 0.5).pvalue) if wins + losses else 1.0
-    return Versus(float(gaps.mean()), *bootstrap(gaps), p)
+        wins, losses = count_discordant(interleave_seeds(ours.right), interleave_seeds(theirs.right))
+        p = float(import_binomtest()(wins, wins + losses, 0.5).pvalue) if wins + losses else 1.0
+    return PairedDifference(float(gaps.mean()), *bootstrap(gaps), p)
 
 
-def beats(ours: Answers, theirs: Answers) -> bool:
-    """Return True if our graded scores are significantly better: the one-sided interval of the difference at `LEVEL`
-    lies above zero."""
+def is_better_graded(ours: Answers, theirs: Answers) -> bool:
+    """Return True if our graded scores are significantly better, by a one-sided interval at `LEVEL`."""
     return bootstrap(ours.means - theirs.means, 1 - 2 * LEVEL)[0] > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a benchmark: methods, keeps, seeds, and the batches of questions."""
+"""Plan of a benchmark: methods, keeps, seeds, and batches of questions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tokenprune
 from tokenprune.errors import OptionError
 from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.patched import escalates, escalating
+from tokenprune_bench.profiling.patched import build_escalation, is_escalation
 from tokenprune_bench.results import MARKS, UNPATCHED
 from tokenprune_bench.two_pass import ESCALATE
 
@@ -23,10 +23,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pass:
-    """A setting with a seed, with which all questions are asked.
+    """One run over all questions with a setting and a seed.
 
-    method: what records call it: the setting on one line, or of the unpatched model `UNPATCHED`. keep: what was asked
-    for. setting: None for the unpatched model.
+    Attributes:
+        method: Name in records: the setting on one line, or `UNPATCHED`.
+        keep: The requested keep.
+        seed: Seed of a random method.
+        setting: The setting. None for the unpatched model.
     """
 
     method: str
@@ -35,29 +38,40 @@ class Pass:
     setting: Setting | None = None
 
     @staticmethod
-    def of_control(name: str) -> Pass:
-        """Return the pass in which the unpatched model is asked what a control shows."""
+    def for_control(name: str) -> Pass:
+        """Return the pass of the unpatched model over the inputs of a control."""
         return Pass(f"{UNPATCHED}, {name}", 1.0)
 
     @property
-    def place(self) -> dict[str, Any]:
-        """Plain values that name the pass in the folder of a run."""
+    def key(self) -> dict[str, Any]:
+        """Plain values that identify the pass in a run folder."""
         return {"method": self.method, "keep": self.keep, "seed": self.seed}
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """The methods, keeps and seeds to run. The baselines are put in front of `methods`; () means all registered methods
-    except those that choose between images unless `several` is set, and video methods unless `videos` is set.
-    `ESCALATE` can be named beside them. Options and stacks are written on one line, or read already, and the plan
-    has them in their one spelling (`methods`) and as objects (`settings`); every method of a stack gets the keep.
+    """Methods, keeps and seeds to run.
 
-    several, videos: whether a question may have several images, or a video. images: how many held-out images (or
-    videos, prompts), each with one question of every kind; 0: all. limit: the first of their questions to ask; 0: all.
-    Questions of the caller's own are all asked. seeds:
-    methods that draw at random (that have an option `seed`) answer once with each. repeats: timed runs of each (method,
-    keep); 0: no timing. equal_cost: each of `keeps` is a share of the unpatched model's visual tokens, averaged over
-    the decoder's layers, and each method gets a setting of its own that spends it (see equal_cost.py).
+    The baselines are added before `methods`. Settings and stacks may be given on one line or as objects. `methods` has
+    them in normalized spelling, `settings` as objects. All methods of a stack get the keep. Questions of the user's own
+    data are all asked.
+
+    Args:
+        methods: Methods to run, including `ESCALATE`. Empty selects all registered methods, except image choosers
+            unless `several` is set, and video methods unless `videos` is set.
+        keeps: Keeps to run.
+        images: Number of held-out images (or videos, prompts), with one question of every kind each. 0 for all.
+        limit: Maximum number of their questions. 0 for all.
+        batch_size: Largest number of questions per batch.
+        seeds: Seeds of random methods.
+        repeats: Timed runs per method and keep. 0 for no timing.
+        several: Whether a question can have several images.
+        videos: Whether a question can have a video.
+        equal_cost: Each keep is a share of the unpatched visual tokens, averaged over the decoder's layers, and each
+            method gets its own setting for this share (see equal_cost.py).
+
+    Raises:
+        OptionError: If a method or value is not valid.
     """
 
     methods: tuple[str | Setting, ...] = ()
@@ -73,37 +87,39 @@ class BenchPlan:
 
     def __post_init__(self) -> None:
         names = self.methods or tuple(name for name in tokenprune.available_methods() if self._fits(name))
-        settings = {one.to_text(): one for one in map(_setting, (*BASELINES, *names))}  # raises with close matches
-        stacks = [name for name, one in settings.items() if len(one.names) > 1] if self.equal_cost else []
+        settings = {
+            setting.to_text(): setting for setting in map(_setting, (*BASELINES, *names))
+        }  # raises for unknown names
+        stacks = [name for name, setting in settings.items() if len(setting.names) > 1] if self.equal_cost else []
         if stacks:
-            raise OptionError(f"{stacks[0]} is a stack, whose parts could share a cost in many ways: name methods")
+            raise OptionError(
+                f"{stacks[0]} is a stack, and its methods could share the cost in many ways. Use single methods."
+            )
         object.__setattr__(self, "methods", tuple(settings))
         object.__setattr__(self, "_settings", settings)
         for keep in self.keeps:
             tokenprune.Budget.from_keep(keep)
             if self.equal_cost and not isinstance(keep, float):
-                raise OptionError(
-                    f"equal cost is a share of the unpatched model's visual tokens, such as 0.25, not {keep} tokens"
-                )
+                raise OptionError(f"--equal-cost needs shares of the visual tokens, such as 0.25, not {keep} tokens.")
         for name, low in (("images", 0), ("limit", 0), ("batch_size", 1), ("repeats", 0)):
             if getattr(self, name) < low:
-                raise OptionError(f"{name} must be at least {low}, not {getattr(self, name)}")
+                raise OptionError(f"{name} must be at least {low}, not {getattr(self, name)}.")
         if not self.keeps or not self.seeds:
-            raise OptionError("a benchmark needs at least one keep and one seed")
+            raise OptionError("A benchmark needs at least one keep and one seed.")
 
     def _fits(self, name: str) -> bool:
-        """Return True if a method can change anything on these questions."""
+        """Return True if a method can have an effect on these questions."""
         info = tokenprune.method_info(name)
         choosing = issubclass(info.cls, ImageChooser)
         return (self.several or not choosing) and (self.videos or not info.for_videos)
 
     @property
     def settings(self) -> dict[str, Setting]:
-        """The settings, without a keep, by what records call them."""
+        """Settings without a keep, by their name in records."""
         return self._settings
 
     def rows(self) -> list[tuple[str, float | int]]:
-        """Return each (method, keep) that is run; a method that removes no tokens has one keep."""
+        """Return each (method, keep) to run. A method that drops no tokens has one keep."""
         return [
             (name, keep)
             for name, setting in self.settings.items()
@@ -111,30 +127,33 @@ class BenchPlan:
         ]
 
     def passes(self, name: str, keep: float | int) -> list[Pass]:
-        """Return the passes of a method at a keep: one for each seed if it draws at random, else one."""
+        """Return the passes of a method at a keep: one per seed for a random method, else one."""
         setting = self.settings.get(name)
         if setting is None:
             return [Pass(name, keep)]
-        drawn = not escalates(setting) and setting.draws_at_random
-        at = setting.with_keep(keep)
-        return [Pass(name, keep, seed, at.with_defaults({}, seed)) for seed in (self.seeds if drawn else (None,))]
+        is_random = not is_escalation(setting) and setting.draws_at_random
+        setting_at_keep = setting.with_keep(keep)
+        return [
+            Pass(name, keep, seed, setting_at_keep.with_defaults({}, seed))
+            for seed in (self.seeds if is_random else (None,))
+        ]
 
 
 def _setting(method: str | Setting) -> Setting:
     if isinstance(method, Setting):
         return method
-    return escalating(1.0) if method == ESCALATE else Setting.from_text(method).validate()
+    return build_escalation(1.0) if method == ESCALATE else Setting.from_text(method).validate()
 
 
 def _removes_nothing(setting: Setting) -> bool:
-    return not escalates(setting) and not any(method.removes for method in setting.methods)
+    return not is_escalation(setting) and not any(method.removes for method in setting.methods)
 
 
-def batched(items: Sequence[T], size: int, alone: Callable[[T], bool]) -> list[list[T]]:
-    """Cut questions into batches in their order; one that is `alone` (about a video) shares its batch with none."""
+def split_batches(items: Sequence[T], size: int, is_alone: Callable[[T], bool]) -> list[list[T]]:
+    """Split items into batches in order. An item with `is_alone` gets its own batch."""
     batches: list[list[T]] = []
     for item in items:
-        if batches and len(batches[-1]) < size and not (alone(item) or alone(batches[-1][0])):
+        if batches and len(batches[-1]) < size and not (is_alone(item) or is_alone(batches[-1][0])):
             batches[-1].append(item)
         else:
             batches.append([item])

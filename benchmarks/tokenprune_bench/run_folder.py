@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run of `bench` or `tune`, from which a killed run goes on: config.json, predictions.jsonl,
-results.jsonl.
+"""Folder of a run of `bench` or `tune`, which allows a killed run to resume.
 
-predictions.jsonl has one line for each pass (method, keep, seed, or a setting of the tuner) and question, written batch
-by batch; the last line of a batch holds what the batch cost, so that a batch without it was torn and is asked again.
-Every process of a group writes a file of its own (predictions.1.jsonl ...), which the end of a benchmark makes one, in
-order. A run holds a lock of the operating system on the folder's file .lock, which the death of its first process
-releases.
+The folder contains config.json, predictions.jsonl and results.jsonl. predictions.jsonl has one line per pass (method,
+keep and seed, or a setting of the tuner) and question, written batch by batch. The last line of a batch has its cost; a
+batch without this line is incomplete and is asked again. Each process of a group writes its own file
+(predictions.1.jsonl ...). `finish` merges them into one file in order. A run holds an operating system lock on the file
+.lock, which is released if the leading process dies.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from filelock import FileLock, Timeout
 
 from tokenprune_bench.answers import Batch
 from tokenprune_bench.errors import RunError
-from tokenprune_bench.group import ALONE, Group
-from tokenprune_bench.lines import Lines, read_lines, write_whole
+from tokenprune_bench.group import SINGLE_PROCESS, Group
+from tokenprune_bench.json_lines import JsonLinesWriter, read_lines, write_records
 from tokenprune_bench.results import RESULTS
 
 if TYPE_CHECKING:
@@ -32,19 +31,27 @@ if TYPE_CHECKING:
     from tokenprune_bench.profiling.model import Model
 
 CONFIG, PREDICTIONS, LOCK = "config.json", "predictions.jsonl", ".lock"
-SCHEMA = 2  # of the predictions
-_OF_A_QUESTION = ("question", "prediction", "score", "cost")  # what a line says besides the pass it belongs to
+SCHEMA = 2  # schema version of the predictions
+_OF_A_QUESTION = ("question", "prediction", "score", "cost")  # fields of a line that are not part of the key
 
 
 class RunFolder:
-    """Open (as a context) the folder of a run, which all processes of the group must do together.
+    """Context of an open run folder. All processes of the group must enter it together.
 
-    config: what makes the run what it is. results: the records that are there already, the header first.
-    Raises RunError, in every process of the group, where another run is in the folder, where it belongs to a run with
-    another config, or where it cannot be read or written.
+    Args:
+        path: The folder.
+        config: Everything the results depend on. A folder with another config is rejected.
+        group: Processes of the run.
+
+    Attributes:
+        results: Stored result records, the header first.
+
+    Raises:
+        RunError: If another run uses the folder, its config differs, or it cannot be read or written. Raised in all
+            processes.
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], group: Group = ALONE) -> None:
+    def __init__(self, path: Path, config: dict[str, Any], group: Group = SINGLE_PROCESS) -> None:
         self.path, self.group = path, group
         self._config = json.loads(json.dumps(config))
         self.results: list[dict[str, Any]] = []
@@ -52,63 +59,69 @@ class RunFolder:
 
     def __enter__(self) -> RunFolder:
         with ExitStack() as stack:
-            with self.group.together():
+            with self.group.barrier():
                 self._check()
-                if self.group.leads:
+                if self.group.is_leader:
                     stack.enter_context(self._lock())
-                    self._check()  # another run may just have begun, and ended
-                whole = 0
+                    self._check()  # another run may have started and ended meanwhile
+                valid_end = 0
                 for record, end in read_lines(self.path / RESULTS):
                     self.results.append(record)
-                    whole = end
+                    valid_end = end
                 ends = {file.name: self._read(file) for file in sorted(self.path.glob("predictions*.jsonl"))}
                 self._check_answers()
-            with self.group.together():  # nothing is written before all have read
-                if self.group.leads:
-                    write_whole(self.path / CONFIG, [self._config], indent=2)
-                    self._results = stack.enter_context(Lines(self.path / RESULTS, whole))
-            with self.group.together():  # a folder with anything in it has a config
-                name = PREDICTIONS if self.group.leads else f"predictions.{self.group.rank}.jsonl"
-                self._predictions = stack.enter_context(Lines(self.path / name, ends.get(name, 0)))
+            with self.group.barrier():  # all processes read before any process writes
+                if self.group.is_leader:
+                    write_records(self.path / CONFIG, [self._config], indent=2)
+                    self._results = stack.enter_context(JsonLinesWriter(self.path / RESULTS, valid_end))
+            with self.group.barrier():  # config.json must exist before any other file
+                name = PREDICTIONS if self.group.is_leader else f"predictions.{self.group.rank}.jsonl"
+                self._predictions = stack.enter_context(JsonLinesWriter(self.path / name, ends.get(name, 0)))
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.__exit__(kind, value, at)
-
-    def batches(self, place: dict[str, Any]) -> dict[int, Batch]:
-        """Return the batches of a pass that were answered before, by the number of their first question. place: plain
-        values that name the pass."""
-        return self._batches.get(_key(place), {})
-
-    def add_batch(
-        self, place: dict[str, Any], numbers: Sequence[int], answers: list[str], cost: dict[str, Any]
+    def __exit__(
+        self, error_type: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Write the answers to a batch, the questions of these numbers."""
-        self._predictions.write(*_lines(place, numbers, answers, cost))
+        self._stack.__exit__(error_type, value, traceback)
+
+    def batches(self, key: dict[str, Any]) -> dict[int, Batch]:
+        """Return the stored batches of a pass, by the index of their first question.
+
+        Args:
+            key: Plain values that identify the pass.
+        """
+        return self._batches.get(_key(key), {})
+
+    def add_batch(self, key: dict[str, Any], indices: Sequence[int], answers: list[str], cost: dict[str, Any]) -> None:
+        """Store the answers to a batch of questions."""
+        self._predictions.write(*_lines(key, indices, answers, cost))
 
     def add_result(self, record: dict[str, Any]) -> None:
-        """Write a record of the results: a process that does not lead leaves that to the one that does."""
-        if self.group.leads:
+        """Store a result record. Only the leader writes it."""
+        if self.group.is_leader:
             self._results.write(record)
 
     def finish(self, passes: Sequence[tuple[dict[str, Any], dict[int, Batch], Sequence[float]]]) -> None:
-        """Make the predictions one file, pass by pass in the order of the questions, each with its score: for each pass
-        its name, the batches of consecutive questions, and the score of every question."""
-        self.group.gather(None)  # no process writes a part any more
-        with self.group.together():
-            if self.group.leads:
+        """Merge the predictions into one file, pass by pass in question order, with scores.
+
+        Args:
+            passes: For each pass its key, its batches of consecutive questions, and the score of every question.
+        """
+        self.group.gather(None)  # all processes have finished writing
+        with self.group.barrier():
+            if self.group.is_leader:
                 self._join(passes)
 
     def _join(self, passes: Sequence[tuple[dict[str, Any], dict[int, Batch], Sequence[float]]]) -> None:
         lines = []
-        for place, batches, scores in passes:
+        for key, batches, scores in passes:
             for first, (answers, cost) in sorted(batches.items()):
-                made = _lines(place, range(first, first + len(answers)), answers, cost)
-                for line in made:
+                pass_lines = _lines(key, range(first, first + len(answers)), answers, cost)
+                for line in pass_lines:
                     line["score"] = round(scores[line["question"]], 6)
-                lines += made
-        write_whole(self.path / PREDICTIONS, lines)
+                lines += pass_lines
+        write_records(self.path / PREDICTIONS, lines)
         for part in self.path.glob("predictions.*.jsonl"):
             part.unlink()
 
@@ -117,10 +130,10 @@ class RunFolder:
             return FileLock(self.path / LOCK).acquire(timeout=0)
         except Timeout as error:
             raise RunError(
-                f"another run is writing to {self.path}: wait for it, or name another one with --run"
+                f"Another run is writing to {self.path}. Wait for it, or use another folder with --run."
             ) from error
         except (OSError, NotImplementedError) as error:
-            raise RunError(f"cannot lock {self.path}: {getattr(error, 'strerror', None) or error}") from error
+            raise RunError(f"Cannot lock {self.path}: {getattr(error, 'strerror', None) or error}.") from error
 
     def _check(self) -> None:
         path = self.path / CONFIG
@@ -128,63 +141,73 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 if any(not file.name.startswith((CONFIG, LOCK)) for file in self.path.iterdir()):
-                    raise RunError(f"{self.path} is not empty and no folder of a run: name another one with --run")
-                found = self._config
+                    raise RunError(f"{self.path} is not empty and not a run folder. Use another folder with --run.")
+                stored = self._config
             else:
-                found = json.loads(path.read_text(encoding="utf-8"))
+                stored = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise RunError(f"cannot use {self.path} as the folder of a run: {error.strerror or error}") from error
+            raise RunError(f"Cannot use {self.path} as a run folder: {error.strerror or error}.") from error
         except ValueError as error:
-            raise RunError(f"{path} is damaged: {error}") from error
-        for name in {**self._config, **found} if isinstance(found, dict) else ["config"]:
-            ours, theirs = self._config.get(name), found.get(name) if isinstance(found, dict) else found
+            raise RunError(f"{path} is damaged: {error}.") from error
+        for name in {**self._config, **stored} if isinstance(stored, dict) else ["config"]:
+            ours, theirs = self._config.get(name), stored.get(name) if isinstance(stored, dict) else stored
             if ours != theirs:
                 raise RunError(
-                    f"{self.path} holds a run with {name} {json.dumps(theirs)}, and this one has {json.dumps(ours)}: "
-                    "name another folder with --run"
+                    f"{self.path} has a run with {name} {json.dumps(theirs)}, but this run has {json.dumps(ours)}. Use "
+                    "another folder with --run."
                 )
 
     def _read(self, path: Path) -> int:
-        """Take up the batches in a file of predictions; returns the place where the last whole one ends."""
-        whole, answers, first = 0, [], 0
-        for number, (line, end) in enumerate(read_lines(path), 1):
+        """Load the batches of a predictions file and return the end offset of the last complete batch."""
+        valid_end, answers, first = 0, [], 0
+        for line_number, (line, end) in enumerate(read_lines(path), 1):
             if missing := [name for name in ("question", "prediction") if name not in line]:
                 raise RunError(
-                    f"line {number} of {path} is damaged, it has no {' and no '.join(missing)}: remove it and what "
-                    f"follows, and {RESULTS} beside it, and run again"
+                    f"Line {line_number} of {path} is damaged: it lacks {' and '.join(missing)}. Remove this line, "
+                    f"all later lines and {RESULTS}, and run again."
                 )
             if not answers:
                 first = line["question"]
             answers.append(line["prediction"])
             if "cost" in line:
-                place = {name: value for name, value in line.items() if name not in _OF_A_QUESTION}
-                self._batches.setdefault(_key(place), {})[first] = (answers, line["cost"])
-                answers, whole = [], end
-        return whole
+                key = {name: value for name, value in line.items() if name not in _OF_A_QUESTION}
+                self._batches.setdefault(_key(key), {})[first] = (answers, line["cost"])
+                answers, valid_end = [], end
+        return valid_end
 
     def _check_answers(self) -> None:
-        """Raise RunError for a result whose answers are not all in the predictions, as of a file that was cut."""
+        """Check that the predictions contain all answers of the stored results.
+
+        Raises:
+            RunError: If answers are missing, as in a truncated file.
+        """
         for record in self.results:
             if record.get("record") not in ("result", "control"):
                 continue
             for seed in record.get("seeds") or [None]:
-                place = {"method": record["method"], "keep": record["keep"], "seed": seed}
-                there = sum(len(answers) for answers, _ in self.batches(place).values())
-                if there < record["questions"]:
+                key = {"method": record["method"], "keep": record["keep"], "seed": seed}
+                num_answers = sum(len(answers) for answers, _ in self.batches(key).values())
+                if num_answers < record["questions"]:
                     path = self.path / PREDICTIONS
                     raise RunError(
-                        f"{path} is cut: it ends at line {len(read_lines(path))}, and of {record['method']} at keep "
-                        f"{record['keep']:g} it holds {there} of {record['questions']} answers that {RESULTS} counts. "
-                        f"Put the whole file back; or remove {self.path / RESULTS}, and the same command asks what is "
-                        "missing"
+                        f"{path} is truncated at line {len(read_lines(path))}: it has {num_answers} of "
+                        f"{record['questions']} answers of {record['method']} at keep {record['keep']:g}. Restore the "
+                        f"file, or remove {self.path / RESULTS} and run the same command to ask the missing questions."
                     )
 
 
 def config_of(subject: Model | BenchBackend, plan: Any, metric: str, about: dict[str, Any]) -> dict[str, Any]:
-    """Return what the answers of a run depend on, as plain values. plan: a dataclass of what is run."""
-    from tokenprune_bench.backend import backend_of
+    """Return everything that the answers of a run depend on, as plain values.
 
-    backend = backend_of(subject)
+    Args:
+        subject: The model or back end.
+        plan: Dataclass with the settings of the run.
+        metric: Name of the metric.
+        about: Description of the questions.
+    """
+    from tokenprune_bench.backend import get_backend
+
+    backend = get_backend(subject)
     environment = backend.environment()
     known = ("python", "torch", "transformers", "vllm", "tokenprune")
     versions = {name: environment[name] for name in known if name in environment}
@@ -203,14 +226,14 @@ def config_of(subject: Model | BenchBackend, plan: Any, metric: str, about: dict
     }
 
 
-def _key(place: dict[str, Any]) -> str:
-    return json.dumps(place, sort_keys=True)
+def _key(key: dict[str, Any]) -> str:
+    return json.dumps(key, sort_keys=True)
 
 
 def _lines(
-    place: dict[str, Any], numbers: Sequence[int], answers: list[str], cost: dict[str, Any]
+    key: dict[str, Any], indices: Sequence[int], answers: list[str], cost: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    pairs = zip(numbers, answers, strict=True)
-    lines = [{**place, "question": number, "prediction": answer} for number, answer in pairs]
+    pairs = zip(indices, answers, strict=True)
+    lines = [{**key, "question": index, "prediction": answer} for index, answer in pairs]
     lines[-1]["cost"] = cost
     return lines

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark: every method at every keep on the held-out questions, as plain records that JSON can hold.
+"""The benchmark: run every method at every keep on the questions, and yield plain records.
 
-A run yields a header, one record for the unpatched model, and one for each (method, keep): either a "result", or
-"skipped" with the reason. Tables, marks and plots are made from the records alone (results.py), at any time.
+A run yields a header, a record of the unpatched model, and for each (method, keep) a "result" or "skipped" record.
+Tables, marks and plots are computed from the records only (results.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
-from tokenprune_bench.asking import Asking
-from tokenprune_bench.backend import EVIDENCE, BenchBackend, backend_of
-from tokenprune_bench.equal_cost import missed, setting_for
+from tokenprune_bench.backend import EVIDENCE, BenchBackend, get_backend
+from tokenprune_bench.demo_package import import_demo
+from tokenprune_bench.equal_cost import explain_miss, solve_setting
 from tokenprune_bench.errors import DataError, RunError
-from tokenprune_bench.group import ALONE, Group
-from tokenprune_bench.metrics import metric_named
-from tokenprune_bench.own_questions import demo
+from tokenprune_bench.group import SINGLE_PROCESS, Group
+from tokenprune_bench.metrics import get_metric
 from tokenprune_bench.plan import (
     BASELINES,
     DEFAULT_IMAGES,
@@ -30,8 +29,9 @@ from tokenprune_bench.plan import (
     BenchPlan,
     Pass,
 )
-from tokenprune_bench.profiling.cost import record as record_of
+from tokenprune_bench.profiling.cost import build_cost_record as record_of
 from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.question_runner import QuestionRunner
 from tokenprune_bench.results import SCHEMA, UNPATCHED
 from tokenprune_bench.two_pass import ESCALATE
 
@@ -45,14 +45,19 @@ Step = Callable[[str, int, int], None]
 
 
 class Bench:
-    """One run; `records()` does the work, record by record.
+    """One run of the benchmark; `records()` executes it.
 
-    subject: a model, or another backend that answers. questions: what is asked (`data.Question`), or a set that is
-    drawn, with its controls; default: the held-out set that ships with the model. metric: a name of `bench.metrics`;
-    default: the back end's. about: what the header tells of them.
-    evidence_only: nothing is asked for its answer; each question is run once, for what is kept of its evidence. folder:
-    where the run is kept, and goes on from. group: the processes that share it; each answers its part of the batches,
-    and all have the same records in the end, but for the times, which only the first process takes.
+    Args:
+        subject: A model or another back end.
+        plan: Methods, keeps and seeds.
+        step: Progress callback.
+        questions: Questions (`data.Question`), or a drawn set with its controls. None selects the shipped held-out set.
+        metric: Name of a metric. None selects the metric of the back end.
+        about: Description of the questions for the header.
+        evidence_only: Run each question once for its evidence recall, without scores.
+        folder: Run folder to store results in and to resume from.
+        group: Processes that share the batches. All yield the same records, except for times, which the leader
+            measures.
     """
 
     def __init__(
@@ -66,18 +71,18 @@ class Bench:
         about: dict[str, Any] | None = None,
         evidence_only: bool = False,
         folder: RunFolder | None = None,
-        group: Group = ALONE,
+        group: Group = SINGLE_PROCESS,
     ) -> None:
-        self.subject, self.plan, self.backend = subject, plan, backend_of(subject)
-        self.metric = metric_named(metric or self.backend.metric)
+        self.subject, self.plan, self.backend = subject, plan, get_backend(subject)
+        self.metric = get_metric(metric or self.backend.metric)
         self.about, self.folder, self.group = about or {}, folder, group
         self.evidence_only = evidence_only
         self.controls: list[Control] = []
         self.groups: list[str] = []
-        self._said: list[str] = []  # the unpatched model's answers
+        self._unpatched_answers: list[str] = []
         self.options: dict[str, dict[str, Any]] = {}
         if questions is None:
-            heldout = demo("heldout")
+            heldout = import_demo("heldout")
             shipped = getattr(subject, "heldout", None) or heldout.FOLDER
             self.examples = heldout.load_sample(plan.images, folder=shipped)[: plan.limit or None]
             self.kinds = list(dict.fromkeys(example.kind for example in self.examples))
@@ -88,64 +93,66 @@ class Bench:
             self.examples, self.kinds = questions.questions, list(questions.kinds)
             self.groups, self.options = questions.groups, questions.options
             self.controls = [] if evidence_only else questions.controls
-        self._asking = Asking(self.backend, self.examples, plan.batch_size, folder, group)
+        self._asking = QuestionRunner(self.backend, self.examples, plan.batch_size, folder, group)
         batches = len(self.batches(None))
         if group.size > batches:
             raise OptionError(
-                f"{group.size} processes, but only {batches} batches of up to {plan.batch_size} questions: "
-                "take a smaller --batch-size"
+                f"There are {group.size} processes, but only {batches} batches of up to {plan.batch_size} questions. "
+                "Use a smaller --batch-size."
             )
         self.backend.begin(self.examples, evidence=True)
         self._step, self._done = step or (lambda label, done, total: None), 0
         self.total = (1 + len(self.controls)) * batches + sum(
-            self._number_of_batches(one) for row in plan.rows() for one in plan.passes(*row)
+            self._number_of_batches(run_pass) for row in plan.rows() for run_pass in plan.passes(*row)
         )
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Run everything; the order is header, unpatched, controls, then the methods with the baselines first.
+        """Run everything and yield records: header, unpatched model, controls, then methods with the baselines first.
 
-        What the folder of the run holds already is taken from there.
+        Stored records of the run folder are not computed again.
         """
         header, *known = self.folder.results if self.folder and self.folder.results else [None]
-        found = {(record["method"], record["keep"]): record for record in known}
+        stored = {(record["method"], record["keep"]): record for record in known}
         if header is None:
             header = self._written(self.header())
         yield header
         passes: dict[Pass, dict[int, Batch]] = {}
-        whole: Stats | None = None
-        controls = {Pass.of_control(one.name).method: one for one in self.controls}
+        unpatched_cost: Stats | None = None
+        controls = {Pass.for_control(control.name).method: control for control in self.controls}
         for name, keep in [(UNPATCHED, 1.0), *((name, 1.0) for name in controls), *self.plan.rows()]:
-            record, mine = found.get((name, keep)), {}
+            record, mine = stored.get((name, keep)), {}
             if record is None:
-                asked = self._controlled(controls[name]) if name in controls else self._measured(name, keep, whole)
+                asked = (
+                    self._controlled(controls[name]) if name in controls else self._measured(name, keep, unpatched_cost)
+                )
                 record, mine = asked
                 self._written(record)
             elif record["record"] != "skipped":
-                mine = {one: self.folder.batches(one.place) for one in self.plan.passes(name, keep)}
+                mine = {run_pass: self.folder.batches(run_pass.key) for run_pass in self.plan.passes(name, keep)}
                 self._done += sum(map(len, mine.values()))
             if name == UNPATCHED:
                 (batches,) = mine.values()
-                whole, self._said = _cost(batches), _predictions(batches)
+                unpatched_cost, self._unpatched_answers = _cost(batches), _predictions(batches)
             if record["record"] != "skipped":
                 passes |= mine
             yield record
         if self.folder is not None:
-            there = {one: mine for one, mine in passes.items() if mine}
-            self.folder.finish([(one.place, mine, self._scores(mine)) for one, mine in there.items()])
+            answered = {run_pass: mine for run_pass, mine in passes.items() if mine}
+            self.folder.finish([(run_pass.key, mine, self._scores(mine)) for run_pass, mine in answered.items()])
 
     def header(self) -> dict[str, Any]:
-        index = {kind: f"{number}" for number, kind in enumerate(self.kinds)}
+        index = {kind: f"{index}" for index, kind in enumerate(self.kinds)}
         asked = [index[example.kind] for example in self.examples]
-        images = [getattr(example, "number", None) for example in self.examples]
+        images = [getattr(example, "index", None) for example in self.examples]
         return {
             "record": "header",
             "schema": SCHEMA,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "kinds": self.kinds,
-            # One entry a question: the index of its kind. `right` and `scores` of every result have the same order.
+            # The index of the kind of each question. `right` and `scores` of every result have the same order.
             "kind_of_question": "".join(asked) if len(self.kinds) <= 10 else asked,
             **({"group_of_question": self.groups} if self.groups else {}),
-            **({"image_of_question": images} if all(one is not None for one in images) else {}),
+            **({"image_of_question": images} if all(index is not None for index in images) else {}),
             **({"evidence_only": True} if self.evidence_only else {}),
             **({"options": self.options} if self.options else {}),
             "metric": self.metric.name,
@@ -163,46 +170,51 @@ class Bench:
         return record
 
     def batches(self, setting: Setting | None) -> list[list[int]]:
-        """Return the numbers of the questions, cut into the batches in which they are asked under a setting."""
+        """Return the question indices, split into batches as they are asked under a setting."""
         return self._asking.batches(setting, range(len(self.examples)))
 
     def _measured(
-        self, name: str, keep: float | int, whole: Stats | None
+        self, name: str, keep: float | int, unpatched_cost: Stats | None
     ) -> tuple[dict[str, Any], dict[Pass, dict[int, Batch]]]:
         """Return the record of a method at a keep, and the answers of its passes."""
         if name == UNPATCHED:
-            passes = {one: self._pass(one) for one in self.plan.passes(name, keep)}
+            passes = {run_pass: self._pass(run_pass) for run_pass in self.plan.passes(name, keep)}
             return self._result(name, keep, passes, None), passes
         try:
             choosing = name != ESCALATE and any(
-                isinstance(one, ImageChooser) for one in self.plan.settings[name].methods
+                isinstance(method, ImageChooser) for method in self.plan.settings[name].methods
             )
-            if choosing and not any(len(getattr(one, "sources", ())) > 1 for one in self.examples):
-                raise OptionError(f"{name} chooses between the images of a prompt; these questions have one each")
-            passes = {one: self._pass(one) for one in self.plan.passes(name, keep)}
-            record = self._result(name, keep, passes, whole)
+            if choosing and not any(len(getattr(question, "sources", ())) > 1 for question in self.examples):
+                raise OptionError(
+                    f"{name} chooses between the images of a prompt, but these questions have one image each."
+                )
+            passes = {run_pass: self._pass(run_pass) for run_pass in self.plan.passes(name, keep)}
+            record = self._result(name, keep, passes, unpatched_cost)
             if self.plan.equal_cost:
-                self._check_spent(record, whole)
-            if self.plan.repeats and self.group.leads and name != ESCALATE:
+                self._check_spent(record, unpatched_cost)
+            if self.plan.repeats and self.group.is_leader and name != ESCALATE:
                 first = self._setting(next(iter(passes)))
                 record["timing"] = self.backend.timing(first, self.examples[0], self.plan.repeats)
         except (DataError, RunError):
-            raise  # this ends the run: no method is to blame
+            raise  # the run cannot continue, with any method
         except TokenPruneError as error:
             return {"record": "skipped", "method": name, "keep": keep, "reason": str(error).splitlines()[0]}, {}
         return record, passes
 
     def _result(
-        self, name: str, keep: float | int, passes: dict[Pass, dict[int, Batch]], whole: Stats | None
+        self, name: str, keep: float | int, passes: dict[Pass, dict[int, Batch]], unpatched_cost: Stats | None
     ) -> dict[str, Any]:
         scores = [self._scores(batches) for batches in passes.values()]
         cost = _cost(next(iter(passes.values())))
         kinds = [example.kind for example in self.examples]
         bar = self.metric.right
-        right = ["".join(str(int(bar is not None and score >= bar)) for score in one) for one in scores]
+        right = [
+            "".join(str(int(bar is not None and score >= bar)) for score in answers_of_pass)
+            for answers_of_pass in scores
+        ]
         correct = dict.fromkeys(self.kinds, 0)
-        for one in right:
-            for kind, answer in zip(kinds, one, strict=True):
+        for answers_of_pass in right:
+            for kind, answer in zip(kinds, answers_of_pass, strict=True):
                 correct[kind] += int(answer)
         record = {
             "record": "result",
@@ -211,77 +223,101 @@ class Bench:
             **self._chosen(next(iter(passes))),
             "site": None
             if name in (UNPATCHED, ESCALATE)
-            else "+".join(one.site.name for one in self.plan.settings[name].methods),
-            "seeds": [one.seed for one in passes if one.seed is not None] or None,
+            else "+".join(method.site.name for method in self.plan.settings[name].methods),
+            "seeds": [run_pass.seed for run_pass in passes if run_pass.seed is not None] or None,
             "n": {kind: kinds.count(kind) * len(right) for kind in self.kinds},
             "correct": correct,
             "right": right,
             "questions": len(self.examples),
-            "stats": record_of(cost, whole or cost),
+            "stats": record_of(cost, unpatched_cost or cost),
             "environment": self.backend.environment(),
         }
-        seen = [_evidence(batches) for batches in passes.values()]
-        if any(one is not None for one in seen[0]):
-            record[EVIDENCE] = [[one if one is None else round(one, 6) for one in some] for some in seen]
+        recalls = [_evidence(batches) for batches in passes.values()]
+        if any(recall is not None for recall in recalls[0]):
+            record[EVIDENCE] = [
+                [recall if recall is None else round(recall, 6) for recall in recalls_of_pass]
+                for recalls_of_pass in recalls
+            ]
         if name != UNPATCHED and not self.evidence_only:
-            same = [[a == b for a, b in zip(_predictions(one), self._said, strict=True)] for one in passes.values()]
-            record["same"] = ["".join(str(int(value)) for value in one) for one in same]
+            same = [
+                [a == b for a, b in zip(_predictions(batches), self._unpatched_answers, strict=True)]
+                for batches in passes.values()
+            ]
+            record["same"] = ["".join(str(int(value)) for value in answers_of_pass) for answers_of_pass in same]
         if self.metric.graded:
-            record["scores"] = [[round(score, 6) for score in one] for one in scores]
+            record["scores"] = [[round(score, 6) for score in scores_of_pass] for scores_of_pass in scores]
         return record
 
     def _scores(self, batches: dict[int, Batch]) -> list[float]:
         return self.metric.score(_predictions(batches), [example.answers for example in self.examples])
 
     def _controlled(self, control: Control) -> tuple[dict[str, Any], dict[Pass, dict[int, Batch]]]:
-        """Return the record of a control, and the unpatched model's answers to what it shows."""
-        place = Pass.of_control(control.name)
-        asking = Asking(self.backend, control.questions, self.plan.batch_size, self.folder, self.group)
-        batches = self._pass(place, asking)
+        """Return the record of a control, and the unpatched model's answers."""
+        control_pass = Pass.for_control(control.name)
+        asking = QuestionRunner(self.backend, control.questions, self.plan.batch_size, self.folder, self.group)
+        batches = self._pass(control_pass, asking)
         right = "".join(str(int(score >= 1)) for score in self._scores(batches))
-        said = {"method": place.method, "keep": place.keep, "control": control.name, "chance": control.chance}
-        return {"record": "control", **said, "right": [right], "questions": len(self.examples)}, {place: batches}
+        said = {
+            "method": control_pass.method,
+            "keep": control_pass.keep,
+            "control": control.name,
+            "chance": control.chance,
+        }
+        return {"record": "control", **said, "right": [right], "questions": len(self.examples)}, {control_pass: batches}
 
-    def _setting(self, one: Pass) -> Setting | None:
-        """Return the setting of a pass, with the options that a method has on this set; raises BudgetError for a method
-        of which none is known to spend what all shall."""
-        if one.setting is None:
+    def _setting(self, run_pass: Pass) -> Setting | None:
+        """Return the setting of a pass with the method's options for this set.
+
+        Raises:
+            BudgetError: If no setting of the method has equal cost.
+        """
+        if run_pass.setting is None:
             return None
-        setting = one.setting.with_defaults(self.options)
-        return setting_for(setting, one.keep) if self.plan.equal_cost else setting
+        setting = run_pass.setting.with_defaults(self.options)
+        return solve_setting(setting, run_pass.keep) if self.plan.equal_cost else setting
 
-    def _chosen(self, one: Pass) -> dict[str, Any]:
-        """Return the setting that a record stores, where each method has one of its own; seeds stand beside it."""
-        setting = self._setting(one) if self.plan.equal_cost else None
+    def _chosen(self, run_pass: Pass) -> dict[str, Any]:
+        """Return the setting for the record at equal cost, without its seed."""
+        setting = self._setting(run_pass) if self.plan.equal_cost else None
         return {} if setting is None else {"setting": {k: v for k, v in setting.to_json().items() if k != "seed"}}
 
-    def _number_of_batches(self, one: Pass) -> int:
+    def _number_of_batches(self, run_pass: Pass) -> int:
         try:
-            return len(self.batches(self._setting(one)))
+            return len(self.batches(self._setting(run_pass)))
         except BudgetError:
-            return 0  # it will be skipped
+            return 0  # the method will be skipped
 
-    def _check_spent(self, record: dict[str, Any], whole: Stats) -> None:
-        """Raise BudgetError if a result did not spend what it shall."""
-        images = sum(1 if one.is_video else len(getattr(one, "sources", ())) or 1 for one in self.examples)
+    def _check_spent(self, record: dict[str, Any], unpatched_cost: Stats) -> None:
+        """Check that a result spent its target share.
+
+        Raises:
+            BudgetError: If it did not.
+        """
+        images = sum(1 if example.is_video else len(getattr(example, "sources", ())) or 1 for example in self.examples)
         spent = record["stats"]["visual_tokens_average"]
-        why = missed(self.plan.settings[record["method"]], record["keep"], spent, images, whole.visual_tokens_in)
+        why = explain_miss(
+            self.plan.settings[record["method"]], record["keep"], spent, images, unpatched_cost.visual_tokens_in
+        )
         if why:
             raise BudgetError(why)
 
-    def _pass(self, one: Pass, asking: Asking | None = None) -> dict[int, Batch]:
-        """Answer every question once, and return all batches by their first question. asking: default: of the
-        questions as they are."""
-        setting = self._setting(one)
+    def _pass(self, run_pass: Pass, asking: QuestionRunner | None = None) -> dict[int, Batch]:
+        """Answer every question once and return the batches by their first question.
+
+        Args:
+            run_pass: The pass.
+            asking: Runner of the questions. None selects the default runner.
+        """
+        setting = self._setting(run_pass)
         start, batches = self._done, len(self.batches(setting))
-        label = one.method if setting is None else f"{one.method} {one.keep:g}"
+        label = run_pass.method if setting is None else f"{run_pass.method} {run_pass.keep:g}"
 
         def on_batch(size: int) -> None:
             self._done += 1
             self._step(label, self._done, self.total)
 
         try:
-            return (asking or self._asking).ask(one.place, setting, range(len(self.examples)), on_batch)
+            return (asking or self._asking).ask(run_pass.key, setting, range(len(self.examples)), on_batch)
         finally:
             self._done = start + batches
 
@@ -300,4 +336,4 @@ def _cost(batches: dict[int, Batch]) -> Stats:
 def _evidence(batches: dict[int, Batch]) -> list[float | None]:
     """Return the evidence recall of each question."""
     costs = (cost.get(EVIDENCE, [None] * len(answers)) for _, (answers, cost) in sorted(batches.items()))
-    return [one for some in costs for one in some]
+    return [recall for recalls_of_batch in costs for recall in recalls_of_batch]

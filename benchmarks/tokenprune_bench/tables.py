@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a benchmark, once, for the terminal, Markdown and the report alike."""
+"""Tables of a benchmark for the terminal, Markdown and the report."""
 
 from __future__ import annotations
 
@@ -7,72 +7,80 @@ from dataclasses import replace
 from typing import Any
 
 from tokenprune.cli.table import Cell, Table, to_markdown, to_rich
-from tokenprune_bench.equal_cost import in_words
-from tokenprune_bench.lost import signed
+from tokenprune_bench.equal_cost import describe_setting
 from tokenprune_bench.metrics import METRICS, Metric
 from tokenprune_bench.paired import RESAMPLES
-from tokenprune_bench.profiling.machine_load import busy_note
-from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, ScoreShare, busy_load
+from tokenprune_bench.point_changes import format_change
+from tokenprune_bench.profiling.machine_load import format_busy_note
+from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, ScoreShare, find_busy_load
 from tokenprune_bench.significance import LEVEL
 
 FALLEN = "▼"
 
 
-def tables(results: Results) -> list[Table]:
-    """Return the tables of cost and overall accuracy, of accuracy per kind of question, and of paired differences;
-    where they are known, those of groups beside the kinds, of evidence that is kept, and of controls."""
+def build_tables(results: Results) -> list[Table]:
+    """Return the tables of cost and accuracy, of accuracy per kind of question, and of paired differences.
+
+    Tables of groups, evidence and controls are added if the results have them.
+    """
     evidence = [_evidence(results)] if any(row.evidence for row in results.rows) else []
     groups = [_groups(results)] if results.groups else []
     controls = [_controls(results)] if results.controls else []
-    made = [_cost(results), _kinds(results), *groups, *evidence, *controls, _paired(results)]
+    tables = [_cost(results), _kinds(results), *groups, *evidence, *controls, _paired(results)]
     if results.evidence_only:
-        made = [_spent(results), *evidence]
+        tables = [_spent(results), *evidence]
     if not results.equal_cost:
-        return made
-    # What stands under "keep" elsewhere is here what all methods spend.
-    titled = [replace(one, columns=tuple("target" if name == "keep" else name for name in one.columns)) for one in made]
-    return [titled[0], _settings(results), *titled[1:]]
+        return tables
+    # At equal cost, "keep" is the target share of all methods.
+    titled_tables = [
+        replace(table, columns=tuple("target" if name == "keep" else name for name in table.columns))
+        for table in tables
+    ]
+    return [titled_tables[0], _settings(results), *titled_tables[1:]]
 
 
 def _settings(results: Results) -> Table:
-    """Return a table of each method's setting at equal cost, and its visual tokens by layer."""
+    """Return a table of each method's setting and visual tokens per layer at equal cost."""
     rows = [
         [
             *map(Cell, _label(row)),
             Cell(f"{100 * row.tokens_average / row.tokens_in:.1f} %"),
-            Cell(in_words(row.setting, row.stats["visual_tokens_per_layer"], row.stats["visual_tokens_in"])),
+            Cell(describe_setting(row.setting, row.stats["visual_tokens_per_layer"], row.stats["visual_tokens_in"])),
         ]
         for row in results.rows
         if row.setting
     ]
     note = (
-        "Target: the share of the unpatched model's visual tokens that every method shall spend, averaged over the "
-        "decoder's layers. Reached: what it spent. Setting: what it was given for that, as `patch(config=...)` takes "
-        "it, and what was left of the tokens in which layers."
+        "Target: share of the unpatched model's visual tokens for every method, averaged over the decoder's layers. "
+        "Reached: the measured share. Setting: the method's setting for `patch(config=...)`, and its share of the "
+        "tokens by layer."
     )
     return Table("Equal cost", ("method", "target", "reached", "setting"), rows, (note,), grouped=True)
 
 
 def _spent(results: Results) -> Table:
-    """Return a table of the costs of a run that generated no answers."""
+    """Return a table of the costs of a run without answers."""
     rows = []
     for row in results.rows:
         flops = row.stats["prefill_flops_ratio"]
         counts = f"{row.tokens_in:.0f} → {row.tokens_out:.0f}", f"{row.tokens_average:.0f}"
         rows.append([*map(Cell, (*_label(row), *counts, "" if flops is None else f"{flops:.0%}"))])
     columns = ("method", "keep", "visual tokens", "layer avg", "prefill FLOPs")
-    note = "Nothing was asked for its answer: there are no scores, and no times."
+    note = "This run does not generate answers or measure times."
     return Table(_title(results), columns, rows, (note, *_skipped(results)), grouped=True)
 
 
 def _groups(results: Results) -> Table:
     rows = [
-        [*map(Cell, _label(row)), *(Cell(f"{100 * one.value:.0f} [{_interval(one)}]") for one in row.groups.values())]
+        [
+            *map(Cell, _label(row)),
+            *(Cell(f"{100 * share.value:.0f} [{_interval(share)}]") for share in row.groups.values()),
+        ]
         for row in results.rows
     ]
-    note = "What stands still is most of a video only where the ground does: no method is ranked by that group alone."
+    note = "Most of a video is still only if its ground is still. Do not rank methods by that group only."
     columns = ("method", "keep", *results.groups)
-    return Table("Accuracy by what is behind the things", columns, rows, (note,), grouped=True)
+    return Table("Accuracy by ground", columns, rows, (note,), grouped=True)
 
 
 def _evidence(results: Results) -> Table:
@@ -88,9 +96,9 @@ def _evidence(results: Results) -> Table:
         if row.evidence
     ]
     note = (
-        "Percent of what has to be seen to answer a question that can still be seen: of each look (a thing, or a thing "
-        "at one time) some kept token lies in one of its boxes, or a merged one has half of its weight there. Of "
-        "methods that do not choose among tokens, and of the unpatched model, it says nothing."
+        "Percent of the evidence for an answer that is still visible: for each look (an object, or an object at one "
+        "time) a kept token is in one of its boxes, or a merged token has half of its weight there. Not defined for "
+        "the unpatched model and for methods that do not select tokens."
     )
     columns = ("method", "keep", *(name or "all" for name in names))
     return Table("Evidence kept", columns, rows, (note,), grouped=True)
@@ -109,8 +117,8 @@ def _controls(results: Results) -> Table:
             cells.append(Cell(f"{100 * share.value:.0f} [{_interval(share)}], {chance}", kind in control.passed))
         rows.append([Cell(control.name), *cells])
     note = (
-        "The unpatched model, shown less than it needs: it must do no better than chance. Red: its whole 95 % Wilson "
-        "interval is above chance, and what a method scores on that kind says nothing of what it sees."
+        "The unpatched model with incomplete input, which must score at chance level. Red: the 95 % Wilson interval is "
+        "above chance, so scores on that kind do not show that a method sees the evidence."
     )
     return Table("Controls, which must fail", ("control", *kinds), rows, (note,))
 
@@ -121,7 +129,7 @@ def _cost(results: Results) -> Table:
         "method", "keep", "visual tokens", "layer avg", "prefill FLOPs", "KV cache", "TTFT, ms", "per token, ms",
         *(["evidence"] if evident else []), _metric(results).title, "95 % CI", "no better than",
     )  # fmt: skip
-    whole = {name: results.whole_ms(name) for name in ("ttft", "token")}
+    unpatched_ms = {name: results.unpatched_ms(name) for name in ("ttft", "token")}
     rows = []
     for row in results.rows:
         name, keep = _label(row)
@@ -130,7 +138,7 @@ def _cost(results: Results) -> Table:
             *map(Cell, (name, keep, f"{row.tokens_in:.0f} → {row.tokens_out:.0f}", f"{row.tokens_average:.0f}")),
             Cell("" if row.stats["prefill_flops_ratio"] is None else f"{row.stats['prefill_flops_ratio']:.0%}"),
             Cell(f"{_bytes(bytes_ / row.questions)} ({bytes_ / full:.0%})" if full else ""),
-            *(Cell(_time(row, name, ms)) for name, ms in whole.items()),
+            *(Cell(_time(row, name, ms)) for name, ms in unpatched_ms.items()),
             *([Cell(f"{100 * row.evidence['']:.0f}" if row.evidence else "")] if evident else []),
             Cell(f"{100 * row.overall.value:.1f}"),
             Cell(_interval(row.overall, 1)),
@@ -149,10 +157,10 @@ def _kinds(results: Results) -> Table:
         rows.append([*map(Cell, _label(row)), *cells])
     metric = _metric(results)
     right = "Percent right" if metric.name == "exact" else metric.title
-    interval = "bootstrap, of no width where all questions score the same," if metric.graded else "Wilson"
+    interval = "bootstrap (zero width for equal scores)" if metric.graded else "Wilson"
     note = (
         f"{right} [95 % {interval} interval]. {FALLEN} (red): more than {100 * COLLAPSE:.0f} points below the "
-        "unpatched model: this kind of question is lost, whatever the mean says."
+        "unpatched model: the method fails on this kind, also if its mean is good."
     )
     columns = ("method", "keep", *results.baseline.kinds)
     return Table("Accuracy by kind of question", columns, rows, (note,), grouped=True)
@@ -165,9 +173,12 @@ def _paired(results: Results) -> Table:
         if row.method == UNPATCHED:
             continue
         cells = []
-        for one in (row.versus.get(name) for name in names):
-            ours = "" if one is None else f"{signed(one.difference)} [{signed(one.low)}, {signed(one.high)}]"
-            cells += [Cell(ours), Cell("" if one is None or one.p is None else f"{one.p:.2g}")]
+        for difference in (row.differences.get(name) for name in names):
+            ours = ""
+            if difference is not None:
+                interval = f"{format_change(difference.low)}, {format_change(difference.high)}"
+                ours = f"{format_change(difference.difference)} [{interval}]"
+            cells += [Cell(ours), Cell("" if difference is None or difference.p is None else f"{difference.p:.2g}")]
         hard = ("", "", "")
         if row.hard:
             share = row.hard.ours
@@ -176,8 +187,8 @@ def _paired(results: Results) -> Table:
         rows.append([*map(Cell, _label(row)), *cells, *map(Cell, hard)])
     note = (
         f"Points gained or lost on the same questions [95 % interval, paired bootstrap with {RESAMPLES} resamples]; p: "
-        "McNemar's exact test, two-sided. Nothing is corrected for the number of comparisons. Hard: the questions that "
-        "`downsample` at the same keep gets wrong, the score there, that of the unpatched model, and how many they are."
+        "McNemar's exact test, two-sided. p is not corrected for the number of comparisons. Hard: the questions "
+        "that `downsample` at the same keep gets wrong, with the score of the method and of the unpatched model."
     )
     columns = (*(text for name in names for text in (f"vs {name}", "p")), "hard", "unpatched", "questions")
     return Table("Against the baselines", ("method", "keep", *columns), rows, (note,), grouped=True)
@@ -188,24 +199,24 @@ def _metric(results: Results) -> Metric:
 
 
 def _label(row: Row) -> tuple[str, str]:
-    return row.method, "" if row.method == UNPATCHED else row.keep_in_words
+    return row.method, "" if row.method == UNPATCHED else row.keep_text
 
 
 def _interval(share: ScoreShare, digits: int = 0) -> str:
     return f"{100 * share.low:.{digits}f}–{100 * share.high:.{digits}f}"
 
 
-def _bytes(number: float) -> str:
-    return f"{number / 2**20:.1f} MiB" if number >= 10 * 2**20 else f"{number / 2**10:.0f} KiB"
+def _bytes(count: float) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 10 * 2**20 else f"{count / 2**10:.0f} KiB"
 
 
-def _time(row: Row, name: str, whole: float | None) -> str:
-    """Milliseconds, and the speed-up over the unpatched model, whose milliseconds (`whole`) are their product."""
-    if whole is None or (row.method != UNPATCHED and (row.timing is None or f"{name}_ratio" not in row.timing)):
+def _time(row: Row, name: str, unpatched_ms: float | None) -> str:
+    """Format milliseconds and the speedup over the unpatched model."""
+    if unpatched_ms is None or (row.method != UNPATCHED and (row.timing is None or f"{name}_ratio" not in row.timing)):
         return ""
     ratio = 1.0 if row.method == UNPATCHED else row.timing[f"{name}_ratio"]["p50"]
-    said = f"{ratio * whole:.{0 if ratio * whole >= 100 else 1}f}"
-    return said if row.method == UNPATCHED else f"{said} ({1 / ratio:.2f}x)"
+    text = f"{ratio * unpatched_ms:.{0 if ratio * unpatched_ms >= 100 else 1}f}"
+    return text if row.method == UNPATCHED else f"{text} ({1 / ratio:.2f}x)"
 
 
 def _title(results: Results) -> str:
@@ -231,32 +242,32 @@ def _cost_notes(results: Results) -> list[str]:
     vllm = "vllm" in results.header["environment"]
     cache = "closed form, from the length of the prompt that vLLM reports" if vllm else "measured"
     notes = [
-        "Visual tokens: of an image as the unpatched decoder gets it → in the last decoder layer. Layer avg: mean "
+        "Visual tokens: of an image at the unpatched decoder's entry → in the last decoder layer. Layer avg: mean "
         + (
-            "over the decoder's layers: at one target all spend the same, by settings of their own (next table)."
+            "over the decoder's layers. At one target all methods spend the same (settings in the next table)."
             if results.equal_cost
-            else f"over the decoder's layers. IN_LLM methods ({inside}) see all tokens in the layers before their cut: "
-            "at the same keep they spend more than PRE_LLM ones, so compare at equal layer avg."
+            else f"over the decoder's layers. IN_LLM methods ({inside}) process all tokens in the layers before their "
+            "cut, so compare them with PRE_LLM methods at equal layer avg."
         ),
         "FLOPs: decoder prefill, closed form, share of unpatched; KV cache: of one question after prefill, "
-        f"{cache}. `downsample` saves work in the vision tower too, which only TTFT shows.",
+        f"{cache}. `downsample` also saves work in the vision tower, which only TTFT includes.",
         f"No better than: {meaning}, by {how} at {100 * LEVEL:.0f} % on the same questions "
         "at the same keep. "
-        "Methods that draw at random are pooled over "
+        "Random methods are pooled over "
         f"{len(results.header['plan']['seeds'])} seeds; their intervals count each question once.",
     ]
     if timing:
         how = (
-            "requests to vLLM, one at a time and with an image that no cache has seen, processor included"
+            "requests to vLLM, one at a time and with uncached images, processor included"
             if vllm
             else f"runs of `generate` on {timing['rows']} question(s), vision tower included, processor not"
         )
         notes.append(
-            f"Times: medians of {timing['repeats']} {how}. Each row was timed in turn with the unpatched model: in "
-            "brackets the median speed-up, before it the unpatched model's median over all rows, divided by it."
+            f"Times: medians of {timing['repeats']} {how}. Each row was timed in alternation with the unpatched "
+            "model. In brackets: median speedup. Before it: the unpatched median over all rows, divided by the speedup."
         )
-        if busy := busy_load(results):
-            notes.append(busy_note(*busy))
+        if busy := find_busy_load(results):
+            notes.append(format_busy_note(*busy))
     return [*notes, *_skipped(results)]
 
 
@@ -264,11 +275,11 @@ def _skipped(results: Results) -> list[str]:
     notes = []
     if left_out := (results.header.get("data") or {}).get("skipped"):
         more = f" and {len(left_out) - 1} more" if left_out[1:] else ""
-        notes.append(f"Left out of the data: {left_out[0]}{more}")
+        notes.append(f"Skipped in the data: {left_out[0]}{more}")
     for record in results.skipped:
-        at = "target" if results.equal_cost else "keep"
-        notes.append(f"Skipped {record['method']} at {at} {record['keep']:g}: {record['reason']}")
+        keep_name = "target" if results.equal_cost else "keep"
+        notes.append(f"Skipped {record['method']} at {keep_name} {record['keep']:g}: {record['reason']}")
     return notes
 
 
-__all__ = ["FALLEN", "Cell", "Table", "tables", "to_markdown", "to_rich"]
+__all__ = ["FALLEN", "Cell", "Table", "build_tables", "to_markdown", "to_rich"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM in this process, by its offline API."""
+"""vLLM engine in this process, with vLLM's offline API."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.settings.keys import KEY
-from tokenprune.models.model_config import shipped_folder
+from tokenprune.models.model_config import get_shipped_folder
 from tokenprune_bench.errors import RunError
-from tokenprune_bench.vllm_backend import OFF, Chat, Reply, adds_special
+from tokenprune_bench.vllm_backend import OFF, Chat, Reply, needs_special_tokens
 
 _OURS = {
     "model": "name it with --model",
@@ -30,11 +30,17 @@ _COUNTER = "tokenprune:visual_tokens_total"
 
 
 class OfflineEngine:
-    """`vllm.LLM` with one model, started so that requests can choose their setting.
+    """`vllm.LLM` with one model, configured so that each request can carry a setting.
 
-    model: a directory or hub id; None: the shipped model. arguments: of `vllm.LLM`. images: the most that a question
-    has. Raises OptionError for arguments that are not the caller's to give, TokenPruneError if vLLM is not installed,
-    does not start, or did not load the plugin.
+    Args:
+        model: Directory or hub id. None selects the shipped model.
+        dtype: Name of a dtype, or "auto".
+        arguments: Arguments of `vllm.LLM`.
+        images: Maximum number of images per question.
+
+    Raises:
+        OptionError: If `arguments` has a reserved argument.
+        TokenPruneError: If vLLM is not installed, does not start, or did not load the plugin.
     """
 
     def __init__(
@@ -44,18 +50,16 @@ class OfflineEngine:
         kwargs = self._arguments.get("mm_processor_kwargs") or {}
         for name, instead in _OURS.items():
             if name in self._arguments:
-                raise OptionError(f"--engine-args cannot hold {name}: {instead}")
+                raise OptionError(f"--engine-args cannot set {name}: {instead}.")
         if KEY in kwargs:
-            raise OptionError(
-                f"--engine-args cannot hold a {KEY} setting: methods and keeps are those of the benchmark"
-            )
-        # A table is printed to stdout, and vLLM logs there.
+            raise OptionError(f"--engine-args cannot set {KEY}: the benchmark sets methods and keeps.")
+        # vLLM logs to stdout by default, but the tables are printed there.
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         try:
             from vllm import LLM
         except ImportError as error:
             raise TokenPruneError(
-                "--backend vllm needs vLLM (pip install 'tokenprune-vlm[vllm]'), or the address of a server: --server"
+                "--backend vllm needs vLLM (pip install 'tokenprune-vlm[vllm]'), or a server (--server)."
             ) from error
         from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 
@@ -70,26 +74,26 @@ class OfflineEngine:
         self.name = "demo_vlm (shipped)" if model is None else self._folder.resolve().name if self._folder else model
         try:
             if model is None:
-                # As transformers load it; vLLM would take half of float32's bits.
+                # As in transformers. vLLM would load float32 weights in half precision.
                 options["dtype"] = "float32" if dtype == "auto" else dtype
-                self._place = tempfile.TemporaryDirectory()  # for as long as this object lives
-                model = str(_write_shipped(Path(self._place.name)))
+                self._directory = tempfile.TemporaryDirectory()  # lives as long as this object
+                model = str(_write_shipped(Path(self._directory.name)))
             self._digest = _digest(Path(model)) if Path(model).is_dir() else model
             self.llm = LLM(model, **options)
         except TokenPruneError:
             raise
-        except Exception as error:  # whatever vLLM's parts raise
-            raise TokenPruneError(f"vLLM cannot serve {self.name}: {_message_of(error)}") from error
+        except Exception as error:  # vLLM raises many error types
+            raise TokenPruneError(f"vLLM cannot serve {self.name}: {_message_of(error)}.") from error
         if get_server_setting(self.llm.model_config) is None:
             self.close()
             raise TokenPruneError(
-                "vLLM started without tokenprune's plugin: install tokenprune-vlm where vLLM is, and leave "
-                "VLLM_PLUGINS unset, or name tokenprune in it"
+                "vLLM started without tokenprune's plugin. Install tokenprune-vlm in vLLM's environment, and unset "
+                "VLLM_PLUGINS or add tokenprune to it."
             )
         self.config = self.llm.model_config.hf_config
         cache = self.llm.llm_engine.vllm_config.cache_config.cache_dtype
-        self.number_bytes = 1 if cache.startswith("fp8") else self.llm.model_config.dtype.itemsize
-        self._special = adds_special(self._plain)
+        self.bytes_per_value = 1 if cache.startswith("fp8") else self.llm.model_config.dtype.itemsize
+        self._special = needs_special_tokens(self._plain)
 
     def ask(self, chats: Sequence[Chat], setting: dict[str, Any], max_tokens: int) -> list[Reply]:
         outputs = self._run([_messages(chat) for chat in chats], setting, max_tokens=max_tokens)
@@ -97,24 +101,24 @@ class OfflineEngine:
 
     def clock(self, chat: Chat, setting: dict[str, Any], tokens: int) -> tuple[float, float]:
         messages = [_messages(chat)]
-        self.llm.reset_prefix_cache()  # of the text before the image
+        self.llm.reset_prefix_cache()  # the text before the image would be cached
         begin = time.perf_counter()
         (output,) = self._run(messages, setting, max_tokens=tokens, ignore_eos=True)
         took = time.perf_counter() - begin
         later = output.metrics.last_token_ts - output.metrics.first_token_ts
         return 1000 * (took - later), 1000 * later / (tokens - 1)
 
-    def counted(self) -> tuple[int, int]:
+    def count_visual_tokens(self) -> tuple[int, int]:
         from prometheus_client import REGISTRY
 
         sums, name = {"in": 0.0, "out": 0.0}, self.llm.model_config.served_model_name
-        for sample in (one for metric in REGISTRY.collect() for one in metric.samples):
+        for sample in (sample for metric in REGISTRY.collect() for sample in metric.samples):
             if sample.name == _COUNTER and sample.labels["model_name"] == name:  # whatever the method
                 sums[sample.labels["stage"]] += sample.value
         return int(sums["in"]), int(sums["out"])
 
     def check(self, chat: Chat) -> None:
-        pass  # that the plugin is there was seen at the start
+        pass  # the constructor has checked the plugin
 
     def environment(self) -> dict[str, Any]:
         import transformers
@@ -139,7 +143,7 @@ class OfflineEngine:
         return self._digest
 
     def close(self) -> None:
-        """End the engine and its processes."""
+        """Stop the engine and its processes."""
         self.llm.llm_engine.engine_core.shutdown()
 
     def _run(self, messages: list[list[dict[str, Any]]], setting: dict[str, Any] | None, **options: Any) -> list[Any]:
@@ -147,7 +151,7 @@ class OfflineEngine:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        # What the model's generation config says of repetition counts in transformers' `generate`, too.
+        # transformers' `generate` also uses the repetition penalty of the generation config.
         penalty = self.llm.get_default_sampling_params().repetition_penalty
         parameters = SamplingParams(temperature=0.0, repetition_penalty=penalty, **options)
         try:
@@ -160,11 +164,11 @@ class OfflineEngine:
                 mm_processor_kwargs=setting and {KEY: setting},
             )
         except (EngineDeadError, EngineGenerateError) as error:
-            raise RunError(f"vLLM's engine ended: {_message_of(error)}") from error
+            raise RunError(f"vLLM's engine stopped: {_message_of(error)}.") from error
         except TokenPruneError:
             raise
         except (VLLMClientError, ValueError) as error:
-            raise TokenPruneError(f"vLLM refused a request: {_message_of(error)}") from error
+            raise TokenPruneError(f"vLLM rejected a request: {_message_of(error)}.") from error
 
     def _plain(self, special: bool) -> list[int]:
         """Return the ids of a chat without images."""
@@ -179,13 +183,12 @@ def _messages(chat: Chat) -> list[dict[str, Any]]:
 
 
 def _write_shipped(folder: Path) -> Path:
-    """Write the shipped model with its weights under the names that checkpoints of LLaVA have on the hub: vLLM knows no
-    others."""
+    """Write the shipped model with the weight names of LLaVA checkpoints on the hub, which vLLM requires."""
     from safetensors.torch import load_file, save_file
 
-    shipped = shipped_folder("demo_vlm")
+    shipped = get_shipped_folder("demo_vlm")
     if not (shipped / "model.safetensors").is_file():
-        raise TokenPruneError("this installation lacks the shipped model; name another one with --model")
+        raise TokenPruneError("The shipped model is not installed. Name another model with --model.")
     for file in shipped.iterdir():
         if file.suffix != ".safetensors":
             (folder / file.name).write_bytes(file.read_bytes())
@@ -196,21 +199,21 @@ def _write_shipped(folder: Path) -> Path:
 
 
 def _digest(folder: Path) -> str:
-    """Of the config and of samples of the weights."""
+    """Hash the config and samples of the weights."""
     digest = hashlib.sha256()
     for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
-            for place in range(0, size, max(1 << 16, size // 16)):
-                opened.seek(place)
+            for offset in range(0, size, max(1 << 16, size // 16)):
+                opened.seek(offset)
                 digest.update(opened.read(1 << 12))
     return digest.hexdigest()[:32]
 
 
 def _message_of(error: BaseException) -> str:
-    """Return the message of an error in one line; of those that pydantic wraps, the inner one."""
+    """Return the message of an error in one line. For pydantic errors, return the inner message."""
     inner = getattr(error, "errors", None)
     if callable(inner):
-        return "; ".join(one["msg"] for one in inner())
+        return "; ".join(detail["msg"] for detail in inner())
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

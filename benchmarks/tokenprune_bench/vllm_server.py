@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM on a server that speaks OpenAI's protocol: nothing of vLLM is needed in this process."""
+"""vLLM server with an OpenAI-compatible API. vLLM is not needed in this process."""
 
 from __future__ import annotations
 
@@ -20,56 +20,66 @@ from typing import Any
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune_bench.errors import RunError
-from tokenprune_bench.vllm_backend import OFF, Chat, Reply, adds_special
+from tokenprune_bench.vllm_backend import OFF, Chat, Reply, needs_special_tokens
 
 _COUNTER = "tokenprune:visual_tokens_total"
 _START = f"""start it with --trust-request-mm-kwargs --mm-processor-kwargs '{{"{KEY}": {json.dumps(OFF)}}}'"""
-_PATIENCE = 600  # seconds for one answer
+_TIMEOUT = 600  # seconds per answer
 
 
 class ServerEngine:
-    """A server at `address`, such as http://host:8000/v1; a key that it asks for is read from OPENAI_API_KEY.
+    """A server at an address such as http://host:8000/v1. The API key is read from OPENAI_API_KEY.
 
-    model: the name that it serves it by; None: the first. Raises OptionError for another name, RunError if nothing
-    answers, TokenPruneError if the client library is not installed.
+    Args:
+        address: Address of the server.
+        model: Served name of the model. None selects the first.
+
+    Raises:
+        OptionError: If the model is not served.
+        RunError: If the server does not answer.
+        TokenPruneError: If the client library is not installed.
     """
 
     def __init__(self, address: str, model: str | None = None) -> None:
         if not address.startswith(("http://", "https://")):
-            raise OptionError(f"--server {address!r} is no address: give one such as http://localhost:8000/v1")
+            raise OptionError(
+                f"--server {address!r} is not an address. Use an address such as http://localhost:8000/v1."
+            )
         try:
             import openai
-            import prometheus_client  # noqa: F401 - said before the work, not in its midst
+            import prometheus_client  # noqa: F401 - fail early if it is missing
         except ImportError as error:
             raise TokenPruneError(
-                "--server needs the packages openai and prometheus_client (pip install 'tokenprune-bench[server]')"
+                "--server needs openai and prometheus_client: pip install 'tokenprune-bench[server]'."
             ) from error
         self.address = address.rstrip("/").removesuffix("/v1")
         key = os.environ.get("OPENAI_API_KEY") or "none"
-        self._client = openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, timeout=_PATIENCE)
+        self._client = openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, timeout=_TIMEOUT)
         with self._explained():
             cards = self._client.models.list().data
         served = {card.id: card for card in cards}
         if not served or (model is not None and model not in served):
-            raise OptionError(f"the server at {address} serves {', '.join(served) or 'nothing'}, not {model}")
+            raise OptionError(
+                f"The server at {address} does not serve {model}. It serves {', '.join(served) or 'no model'}."
+            )
         self._model = model or cards[0].id
         card = served[self._model]
         self._root = getattr(card, "root", None) or self._model
         self._length = getattr(card, "max_model_len", None)
         self.config = _config(self._root)
         dtype = getattr(self.config, "dtype", None)
-        self.number_bytes = getattr(dtype, "itemsize", 2)
+        self.bytes_per_value = getattr(dtype, "itemsize", 2)
         self._dtype = "unknown dtype" if dtype is None else str(dtype).removeprefix("torch.")
         self._version = json.loads(self._get("/version"))["version"]
-        self._special = adds_special(self._plain)
+        self._special = needs_special_tokens(self._plain)
 
     def ask(self, chats: Sequence[Chat], setting: dict[str, Any], max_tokens: int) -> list[Reply]:
-        def one(chat: Chat) -> Reply:
-            made = self._create(_messages(chat), setting, max_tokens=max_tokens)
-            return Reply(made.choices[0].message.content or "", made.usage.prompt_tokens)
+        def ask_chat(chat: Chat) -> Reply:
+            completion = self._create(_messages(chat), setting, max_tokens=max_tokens)
+            return Reply(completion.choices[0].message.content or "", completion.usage.prompt_tokens)
 
         with self._explained(), ThreadPoolExecutor(len(chats)) as pool:
-            return list(pool.map(one, chats))
+            return list(pool.map(ask_chat, chats))
 
     def clock(self, chat: Chat, setting: dict[str, Any], tokens: int) -> tuple[float, float]:
         messages, salt = _messages(chat), secrets.token_hex(8)
@@ -79,7 +89,7 @@ class ServerEngine:
             times = [time.perf_counter() for event in stream if event.choices]
         return 1000 * (times[0] - begin), 1000 * (times[-1] - times[0]) / (tokens - 1)
 
-    def counted(self) -> tuple[int, int]:
+    def count_visual_tokens(self) -> tuple[int, int]:
         from prometheus_client.parser import text_string_to_metric_families
 
         sums = {"in": 0.0, "out": 0.0}
@@ -90,17 +100,17 @@ class ServerEngine:
         return int(sums["in"]), int(sums["out"])
 
     def check(self, chat: Chat) -> None:
-        before = self.counted()
+        before = self.count_visual_tokens()
         try:
             self.ask([chat], OFF, 1)
         except RunError:
             raise
         except TokenPruneError as error:
-            raise TokenPruneError(f"{error}. To let requests choose what they keep, {_START}") from error
-        if self.counted()[0] <= before[0]:
+            raise TokenPruneError(f"{error}. To allow a setting per request, {_START}.") from error
+        if self.count_visual_tokens()[0] <= before[0]:
             raise TokenPruneError(
-                f"the server at {self.address} answers, but no plugin of tokenprune counted the visual tokens: install "
-                f"tokenprune-vlm where it runs, and {_START}"
+                f"The server at {self.address} answers without tokenprune's plugin. Install tokenprune-vlm there, and "
+                f"{_START}."
             )
 
     def environment(self) -> dict[str, Any]:
@@ -137,7 +147,7 @@ class ServerEngine:
         return json.loads(self._get("/tokenize", asked))["tokens"]
 
     def _get(self, path: str, body: Any = None) -> str:
-        """Return what the server has at a path outside OpenAI's protocol."""
+        """Return the response of a path outside of OpenAI's API."""
         import openai
 
         call = self._client.get if body is None else partial(self._client.post, body=body)
@@ -145,15 +155,15 @@ class ServerEngine:
             return call(self.address + path, cast_to=str)
         except openai.APIStatusError as error:
             raise RunError(
-                f"{self.address}{path} answers with HTTP {error.status_code}: give --server the address of vLLM "
-                "itself, which offers it"
+                f"{self.address}{path} answers with HTTP {error.status_code}. Pass the address of vLLM itself to "
+                "--server."
             ) from error
         except openai.OpenAIError as error:
-            raise RunError(f"{self.address}{path} does not answer: {error.__cause__ or error}") from error
+            raise RunError(f"{self.address}{path} does not answer: {error.__cause__ or error}.") from error
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn the client's errors into ours."""
+        """Convert the client's errors to errors of tokenprune."""
         import openai
 
         try:
@@ -162,14 +172,14 @@ class ServerEngine:
             body = error.body if isinstance(error.body, dict) else {}
             raise TokenPruneError(str(body.get("message") or error)) from error
         except openai.AuthenticationError as error:
-            raise RunError(f"the server at {self.address} asks for a key: set OPENAI_API_KEY") from error
+            raise RunError(f"The server at {self.address} needs a key. Set OPENAI_API_KEY.") from error
         except openai.APIConnectionError as error:
             raise RunError(
-                f"the server at {self.address} does not answer ({error.__cause__ or error}): is it running, and is the "
-                "address right?"
+                f"The server at {self.address} does not answer ({error.__cause__ or error}). Check that it runs, and "
+                "check the address."
             ) from error
         except openai.OpenAIError as error:
-            raise RunError(f"the server at {self.address} failed: {error}") from error
+            raise RunError(f"The server at {self.address} failed: {error}.") from error
 
 
 def _messages(chat: Chat) -> list[dict[str, Any]]:
@@ -183,7 +193,7 @@ def _messages(chat: Chat) -> list[dict[str, Any]]:
 
 
 def _config(model: str) -> Any:
-    """Return the config of a model that is a folder here too, or on the hub; None if it is neither."""
+    """Return the config of a model that is a local folder or on the hub, else None."""
     from transformers import AutoConfig
 
     try:

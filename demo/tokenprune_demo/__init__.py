@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of a few million parameters, questions that they were not trained on, and drawn images and videos."""
+"""Small models, held-out questions, and drawn images and videos for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ __version__ = "0.1.0"
 
 _HERE = Path(__file__).resolve().parent
 MODELS = {name: _HERE / "models" / name for name in SHIPPED}
-# Models that answer in a sentence, which ends in the answer, with its most tokens; others say a word.
+# Maximum answer length of models that answer in a sentence ending with the answer. Other models answer in one word.
 SENTENCES = {"demo_smol": 24}
-# Held-out images that a benchmark asks about by default, of models whose answers take a second.
+# Default number of held-out images of a benchmark, for slow models.
 SAMPLES = {"demo_smol": 12}
-# The set that a benchmark asks a model, where it is not the held-out images.
+# Default question set of a benchmark, if it is not the held-out images.
 SETS = {"demo_video": "small-videos"}
 
 
 def checkpoint(name: str) -> Path:
-    """Return the folder of a model's checkpoint. That of demo_smol is built the first time: see `tokenprune_demo.smol`.
+    """Return the checkpoint folder of a model. The checkpoint of demo_smol is built on first use.
 
-    Raises MissingPackageError where the decoder of demo_smol is not installed.
+    Raises:
+        MissingPackageError: If the decoder of demo_smol is not installed.
+
+    Example:
+        >>> checkpoint("demo_vlm").name
+        'demo_vlm'
     """
     if name == "demo_smol":
         from tokenprune_demo import smol

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backgrounds of drawn images: plain colours, gradients, textures, photographs from installed packages."""
+"""Backgrounds of drawn images: plain colours, gradients, textures, and photographs of installed packages."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ PHOTOS = {
 
 @cache
 def load_photos(split: str = "train") -> tuple[Image.Image, ...]:
-    """Photographs found in the installed packages for a split; those of a package that is absent are left out."""
-    found = []
+    """Return the photographs of a split. Photographs of packages that are not installed are left out."""
+    photos = []
     for name in PHOTOS[split]:
         package, _, rest = name.partition("/")
         try:
@@ -47,12 +47,12 @@ def load_photos(split: str = "train") -> tuple[Image.Image, ...]:
         if (root / rest).exists():
             photo = Image.open(root / rest).convert("RGB")
             scale = 448 / min(photo.size)
-            found.append(photo.resize((round(photo.width * scale), round(photo.height * scale)), Image.BILINEAR))
-    return tuple(found)
+            photos.append(photo.resize((round(photo.width * scale), round(photo.height * scale)), Image.BILINEAR))
+    return tuple(photos)
 
 
-def background(rng: np.random.Generator, kind: str, photos: tuple[Image.Image, ...]) -> Image.Image:
-    """Return a background image of the given kind; without photographs, ``"photo"`` falls back to ``"texture"``."""
+def draw_background(rng: np.random.Generator, kind: str, photos: tuple[Image.Image, ...]) -> Image.Image:
+    """Draw a background of a kind. Without photographs, "photo" falls back to "texture"."""
     first, second = rng.integers(20, 256, 3), rng.integers(20, 256, 3)
     y, x = np.mgrid[0:SIZE, 0:SIZE]
     if kind == "plain":

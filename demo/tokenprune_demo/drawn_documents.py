@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn pages, screens and charts at native size, with questions about what is written and marked on them.
+"""Drawn pages, screens and charts at native size, with questions about texts and marks.
 
-As on real ones, much of the image is plain, edges run straight, and nothing is blurred or compressed. Greeked text,
-windows, rows, bars and axes are drawn first; a word on a plate, a digit, a coloured shape and a tiny one go on top,
-each once, so that every question has one answer.
+As in real documents, much of the image is plain, edges are straight, without blur or compression. Greeked text,
+windows, rows, bars and axes are drawn first. Then one word on a plate, one digit, one coloured shape and one tiny shape
+are drawn on top, so that every question has one answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenprune_demo.scenes import COLORS, TINY, WORDS, Box, _font, _sprite
 LAYOUTS = ("page", "screen", "chart")
 DOCUMENT_KINDS = ("word", "digits", "colour", "small")
 TEXT_KINDS = ("word", "digits")
-_SHAPES = ("circle", "triangle", "star", "ring")  # no squares: bars and windows are some
+_SHAPES = ("circle", "triangle", "star", "ring")  # no squares: bars and windows look like squares
 _TEXTS = {
     "word": "what does the sign say?",
     "digits": "which digit is written?",
@@ -32,7 +32,13 @@ Colour = tuple[int, int, int]
 
 @dataclass
 class DrawnDocument:
-    """An image, which of `LAYOUTS` it is, and a question of each of `DOCUMENT_KINDS`."""
+    """A drawn document.
+
+    Attributes:
+        image: The image.
+        layout: One of `LAYOUTS`.
+        questions: One question of each of `DOCUMENT_KINDS`.
+    """
 
     image: Image.Image
     layout: str
@@ -42,8 +48,8 @@ class DrawnDocument:
         return [question for question in self.questions if question.kind == kind]
 
 
-def document_answers() -> dict[str, tuple[str, ...]]:
-    """Return the answers of each kind of question; those of a kind are equally likely."""
+def get_document_answers() -> dict[str, tuple[str, ...]]:
+    """Return the possible answers of each kind of question. All answers of a kind are equally likely."""
     digits = tuple(str(digit) for digit in range(10))
     return {"word": WORDS, "digits": digits, "colour": tuple(COLORS), "small": tuple(COLORS)}
 
@@ -53,28 +59,40 @@ def draw_document(
 ) -> DrawnDocument:
     """Draw one document.
 
-    layout: one of `LAYOUTS`. size: (width, height) in pixels, at least 160 each. answers: for each kind the answer that
-    its question shall have; others are drawn evenly. Raises ValueError for another layout or size.
+    Args:
+        rng: Random generator.
+        layout: One of `LAYOUTS`.
+        size: (width, height) in pixels, at least 160 each.
+        answers: Answers by kind. Other answers are drawn uniformly.
+
+    Raises:
+        ValueError: If the layout or the size is not valid.
+
+    Example:
+        >>> document = draw_document(np.random.default_rng(0), "chart", (320, 320))
+        >>> [question.kind for question in document.questions]
+        ['word', 'digits', 'colour', 'small']
     """
     if layout not in LAYOUTS or min(size) < 160:
-        raise ValueError(f"layout={layout!r}, size={size}: known are {', '.join(LAYOUTS)}, at least 160 pixels a side")
-    wanted = {kind: str(rng.choice(options)) for kind, options in document_answers().items()} | dict(answers or {})
+        raise ValueError(f"layout={layout!r}, size={size} is not valid. Use {', '.join(LAYOUTS)}, at least 160 pixels.")
+    requested = {kind: str(rng.choice(options)) for kind, options in get_document_answers().items()}
+    requested |= answers or {}
     image = {"page": _page, "screen": _screen, "chart": _chart}[layout](rng, *size)
-    made, taken = DrawnDocument(image, layout), []
+    document, taken = DrawnDocument(image, layout), []
     shape, tiny = str(rng.choice(_SHAPES)), str(rng.choice(TINY))
 
     def ask(kind: str, box: Box, *words: str) -> None:
-        made.questions.append(DrawnQuestion(kind, _TEXTS[kind].format(*words), wanted[kind], (((0, box),),)))
+        document.questions.append(DrawnQuestion(kind, _TEXTS[kind].format(*words), requested[kind], (((0, box),),)))
 
-    ask("word", _write(rng, image, wanted["word"], int(rng.integers(20, 27)), taken))
-    ask("digits", _write(rng, image, wanted["digits"], int(rng.integers(20, 27)), taken))
-    ask("colour", _mark(rng, image, shape, wanted["colour"], int(rng.integers(16, 24)), taken), shape)
-    ask("small", _mark(rng, image, tiny, wanted["small"], int(rng.integers(8, 11)), taken), tiny)
-    return made
+    ask("word", _write(rng, image, requested["word"], int(rng.integers(20, 27)), taken))
+    ask("digits", _write(rng, image, requested["digits"], int(rng.integers(20, 27)), taken))
+    ask("colour", _mark(rng, image, shape, requested["colour"], int(rng.integers(16, 24)), taken), shape)
+    ask("small", _mark(rng, image, tiny, requested["small"], int(rng.integers(8, 11)), taken), tiny)
+    return document
 
 
 def _page(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    """Draw a sheet of paper with a heading, paragraphs of greeked text, a ruled table, and room."""
+    """Draw a sheet of paper with a heading, paragraphs of greeked text, and a ruled table."""
     paper = tuple(int(v) for v in 255 - rng.integers(0, 12, 3))
     image = Image.new("RGB", (width, height), paper)
     pen, ink, left = ImageDraw.Draw(image), _grey(rng, 40, 90), int(rng.integers(14, 30))
@@ -100,7 +118,7 @@ def _page(rng: np.random.Generator, width: int, height: int) -> Image.Image:
 
 
 def _screen(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    """Draw a desktop with a bar, a list at the side and one or two windows with buttons, dark or light."""
+    """Draw a desktop with a bar, a side list and one or two windows with buttons, in a dark or light theme."""
     dark = bool(rng.random() < 0.5)
     ground, panel = (_grey(rng, 20, 50), _grey(rng, 55, 80)) if dark else (_grey(rng, 215, 235), _grey(rng, 240, 255))
     ink = _grey(rng, 150, 200) if dark else _grey(rng, 70, 120)
@@ -123,7 +141,7 @@ def _screen(rng: np.random.Generator, width: int, height: int) -> Image.Image:
 
 
 def _chart(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    """Axes with lines after and bars of grey colours, on plain paper."""
+    """Draw axes with rules and bars in grey, on plain paper."""
     image = Image.new("RGB", (width, height), _grey(rng, 242, 256))
     pen, ink, rule = ImageDraw.Draw(image), _grey(rng, 20, 70), _grey(rng, 190, 220)
     left, top, right, bottom = int(width * 0.12), int(height * 0.1), width - 12, height - int(rng.integers(24, 40))
@@ -132,8 +150,8 @@ def _chart(rng: np.random.Generator, width: int, height: int) -> Image.Image:
         pen.rectangle((left - 20, y - 2, left - 6, y + 2), fill=ink)
     count = int(rng.integers(3, 8))
     step = (right - left) / count
-    for number in range(count):
-        x, high = left + step * (number + 0.2), (bottom - top) * rng.uniform(0.1, 0.8)
+    for bar in range(count):
+        x, high = left + step * (bar + 0.2), (bottom - top) * rng.uniform(0.1, 0.8)
         pen.rectangle((int(x), int(bottom - high), int(x + 0.6 * step), bottom), fill=_grey(rng, 80, 170))
     pen.line((left, top, left, bottom, right, bottom), fill=ink, width=2)
     return image
@@ -144,14 +162,14 @@ def _grey(rng: np.random.Generator, low: int, high: int) -> Colour:
 
 
 def _greek(rng: np.random.Generator, pen: ImageDraw.ImageDraw, x: int, y: int, end: int, ink: Colour) -> None:
-    """Draw a line of words that cannot be read."""
+    """Draw a line of unreadable words."""
     while (after := x + int(rng.integers(6, 26))) < end:
         pen.rectangle((x, y, after, y + 3), fill=ink)
         x = after + 4
 
 
 def _room(rng: np.random.Generator, image: Image.Image, size: tuple[int, int], taken: list[Box]) -> Box:
-    """Return a box of a size that is clear of those before it."""
+    """Return a free box of this size and mark it as taken."""
     for _ in range(1000):
         x, y = (int(rng.integers(4, room - side - 3)) for room, side in zip(image.size, size, strict=True))
         box = x, y, x + size[0], y + size[1]
@@ -163,7 +181,7 @@ def _room(rng: np.random.Generator, image: Image.Image, size: tuple[int, int], t
 
 
 def _write(rng: np.random.Generator, image: Image.Image, text: str, size: int, taken: list[Box]) -> Box:
-    """Write a text on a plate; returns its box."""
+    """Write a text on a plate and return its box."""
     font, pad = _font(size), 4
     left, top, right, bottom = (int(side) for side in font.getbbox(text))
     box = _room(rng, image, (right - left + 2 * pad, bottom - top + 2 * pad), taken)
@@ -176,10 +194,10 @@ def _write(rng: np.random.Generator, image: Image.Image, text: str, size: int, t
 
 
 def _mark(rng: np.random.Generator, image: Image.Image, what: str, color: str, radius: int, taken: list[Box]) -> Box:
-    """Draw a shape with an outline; returns its box."""
-    whole, inside = _sprite(what, radius, 1.5 if radius > 10 else 0.75)
-    box = _room(rng, image, whole.size, taken)
+    """Draw a shape with an outline and return its box."""
+    outline, inside = _sprite(what, radius, 1.5 if radius > 10 else 0.75)
+    box = _room(rng, image, outline.size, taken)
     light = np.asarray(image.crop(box).convert("L")).mean() > 105
-    image.paste((15, 15, 15) if light else (245, 245, 245), box[:2], whole)
+    image.paste((15, 15, 15) if light else (245, 245, 245), box[:2], outline)
     image.paste(COLORS[color], box[:2], inside)
     return box

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn prompts of a thousand visual tokens and more: letters, tables, receipts, and two pages at once.
+"""Drawn prompts of a thousand visual tokens and more: letters, tables, receipts, and spreads of two pages.
 
-A word and a digit stand in a line, a cell or an entry of what cannot be read; the colour of a shape and that of a tiny
-one are asked, too. Each is there once, of two pages on one of them, so that every question has one answer. Paper is
-grey and a third of it filled: demo_qwen, which never saw a page, reads white or full ones hardly, and narrow slips of
-more than 40 tokens not at all.
+A word and a digit are in a line, cell or entry among unreadable text. Other questions ask for the colour of a shape and
+of a tiny shape. Each occurs once (in a spread on one of the pages), so that every question has one answer. Paper is
+grey and a third of it is filled: demo_qwen, which was not trained on pages, hardly reads white or full pages, and does
+not read narrow slips of more than 40 tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image, ImageDraw
 
-from tokenprune_demo.drawn_documents import _SHAPES, _TEXTS, Colour, _grey, _mark, document_answers
+from tokenprune_demo.drawn_documents import _SHAPES, _TEXTS, Colour, _grey, _mark, get_document_answers
 from tokenprune_demo.drawn_videos import DrawnQuestion
 from tokenprune_demo.scenes import TINY, Box, _font
 
-# Of each layout, (width, height) of a page in whole visual tokens of 16 pixels; a prompt has 1,024 to 1,280 of them.
+# (width, height) of a page by layout, in multiples of 16 pixels (one visual token). A prompt has 1,024 to 1,280 tokens.
 PAGE_SIZES = {
     "letter": ((512, 512), (544, 512), (512, 544), (576, 512)),
     "table": ((512, 512), (576, 480), (640, 512), (544, 512)),
@@ -28,14 +28,20 @@ PAGE_SIZES = {
     "spread": ((384, 352), (352, 384), (320, 416), (384, 368)),
 }
 PAGE_LAYOUTS = tuple(PAGE_SIZES)
-_LEAST = 288  # pixels a side
+_MIN_SIDE = 288  # pixels
 _LETTERS = {"word": (16, 22), "digits": (19, 26)}
-_FILLED = 0.35  # of the lines, cells and entries
+_FILLED = 0.35  # share of filled lines, cells and entries
 
 
 @dataclass
 class DrawnPages:
-    """The images of a prompt, which of `PAGE_LAYOUTS` it is, and a question of each of `DOCUMENT_KINDS`."""
+    """The images of a prompt.
+
+    Attributes:
+        images: The pages.
+        layout: One of `PAGE_LAYOUTS`.
+        questions: One question of each of `DOCUMENT_KINDS`.
+    """
 
     images: list[Image.Image]
     layout: str
@@ -44,22 +50,28 @@ class DrawnPages:
 
 @dataclass
 class _Page:
-    """A page, the places (left, top, end of the line, height) where a text can stand, and the boxes of what does."""
+    """A page.
+
+    Attributes:
+        image: The image.
+        places: Free lines where a text fits: left, top, right end, height.
+        taken: Boxes of the drawn texts and shapes.
+    """
 
     image: Image.Image
     places: list[Box]
     taken: list[Box] = field(default_factory=list)
 
     def write(self, rng: np.random.Generator, text: str, size: int) -> Box:
-        """Write a text on a plate at one of the places; returns its box."""
+        """Write a text on a plate in one of the lines and return its box."""
         font = _font(size)
         left, top, right, bottom = (int(side) for side in font.getbbox(text))
         width, height = right - left + 8, bottom - top + 8
         fitting = []
         for x, y, end, high in self.places:
-            at, middle = x + int(rng.integers(max(1, end - x - width))), y + (high - height) // 2
-            box = at, middle, at + width, middle + height
-            if at + width <= end and self._is_clear(box):
+            start, middle = x + int(rng.integers(max(1, end - x - width))), y + (high - height) // 2
+            box = start, middle, start + width, middle + height
+            if start + width <= end and self._is_clear(box):
                 fitting.append(box)
         box = fitting[int(rng.integers(len(fitting)))]
         self.taken.append(box)
@@ -77,40 +89,49 @@ class _Page:
 def draw_pages(
     rng: np.random.Generator, layout: str, size: tuple[int, int], answers: Mapping[str, str] | None = None
 ) -> DrawnPages:
-    """Draw the pages of one prompt: two of a "spread", one of the others.
+    """Draw the pages of one prompt: two for a "spread", one for other layouts.
 
-    layout: one of `PAGE_LAYOUTS`. size: (width, height) of a page in pixels, at least 288 each. answers: for each kind
-    the answer that its question shall have; others are drawn evenly. Raises ValueError for another layout or size.
+    Args:
+        rng: Random generator.
+        layout: One of `PAGE_LAYOUTS`.
+        size: (width, height) of a page in pixels, at least 288 each.
+        answers: Answers by kind. Other answers are drawn uniformly.
+
+    Raises:
+        ValueError: If the layout or the size is not valid.
     """
-    if layout not in PAGE_LAYOUTS or min(size) < _LEAST:
+    if layout not in PAGE_LAYOUTS or min(size) < _MIN_SIDE:
         known = ", ".join(PAGE_LAYOUTS)
-        raise ValueError(f"layout={layout!r}, size={size}: known are {known}, at least {_LEAST} pixels a side")
-    wanted = {kind: str(rng.choice(options)) for kind, options in document_answers().items()} | dict(answers or {})
+        raise ValueError(f"layout={layout!r}, size={size} is not valid. Use {known}, at least {_MIN_SIDE} pixels.")
+    requested = {kind: str(rng.choice(options)) for kind, options in get_document_answers().items()}
+    requested |= answers or {}
     drawers = [_letter, _table] if layout == "spread" else [_DRAWERS[layout]]
-    pages = [drawers[place](rng, *size) for place in rng.permutation(len(drawers))]
-    made, where = DrawnPages([page.image for page in pages], layout), [0] * len(wanted)
-    if len(pages) > 1:  # each holds half of what is asked
+    pages = [drawers[index](rng, *size) for index in rng.permutation(len(drawers))]
+    prompt, where = DrawnPages([page.image for page in pages], layout), [0] * len(requested)
+    if len(pages) > 1:  # each page has half of the answers
         where = rng.permutation([0, 0, 1, 1]).tolist()
     shapes = {"colour": (str(rng.choice(_SHAPES)), 16, 24), "small": (str(rng.choice(TINY)), 8, 11)}
-    for number, kind in zip(where, wanted, strict=True):
-        page, shape = pages[number], ""
+    for page_index, kind in zip(where, requested, strict=True):
+        page, shape = pages[page_index], ""
         if kind in _LETTERS:
-            box = page.write(rng, wanted[kind], int(rng.integers(*_LETTERS[kind])))
+            box = page.write(rng, requested[kind], int(rng.integers(*_LETTERS[kind])))
         else:
-            shape, least, most = shapes[kind]
-            box = _mark(rng, page.image, shape, wanted[kind], int(rng.integers(least, most)), page.taken)
-        made.questions.append(DrawnQuestion(kind, _TEXTS[kind].format(shape), wanted[kind], (((number, box),),)))
-    return made
+            shape, low, high = shapes[kind]
+            box = _mark(rng, page.image, shape, requested[kind], int(rng.integers(low, high)), page.taken)
+        prompt.questions.append(
+            DrawnQuestion(kind, _TEXTS[kind].format(shape), requested[kind], (((page_index, box),),))
+        )
+    return prompt
 
 
 def _paper(rng: np.random.Generator, width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw, int, Colour]:
-    """Return a sheet, a pen for it, its margin, and its ink."""
+    """Return a sheet, its pen, its margin, and its ink."""
     image = Image.new("RGB", (width, height), tuple(int(v) for v in rng.integers(200, 236, 3)))
     return image, ImageDraw.Draw(image), int(rng.integers(16, 32)), _grey(rng, 120, 160)
 
 
 def _line(rng: np.random.Generator, pen: ImageDraw.ImageDraw, x: int, y: int, end: int, ink: Colour) -> None:
-    """Draw a line of words that cannot be read, or leave it out."""
+    """Draw a line of unreadable words, or leave the line empty."""
     if rng.random() < _FILLED:
         while (after := x + int(rng.integers(10, 60))) < end:
             pen.rectangle((x, y, after, y + 1), fill=ink)
@@ -118,7 +139,7 @@ def _line(rng: np.random.Generator, pen: ImageDraw.ImageDraw, x: int, y: int, en
 
 
 def _letter(rng: np.random.Generator, width: int, height: int) -> _Page:
-    """Draw a head and paragraphs."""
+    """Draw a heading and paragraphs."""
     (image, pen, left, ink), places = _paper(rng, width, height), []
     pen.rectangle((left, left, left + int(width * rng.uniform(0.3, 0.5)), left + 8), fill=ink)
     pen.line((left, left + 18, width - left, left + 18), fill=ink)
@@ -131,7 +152,7 @@ def _letter(rng: np.random.Generator, width: int, height: int) -> _Page:
 
 
 def _table(rng: np.random.Generator, width: int, height: int) -> _Page:
-    """Draw a ruled grid with a head."""
+    """Draw a ruled grid with a heading row."""
     image, pen, left, ink = _paper(rng, width, height)
     rows, columns = (height - 2 * left) // int(rng.integers(32, 42)), (width - 2 * left) // int(rng.integers(80, 120))
     xs = np.linspace(left, width - left, columns + 1).astype(int).tolist()
@@ -150,7 +171,7 @@ def _table(rng: np.random.Generator, width: int, height: int) -> _Page:
 
 
 def _receipt(rng: np.random.Generator, width: int, height: int) -> _Page:
-    """Draw a head in the middle, and entries with prices on their right, some above a dotted rule."""
+    """Draw a centred heading, and entries with prices, some above a dotted rule."""
     (image, pen, left, ink), places = _paper(rng, width, height), []
     for line, half in enumerate((width // 4, width // 7)):
         pen.rectangle((width // 2 - half, left + 14 * line, width // 2 + half, left + 14 * line + 7), fill=ink)

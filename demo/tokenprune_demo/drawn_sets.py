@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The held-out sets that are drawn when they are asked: videos, prompts of six images, documents, and pages.
+"""Held-out question sets that are drawn on demand: videos, prompts of six images, documents, and pages.
 
-Their seeds are far from those that training draws from, they have no photographs in them, and the answers of a kind are
-evened out. Two machines draw the same pixels with the same versions of NumPy and Pillow; the digest in the header of a
-run tells whether they did.
+Their seeds are far from the training seeds, they contain no photographs, and the answers of a kind are balanced. Two
+machines draw equal pixels with equal versions of NumPy and Pillow; the digest in the header of a run shows whether they
+did.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, document_answers, draw_document
+from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, draw_document, get_document_answers
 from tokenprune_demo.drawn_pages import PAGE_LAYOUTS, PAGE_SIZES, draw_pages
 from tokenprune_demo.drawn_videos import (
     ANSWERS,
@@ -26,37 +26,45 @@ from tokenprune_demo.drawn_videos import (
     TIMED,
     VIDEO_KINDS,
     DrawnQuestion,
-    Place,
+    Region,
     draw_video,
 )
-from tokenprune_demo.drawn_views import CAMERAS, VIEW_KINDS, draw_views, view_answers
+from tokenprune_demo.drawn_views import CAMERAS, VIEW_KINDS, draw_views, get_view_answers
 
 SEED = 20260102
 SETS = ("images", "videos", "small-videos", "views", "documents", "pages")
-MOST = 96  # videos, prompts or documents of a whole set
-_MOST_PAGES = 75  # prompts of a whole set of pages
+MAX_EXAMPLES = 96  # videos, prompts or documents of the full set
+_MAX_PAGES = 75  # prompts of the full set of pages
 _GROUPS = {"still": "still ground", "noisy": "noisy ground", "pan": "panning ground", "cut": "with a cut"} | {
     layout: f"{layout}s" for layout in (*LAYOUTS, *PAGE_LAYOUTS)
 }
-_SIZES = ((224, 224), (224, 160), (160, 224), (192, 192))  # every ground in every size, after 16 videos
-_SMALL = ((144, 144),)  # as large as any on which demo_qwen was trained, and no larger than eight questions need
-_VIDEOS = {"videos": (0, _SIZES), "small-videos": (5, _SMALL)}  # part of the seed, and sizes
-_PAPER = ((448, 448), (336, 448), (448, 336), (320, 448), (448, 288))  # in whole visual tokens of 16 pixels
+_SIZES = ((224, 224), (224, 160), (160, 224), (192, 192))  # 16 videos cover every ground in every size
+_SMALL = ((144, 144),)  # the largest size that demo_qwen was trained on, with room for eight questions
+_VIDEOS = {"videos": (0, _SIZES), "small-videos": (5, _SMALL)}  # number in the seed, and sizes
+_PAPER = ((448, 448), (336, 448), (448, 336), (320, 448), (448, 288))  # multiples of 16 pixels (one visual token)
 
 
 @dataclass(frozen=True, eq=False)
 class DrawnExample:
     """One question of a drawn set.
 
-    number: of its video or prompt. frames: of a video, else none. images: of a prompt, else none; labels: what stands
-    before each. ground: of a video, or what kind of document it is. looks: see `DrawnQuestion`.
+    Attributes:
+        index: Index of its video or prompt.
+        kind: Kind of question.
+        question: The text.
+        answer: The answer.
+        looks: Evidence, see `DrawnQuestion`.
+        frames: Frames of a video.
+        images: Images of a prompt.
+        labels: Text before each image.
+        ground: Ground of a video, or layout of a document.
     """
 
-    number: int
+    index: int
     kind: str
     question: str
     answer: str
-    looks: tuple[tuple[Place, ...], ...]
+    looks: tuple[tuple[Region, ...], ...]
     frames: tuple[Image.Image, ...] = ()
     images: tuple[Image.Image, ...] = ()
     labels: tuple[str, ...] = ()
@@ -72,7 +80,7 @@ class DrawnExample:
 
     @property
     def sources(self) -> tuple[Image.Image, ...]:
-        """The images in memory that the question's images come from."""
+        """Images of the question, in memory."""
         return self.images
 
     @property
@@ -81,14 +89,17 @@ class DrawnExample:
 
     @property
     def where(self) -> str:
-        return f"drawn {'video' if self.is_video else self.ground or 'prompt'} {self.number}"
+        return f"drawn {'video' if self.is_video else self.ground or 'prompt'} {self.index}"
 
 
 @dataclass(frozen=True)
 class Control:
-    """Questions that cannot be answered from what is shown, asked of the unpatched model.
+    """Questions with incomplete input for the unpatched model, which must score at chance level.
 
-    chance: for each kind that must fail the score that knowing nothing more gives.
+    Attributes:
+        name: Name of the control.
+        questions: The questions.
+        chance: Chance level of each kind that must fail.
     """
 
     name: str
@@ -98,10 +109,14 @@ class Control:
 
 @dataclass(frozen=True)
 class DrawnSet:
-    """A set as a benchmark asks it.
+    """A question set for a benchmark.
 
-    options: of methods whose own do not fit this set. groups: for each question the group beside its kind (its ground)
-    by which results are kept apart; none.
+    Attributes:
+        name: Name of the set.
+        questions: All questions.
+        kinds: Kinds of question.
+        controls: Controls of the set.
+        options: Options of methods whose defaults do not fit the set.
     """
 
     name: str
@@ -112,140 +127,153 @@ class DrawnSet:
 
     @property
     def groups(self) -> list[str]:
-        return [_GROUPS[one.ground] for one in self.questions if one.ground]
+        """Group of each question (its ground or layout). Empty if the set has no groups."""
+        return [_GROUPS[question.ground] for question in self.questions if question.ground]
 
     def first(self, limit: int) -> DrawnSet:
-        """Return the set with only the first `limit` questions; 0: all."""
+        """Return the set with the first `limit` questions. 0 for all."""
         if not limit:
             return self
         questions = self.questions[:limit]
         kinds = tuple(kind for kind in self.kinds if any(question.kind == kind for question in questions))
         controls = [
-            Control(one.name, one.questions[:limit], {kind: one.chance[kind] for kind in kinds if kind in one.chance})
-            for one in self.controls
+            Control(
+                control.name,
+                control.questions[:limit],
+                {kind: control.chance[kind] for kind in kinds if kind in control.chance},
+            )
+            for control in self.controls
         ]
         return replace(self, questions=questions, kinds=kinds, controls=controls)
 
     def about(self) -> dict[str, Any]:
-        """Return what tells these questions from others, as plain values."""
+        """Return name, size and digest of these questions as plain values."""
         digest = hashlib.sha256()
-        for one in self.questions:
-            digest.update(f"{one.question}\n{one.answer}\n".encode())
-        for images in {one.number: one.frames or one.images for one in self.questions}.values():
+        for question in self.questions:
+            digest.update(f"{question.question}\n{question.answer}\n".encode())
+        for images in {question.index: question.frames or question.images for question in self.questions}.values():
             for image in images:
                 digest.update(image.tobytes())
-        said = {"name": f"drawn {self.name.replace('-', ' ')}", "questions": len(self.questions), "skipped": []}
-        return said | {"digest": digest.hexdigest()[:16]}
+        description = {"name": f"drawn {self.name.replace('-', ' ')}", "questions": len(self.questions), "skipped": []}
+        return description | {"digest": digest.hexdigest()[:16]}
 
 
-def drawn_set(name: str, limit: int) -> DrawnSet:
-    """Return one of the `SETS` but "images". limit: how many videos, prompts or documents, each with one question of
-    every kind; 0: all."""
-    number = min(limit or MOST, MOST)
+def draw_set(name: str, limit: int) -> DrawnSet:
+    """Draw one of the `SETS` except "images".
+
+    Args:
+        name: Name of the set.
+        limit: Number of videos, prompts or documents, each with one question of every kind. 0 for all.
+    """
+    count = min(limit or MAX_EXAMPLES, MAX_EXAMPLES)
     if name in _VIDEOS:
-        return _videos(name, number)
-    return {"views": _views, "documents": _documents, "pages": _pages}[name](number)
+        return _videos(name, count)
+    return {"views": _views, "documents": _documents, "pages": _pages}[name](count)
 
 
-def first_frame(question: DrawnExample) -> DrawnExample:
-    """Return the question with a video that stands still at its first frame."""
+def freeze_first_frame(question: DrawnExample) -> DrawnExample:
+    """Return the question with a video that repeats its first frame."""
     return replace(question, frames=question.frames[:1] * len(question.frames))
 
 
-def shuffled(question: DrawnExample) -> DrawnExample:
-    """Return the question with the frames of its video in another order, the same for all questions of the video."""
-    order = np.random.default_rng((SEED, 2, question.number)).permutation(len(question.frames))
-    return replace(question, frames=tuple(question.frames[place] for place in order))
+def shuffle_frames(question: DrawnExample) -> DrawnExample:
+    """Return the question with shuffled frames, in the same order for all questions of a video."""
+    order = np.random.default_rng((SEED, 2, question.index)).permutation(len(question.frames))
+    return replace(question, frames=tuple(question.frames[index] for index in order))
 
 
-def _videos(name: str, number: int) -> DrawnSet:
-    decks, (part, sizes) = _decks(dict(ANSWERS), number), _VIDEOS[name]
+def _videos(name: str, count: int) -> DrawnSet:
+    decks, (part, sizes) = _decks(dict(ANSWERS), count), _VIDEOS[name]
     questions = []
-    for index in range(number):
+    for index in range(count):
         size = sizes[(index + index // len(GROUNDS)) % len(sizes)]
-        wanted = {kind: deck[index] for kind, deck in decks.items()}
+        requested = {kind: deck[index] for kind, deck in decks.items()}
 
-        def drawn(
+        def draw(
             seed: tuple[int, ...],
             size: tuple[int, int] = size,
             ground: str = GROUNDS[index % len(GROUNDS)],
-            wanted: dict[str, str] = wanted,
+            requested: dict[str, str] = requested,
         ) -> Any:
-            return draw_video(np.random.default_rng(seed), size, ground, answers=wanted)
+            return draw_video(np.random.default_rng(seed), size, ground, answers=requested)
 
-        video, asked = _whole(drawn, (SEED, part, index), VIDEO_KINDS)
+        video, asked = _whole(draw, (SEED, part, index), VIDEO_KINDS)
         frames = tuple(video.frames)
-        questions += [_example(index, one, frames=frames, ground=video.ground) for one in asked]
+        questions += [_example(index, question, frames=frames, ground=video.ground) for question in asked]
     controls = [
         Control(
             "first frame only",
-            [first_frame(one) for one in questions],
+            [freeze_first_frame(question) for question in questions],
             {kind: CHANCE[kind] for kind in VIDEO_KINDS if kind != "still"},
         ),
         Control(
-            "shuffled frames", [shuffled(one) for one in questions], {kind: CHANCE_SHUFFLED[kind] for kind in TIMED}
+            "shuffled frames",
+            [shuffle_frames(question) for question in questions],
+            {kind: CHANCE_SHUFFLED[kind] for kind in TIMED},
         ),
     ]
-    # Eight frames are four, or eight, to the decoder: far fewer than blocks are made for.
+    # Eight frames give four or eight decoder frames, far fewer than the default blocks.
     blocks = {"sink_frames": 1, "block_frames": 1, "min_frames": 2}
     return DrawnSet(name, questions, VIDEO_KINDS, controls, {"pevlm": blocks})
 
 
-def _views(number: int) -> DrawnSet:
-    decks = _decks(view_answers(), number)
+def _views(count: int) -> DrawnSet:
+    decks = _decks(get_view_answers(), count)
     questions = []
-    for index in range(number):
-        wanted = {kind: deck[index] for kind, deck in decks.items()}
-        views = draw_views(np.random.default_rng((SEED, 1, index)), len(CAMERAS), named=True, answers=wanted)
+    for index in range(count):
+        requested = {kind: deck[index] for kind, deck in decks.items()}
+        views = draw_views(np.random.default_rng((SEED, 1, index)), len(CAMERAS), named=True, answers=requested)
         for kind in VIEW_KINDS:
-            made = _example(index, views.of_kind(kind)[0], images=tuple(views.images), labels=views.labels)
-            questions.append(made)
+            example = _example(index, views.of_kind(kind)[0], images=tuple(views.images), labels=views.labels)
+            questions.append(example)
     return DrawnSet("views", questions, VIEW_KINDS, options={"view_select": {"views": list(CAMERAS)}})
 
 
-def _documents(number: int) -> DrawnSet:
-    decks = _decks(document_answers(), number)
+def _documents(count: int) -> DrawnSet:
+    decks = _decks(get_document_answers(), count)
     questions = []
-    for index in range(number):
-        wanted, layout = {kind: deck[index] for kind, deck in decks.items()}, LAYOUTS[index % len(LAYOUTS)]
+    for index in range(count):
+        requested, layout = {kind: deck[index] for kind, deck in decks.items()}, LAYOUTS[index % len(LAYOUTS)]
         size = _PAPER[index % len(_PAPER)]
-        made = draw_document(np.random.default_rng((SEED, 4, index)), layout, size, answers=wanted)
-        questions += [_example(index, one, images=(made.image,), ground=layout) for one in made.questions]
+        document = draw_document(np.random.default_rng((SEED, 4, index)), layout, size, answers=requested)
+        shown = {"images": (document.image,), "ground": layout}
+        questions += [_example(index, question, **shown) for question in document.questions]
     return DrawnSet("documents", questions, DOCUMENT_KINDS)
 
 
-def _pages(number: int) -> DrawnSet:
-    number = min(number, _MOST_PAGES)
-    decks = _decks(document_answers(), number)
+def _pages(count: int) -> DrawnSet:
+    count = min(count, _MAX_PAGES)
+    decks = _decks(get_document_answers(), count)
     questions = []
-    for index in range(number):
-        wanted, layout = {kind: deck[index] for kind, deck in decks.items()}, PAGE_LAYOUTS[index % len(PAGE_LAYOUTS)]
+    for index in range(count):
+        requested, layout = {kind: deck[index] for kind, deck in decks.items()}, PAGE_LAYOUTS[index % len(PAGE_LAYOUTS)]
         sizes = PAGE_SIZES[layout]
         size = sizes[index // len(PAGE_LAYOUTS) % len(sizes)]
-        made = draw_pages(np.random.default_rng((SEED, 6, index)), layout, size, answers=wanted)
-        questions += [_example(index, one, images=tuple(made.images), ground=layout) for one in made.questions]
+        pages = draw_pages(np.random.default_rng((SEED, 6, index)), layout, size, answers=requested)
+        shown = {"images": tuple(pages.images), "ground": layout}
+        questions += [_example(index, question, **shown) for question in pages.questions]
     return DrawnSet("pages", questions, DOCUMENT_KINDS)
 
 
-def _example(number: int, asked: DrawnQuestion, **shown: Any) -> DrawnExample:
-    return DrawnExample(number, asked.kind, asked.text, asked.answer, asked.looks, **shown)
+def _example(index: int, asked: DrawnQuestion, **shown: Any) -> DrawnExample:
+    return DrawnExample(index, asked.kind, asked.text, asked.answer, asked.looks, **shown)
 
 
 def _whole(draw: Callable[[tuple[int, ...]], Any], seed: tuple[int, ...], kinds: Sequence[str]) -> tuple[Any, list]:
-    """Return the first drawing, and a question of each kind out of it, that has room for all kinds."""
+    """Draw until a drawing has a question of each kind. Return the drawing and one question per kind."""
     for attempt in range(100):
-        made = draw((*seed, attempt))
-        asked = [made.of_kind(kind)[:1] for kind in kinds]
+        drawing = draw((*seed, attempt))
+        asked = [drawing.of_kind(kind)[:1] for kind in kinds]
         if all(asked):
-            return made, [one for (one,) in asked]
+            return drawing, [question for (question,) in asked]
     raise AssertionError(f"no drawing with all of {kinds} in 100 attempts from {seed}")
 
 
-def _decks(answers: dict[str, tuple[str, ...]], number: int) -> dict[str, list[str]]:
-    """Return for each kind an answer for each drawing: all equally often, in an order of their own."""
+def _decks(answers: dict[str, tuple[str, ...]], count: int) -> dict[str, list[str]]:
+    """Return an answer for each drawing by kind, all answers equally often in random order."""
     decks = {}
-    for place, (kind, options) in enumerate(answers.items()):
-        rng = np.random.default_rng((SEED, 3, place))
-        rounds = [rng.permutation(len(options)) for _ in range(-(-number // len(options)))]
-        decks[kind] = [options[index] for index in np.concatenate(rounds)[:number]]
+    for index, (kind, options) in enumerate(answers.items()):
+        rng = np.random.default_rng((SEED, 3, index))
+        rounds = [rng.permutation(len(options)) for _ in range(-(-count // len(options)))]
+        decks[kind] = [options[index] for index in np.concatenate(rounds)[:count]]
     return decks

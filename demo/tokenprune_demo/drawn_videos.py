@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn videos of eight frames with questions whose answers are known, for training and benchmarking small models.
+"""Drawn videos of eight frames with known answers, for training and benchmarking small models.
 
-A video is drawn from one ``numpy.random.Generator``: a ground (still, noisy, panning behind the things, or with one
-cut) and things on it that stay, move, blink, change colour or are there for a frame or two. Every answer of a kind is
-equally likely, whatever else the video holds, and only `still` can be answered from the first frame. What moves leaves
-on one side and comes in on the other, so that all its places are as likely and no single frame tells which way; that a
-thing moves sideways, or up or down, is all that frames in another order tell.
+A video is drawn from one `numpy.random.Generator`: a ground (still, noisy, panning, or with a cut) and objects that
+stay, move, blink, change colour, or appear for one or two frames. All answers of a kind are equally likely for any
+other content, and only `still` can be answered from the first frame. Moving objects wrap around at the edges, so all
+their positions are equally likely and no single frame shows the direction. Shuffled frames only show whether an object
+moves horizontally or vertically.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
-from tokenprune_demo.backgrounds import BACKGROUNDS, background
+from tokenprune_demo.backgrounds import BACKGROUNDS, draw_background
 from tokenprune_demo.scenes import LARGE, TINY
 from tokenprune_demo.video_acts import (
     ANSWERS,
@@ -29,7 +29,7 @@ from tokenprune_demo.video_acts import (
     VIDEO_KINDS,
     ActStage,
     DrawnQuestion,
-    Place,
+    Region,
     Thing,
 )
 
@@ -43,10 +43,10 @@ __all__ = [
     "VIDEO_KINDS",
     "DrawnQuestion",
     "DrawnVideo",
-    "Place",
+    "Region",
     "Thing",
     "draw_video",
-    "video_words",
+    "get_video_words",
 ]
 
 GROUNDS = ("still", "noisy", "pan", "cut")
@@ -55,7 +55,14 @@ NOISE = 0.02 * 255  # standard deviation of the noise on a noisy ground
 
 @dataclass
 class DrawnVideo:
-    """A video: its frames, its ground (one of `GROUNDS`), what is in it, and all questions that it answers."""
+    """A drawn video.
+
+    Attributes:
+        frames: The frames.
+        ground: One of `GROUNDS`.
+        things: Objects in the video.
+        questions: All questions that the video answers.
+    """
 
     frames: list[Image.Image]
     ground: str
@@ -66,8 +73,8 @@ class DrawnVideo:
         return [question for question in self.questions if question.kind == kind]
 
 
-def video_words() -> list[str]:
-    """Return all words and marks of the questions about videos and their answers, sorted."""
+def get_video_words() -> list[str]:
+    """Return all words and punctuation of video questions and answers, sorted."""
     texts = [text.replace("{}", " ") for text in TEXTS.values()]
     answers = (word for kind, words in ANSWERS.items() if kind != "order" for word in words)
     return sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]", text)} | {*answers, *LARGE, *TINY})
@@ -84,20 +91,31 @@ def draw_video(
 ) -> DrawnVideo:
     """Draw one video.
 
-    size: (width, height) of its frames, each 112 to 224 pixels. ground: one of `GROUNDS`; None: any. photos: to be put
-    behind things, as of `backgrounds.load_photos`. kinds: what its things shall be asked about, the later ones only
-    where there is room; None: all, in any order. answers: for each kind the answer that its first question shall have,
-    out of `ANSWERS`; those that are not named are drawn evenly.
-    Raises ValueError for another size, ground or kind.
+    Args:
+        rng: Random generator.
+        size: (width, height) of a frame, each 112 to 224 pixels.
+        ground: One of `GROUNDS`. None selects at random.
+        photos: Background photographs, as from `backgrounds.load_photos`.
+        kinds: Kinds of question in order of priority; later kinds are skipped without room. None selects all
+            kinds in random order.
+        answers: Answer of the first question of each kind, out of `ANSWERS`. Other answers are drawn uniformly.
+
+    Raises:
+        ValueError: If the size, ground or kind is not valid.
+
+    Example:
+        >>> video = draw_video(np.random.default_rng(0), (112, 112), "still", kinds=["still"], answers={"still": "red"})
+        >>> video.questions[0].answer
+        'red'
     """
     if not all(112 <= side <= 224 for side in size):
-        raise ValueError(f"frames must be 112 to 224 pixels wide and high, not {size}")
+        raise ValueError(f"size={size} is not valid. Frames are 112 to 224 pixels wide and high.")
     ground = GROUNDS[rng.integers(len(GROUNDS))] if ground is None else ground
-    kinds = [VIDEO_KINDS[number] for number in rng.permutation(len(VIDEO_KINDS))] if kinds is None else kinds
+    kinds = [VIDEO_KINDS[index] for index in rng.permutation(len(VIDEO_KINDS))] if kinds is None else kinds
     if ground not in GROUNDS or not set(kinds) <= set(VIDEO_KINDS):
         raise ValueError(f"ground={ground!r}, kinds={kinds}: grounds are {GROUNDS}, kinds {VIDEO_KINDS}")
     stage = ActStage(rng, _grounds(rng, ground, size, photos))
-    # A move is placed first, on the empty ground: what it crosses depends on its direction.
+    # Moving objects come first, on the empty ground, because the direction determines the covered area.
     for kind in sorted(kinds, key=lambda kind: kind != "direction"):
         options = ANSWERS[kind]
         drawn = options[rng.integers(len(options))]
@@ -111,13 +129,13 @@ def draw_video(
 def _grounds(
     rng: np.random.Generator, ground: str, size: tuple[int, int], photos: tuple[Image.Image, ...]
 ) -> list[Image.Image]:
-    """Return what is behind the things, frame by frame."""
+    """Return the background of each frame."""
     width, height = size
 
     def drawn(larger: tuple[int, int] = (0, 0)) -> Image.Image:
-        # A plain ground would hide that it moves.
+        # Panning is invisible on a plain ground.
         kinds = BACKGROUNDS[1:] if ground == "pan" else BACKGROUNDS
-        image = background(rng, kinds[rng.integers(len(kinds))], photos)
+        image = draw_background(rng, kinds[rng.integers(len(kinds))], photos)
         return image.resize((width + larger[0], height + larger[1]), Image.Resampling.BILINEAR)
 
     if ground == "pan":

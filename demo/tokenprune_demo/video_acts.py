@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of questions about drawn videos, and how what they ask about is placed and drawn, act by act."""
+"""Kinds of questions about drawn videos, with the placement and drawing of their objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenprune_demo.scenes import COLORS, LARGE, TINY, WORDS, Box, _font, _spri
 FRAMES = 8
 ANSWERS: dict[str, tuple[str, ...]] = {
     "direction": ("left", "right", "up", "down"),
-    "order": ("first", "second"),  # which of the two things that the question names: it is answered with its name
+    "order": ("first", "second"),  # which of the two named objects; the answer is its name
     "events": ("0", "1", "2", "3", "4"),
     "rare": tuple(COLORS),
     "text": WORDS,
@@ -24,9 +24,9 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "change": tuple(COLORS),
 }
 VIDEO_KINDS = tuple(ANSWERS)
-TIMED = ("direction", "order", "when")  # kinds that frames in another order cannot answer
+TIMED = ("direction", "order", "when")  # kinds that need the order of the frames
 CHANCE = {kind: 1 / len(answers) for kind, answers in ANSWERS.items()}
-CHANCE_SHUFFLED = CHANCE | {"direction": 1 / 2}  # left or right, or else up or down, is seen in any order
+CHANCE_SHUFFLED = CHANCE | {"direction": 1 / 2}  # shuffled frames show the axis of the movement
 TEXTS = {
     "direction": "which way does the {} move?",
     "order": "what came first, the {} or the {}?",
@@ -37,52 +37,57 @@ TEXTS = {
     "still": "what color is the {}?",
     "change": "what color was the {} at the end?",
 }
-_SLIVER = 6  # a part of a thing at the edge that is narrower than this many pixels is no evidence
-Place = tuple[int, Box]  # number of a frame or image, and a box (left, top, right, bottom, in pixels) in it
+_SLIVER = 6  # narrower parts of an object at the edge (in pixels) are not evidence
+Region = tuple[int, Box]  # index of a frame or image, and a box (left, top, right, bottom, in pixels)
 
 
 @dataclass(frozen=True)
 class DrawnQuestion:
-    """One question about a video, or about several images, and its answer.
+    """One question about a video or several images.
 
-    looks: what has to be seen to answer it; each look is a set of places, of which one is enough.
+    Attributes:
+        kind: Kind of question.
+        text: The question.
+        answer: The answer.
+        looks: Evidence. Each look is a set of regions, any of which is enough. All looks are needed.
     """
 
     kind: str
     text: str
     answer: str
-    looks: tuple[tuple[Place, ...], ...]
+    looks: tuple[tuple[Region, ...], ...]
 
     @property
-    def boxes(self) -> tuple[Place, ...]:
-        """All places that hold evidence."""
-        return tuple(place for look in self.looks for place in look)
+    def boxes(self) -> tuple[Region, ...]:
+        """All regions with evidence."""
+        return tuple(region for look in self.looks for region in look)
 
 
 @dataclass(frozen=True)
 class Thing:
-    """One drawn thing.
+    """One drawn object.
 
-    what: a shape or ``"sign"``. values: for each frame its colour, ``"<colour> to <colour>"`` while it changes slowly,
-    a word; None where it is not there. boxes: for each frame where it is, or would be; several where it lies across
-    an edge, and comes in on the other side.
+    Attributes:
+        what: A shape or "sign".
+        values: Per frame the colour, "<colour> to <colour>" during a slow change, or the word. None while invisible.
+        boxes: Per frame its boxes (also while invisible). Several if it wraps around an edge.
     """
 
     what: str
     values: tuple[str | None, ...]
     boxes: tuple[tuple[Box, ...], ...]
 
-    def looks(self, frames: Sequence[int]) -> tuple[tuple[Place, ...], ...]:
-        """Return one look for each of these frames."""
+    def looks(self, frames: Sequence[int]) -> tuple[tuple[Region, ...], ...]:
+        """Return one look per frame."""
         return tuple(tuple((frame, box) for box in self.boxes[frame]) for frame in frames)
 
-    def look(self, frames: Sequence[int]) -> tuple[tuple[Place, ...], ...]:
-        """Return a single look at any of these frames."""
-        return (tuple(place for look in self.looks(frames) for place in look),)
+    def look(self, frames: Sequence[int]) -> tuple[tuple[Region, ...], ...]:
+        """Return a single look at any frame in `frames`."""
+        return (tuple(region for look in self.looks(frames) for region in look),)
 
 
 class ActStage:
-    """Places things on the frames of a ground, without overlap at any time, and asks about them."""
+    """Draw objects on the frames of a ground without overlap in space and time, and add their questions."""
 
     def __init__(self, rng: np.random.Generator, grounds: list[Image.Image]) -> None:
         self.rng, self.grounds = rng, grounds
@@ -93,19 +98,19 @@ class ActStage:
         self.light = np.mean([np.asarray(grounds[frame].convert("L")).mean() for frame in (0, -1)]) > 105
         tiny = [str(shape) for shape in rng.permutation(TINY)]
         self.tiny, rest = tiny[:2], [*LARGE, *tiny[2:]]
-        self.shapes = [rest[number] for number in rng.permutation(len(rest))]
+        self.shapes = [rest[index] for index in rng.permutation(len(rest))]
 
     def act(self, kind: str, answer: str) -> None:
-        """Add the things that a question of a kind is about, and the question; nothing where there is no room.
+        """Add the objects and the question of a kind if they fit on the frames.
 
-        Whether there is room, and how often `rng` is called, depends on no answer.
+        The fit and the number of `rng` calls do not depend on the answer.
         """
         getattr(self, f"_{kind}")(answer)
 
     def _direction(self, answer: str) -> None:
         step = int(self.rng.integers(5, 10)) * (1 if answer in ("right", "down") else -1)
         radius, across = self._radius(), answer in ("left", "right")
-        # Every place is as likely, those across an edge too: else a frame would tell which way a thing came.
+        # All positions are equally likely, also across an edge. Otherwise a frame would reveal the direction.
         x, y = int(self.rng.integers(self.width)), int(self.rng.integers(self.height))
         path = [
             ((x + step * frame * across) % self.width, (y + step * frame * (not across)) % self.height)
@@ -116,16 +121,16 @@ class ActStage:
         self._ask("direction", answer, star.looks(range(FRAMES)), star.what)
 
     def _order(self, answer: str) -> None:
-        if len(self.shapes) < 2 or len(places := self._find(2)) < 2:
+        if len(self.shapes) < 2 or len(spots := self._find(2)) < 2:
             return
         early = int(self.rng.integers(1, FRAMES - 4))
         late = int(self.rng.integers(early + 3, FRAMES - 1))
         starts = (early, late) if answer == "first" else (late, early)
-        pair = [self._brief(start, place) for start, place in zip(starts, places, strict=True)]
+        pair = [self._brief(start, spot) for start, spot in zip(starts, spots, strict=True)]
         looks = tuple(
-            look for one, start in zip(pair, starts, strict=True) for look in one.look(range(start, start + 2))
+            look for thing, start in zip(pair, starts, strict=True) for look in thing.look(range(start, start + 2))
         )
-        names = [one.what for one in pair]
+        names = [thing.what for thing in pair]
         self._ask("order", names[answer == "second"], looks, *names)
 
     def _events(self, answer: str) -> None:
@@ -135,16 +140,16 @@ class ActStage:
             self._ask("events", answer, thing.looks(range(FRAMES)), thing.what)
 
     def _rare(self, answer: str) -> None:
-        # A second tiny thing of another shape, mostly in another frame: to find one is not to find the right one.
-        for place, color in zip(self._find(2, tiny=True), (answer, self._color()), strict=False):
+        # A second tiny object of another shape, mostly in another frame, is a distractor.
+        for spot, color in zip(self._find(2, tiny=True), (answer, self._color()), strict=False):
             frame = int(self.rng.integers(1, FRAMES))
-            colors = [color if number == frame else None for number in range(FRAMES)]
-            thing = self._shape(self.tiny.pop(), colors, place[0], [place[1:]] * FRAMES)
+            colors = [color if index == frame else None for index in range(FRAMES)]
+            thing = self._shape(self.tiny.pop(), colors, spot[0], [spot[1:]] * FRAMES)
             self._ask("rare", color, thing.look([frame]), thing.what)
 
     def _text(self, answer: str) -> None:
         font = _font(int(self.rng.integers(16, 21)))
-        # All words take as much room, so that none is left out more often.
+        # All words get the same room, so that long words are not left out more often.
         ends = [font.getbbox(word) for word in WORDS]
         left, top = min(end[0] for end in ends), min(end[1] for end in ends)
         width, height = max(end[2] for end in ends) - left + 8, max(end[3] for end in ends) - top + 8
@@ -158,7 +163,7 @@ class ActStage:
         pen = ImageDraw.Draw(self.grounds[frame])
         pen.rectangle((box[0], box[1], box[2] - 1, box[3] - 1), fill=plate, outline=ink)
         pen.text((x + 4 - left, y + 4 - top), answer, fill=ink, font=font)
-        values = tuple(answer if number == frame else None for number in range(FRAMES))
+        values = tuple(answer if index == frame else None for index in range(FRAMES))
         sign = self._keep(Thing("sign", values, ((box,),) * FRAMES))
         self._ask("text", answer, sign.look([frame]))
 
@@ -181,7 +186,7 @@ class ActStage:
             last = max((frame + 1 for frame in range(FRAMES) if values[frame] != answer), default=0)
             self._ask("change", answer, thing.look(range(last, FRAMES)), thing.what)
 
-    def _ask(self, kind: str, answer: str, looks: tuple[tuple[Place, ...], ...], *names: str) -> None:
+    def _ask(self, kind: str, answer: str, looks: tuple[tuple[Region, ...], ...], *names: str) -> None:
         self.questions.append(DrawnQuestion(kind, TEXTS[kind].format(*names), answer, looks))
 
     def _color(self) -> str:
@@ -196,23 +201,23 @@ class ActStage:
             return None
         return self._shape(self.shapes.pop(), values, places[0][0], [places[0][1:]] * FRAMES)
 
-    def _brief(self, start: int, place: tuple[int, int, int]) -> Thing:
-        """Add a thing that is there for two frames."""
+    def _brief(self, start: int, spot: tuple[int, int, int]) -> Thing:
+        """Add an object that is visible for two frames."""
         color = self._color()
         colors = [color if frame in (start, start + 1) else None for frame in range(FRAMES)]
-        return self._shape(self.shapes.pop(), colors, place[0], [place[1:]] * FRAMES)
+        return self._shape(self.shapes.pop(), colors, spot[0], [spot[1:]] * FRAMES)
 
-    def _find(self, number: int, tiny: bool = False) -> list[tuple[int, int, int]]:
-        """Return up to `number` free places: radius, left, top; they are taken from then on."""
-        found = []
-        for _ in range(number):
+    def _find(self, count: int, tiny: bool = False) -> list[tuple[int, int, int]]:
+        """Return up to `count` free spots (radius, left, top) and mark them as taken."""
+        spots = []
+        for _ in range(count):
             radius = int(self.rng.integers(6, 9)) if tiny else self._radius()
             side = 2 * radius + 4
             if (corner := self._room(side, side)) is not None:
-                found.append((radius, *corner))
+                spots.append((radius, *corner))
                 x, y = corner
                 self.taken = np.vstack([self.taken, (x, y, x + side, y + side)])
-        return found
+        return spots
 
     def _room(self, width: int, height: int) -> tuple[int, int] | None:
         xs = self.rng.integers(2, self.width - width - 1, 80)
@@ -224,8 +229,8 @@ class ActStage:
         return (int(xs[free[0]]), int(ys[free[0]])) if len(free) else None
 
     def _shape(self, what: str, values: Sequence[str | None], radius: int, path: Sequence[tuple[int, int]]) -> Thing:
-        """Draw a shape where it is at each frame (left, top), in its colours; None: not there."""
-        whole, inside = _sprite(what, radius, 1.5 if radius > 14 else 0.75)
+        """Draw a shape at its position (left, top) and in its colour in each frame. None: invisible."""
+        outline_mask, inside = _sprite(what, radius, 1.5 if radius > 14 else 0.75)
         outline = (15, 15, 15) if self.light else (245, 245, 245)
         shade = self.rng.integers(-12, 13, 3)
         boxes = []
@@ -233,12 +238,13 @@ class ActStage:
             value, image = values[frame], self.grounds[frame]
             mine = []
             for x, y in product((left, left - self.width), (top, top - self.height)):
-                box = (max(x, 0), max(y, 0), min(x + whole.width, self.width), min(y + whole.height, self.height))
+                right, bottom = min(x + outline_mask.width, self.width), min(y + outline_mask.height, self.height)
+                box = (max(x, 0), max(y, 0), right, bottom)
                 if box[0] >= box[2] or box[1] >= box[3]:
                     continue
                 if value is not None:
                     fill = np.clip(_rgb(value, frame) + shade, 0, 255)
-                    image.paste(outline, (x, y), whole)
+                    image.paste(outline, (x, y), outline_mask)
                     image.paste(tuple(int(v) for v in fill), (x, y), inside)
                 if box[2] - box[0] >= _SLIVER and box[3] - box[1] >= _SLIVER:
                     mine.append(box)
@@ -252,14 +258,14 @@ class ActStage:
 
 
 def _rgb(value: str, frame: int) -> np.ndarray:
-    """Return the colour of a frame; a slow change runs over all frames but the first and the last two."""
+    """Return the colour in a frame. A slow change covers all frames except the first and the last two."""
     before, _, after = value.partition(" to ")
     part = frame / (FRAMES - 2) if after else 0.0
     return np.array(COLORS[before]) * (1 - part) + np.array(COLORS[after or before]) * part
 
 
-def _apart(rng: np.random.Generator, number: int) -> set[int]:
-    """Return `number` of the frames but the first, no two of them neighbours, each choice equally likely."""
-    free = FRAMES - 1 - max(number - 1, 0)
-    chosen = np.sort(rng.random(FRAMES - 1)[:free].argsort()[:number])
-    return {1 + int(frame) + place for place, frame in enumerate(chosen)}
+def _apart(rng: np.random.Generator, count: int) -> set[int]:
+    """Return `count` frames except the first, without neighbours, uniformly at random."""
+    free = FRAMES - 1 - max(count - 1, 0)
+    chosen = np.sort(rng.random(FRAMES - 1)[:free].argsort()[:count])
+    return {1 + int(frame) + index for index, frame in enumerate(chosen)}

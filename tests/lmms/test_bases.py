@@ -32,7 +32,7 @@ FAMILIES = {
 }
 # What these random models write would be cut at the end of their thoughts; LFM2's class has no device_map.
 ARGUMENTS = {"qwen3_5": f"{CPU},enable_thinking=False", "lfm2_5_vl": "device=cpu,attn_implementation=sdpa"}
-PAGE = Path(__file__).parents[2] / "docs" / "lmms-eval.md"
+PAGE = Path(__file__).parents[2] / "docs/measure/lmms-eval.md"
 
 
 def classes(base: str) -> list[bool]:

@@ -17,7 +17,7 @@ from conftest import CPU, DEMO, answers, measured
 from tokenprune import BudgetError
 from tokenprune_bench.lmms_eval import model as integration
 from tokenprune_bench.lmms_eval.measure import watched
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_demo.heldout import load_heldout
 from tokenprune_demo.scenes import KINDS
@@ -35,7 +35,7 @@ def arguments(method: str, keep: Any = KEEP) -> str:
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load(device="cpu")
+    return load_model(device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_the_prompt_is_that_of_bench(subject: Model, force_simple: bool) -> None
 def test_composed_methods(evaluate: Evaluate) -> None:
     out = evaluate(arguments("divprune+fastv", "0.5+0.5") + ",layer=3", "tokenprune_colour_plain")
     ours = measured(out)
-    layers = len(load(device="cpu").adapter.decoder.layers)
+    layers = len(load_model(device="cpu").adapter.decoder.layers)
     assert (ours["visual_tokens_in"], ours["visual_tokens_out"]) == (256, 64)
     assert ours["visual_tokens_average"] == pytest.approx((3 * 128 + (layers - 3) * 64) / layers)
 

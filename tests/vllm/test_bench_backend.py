@@ -18,11 +18,11 @@ from tokenprune.integrations.hf import compat
 from tokenprune.settings import Setting
 from tokenprune_bench import results, tables
 from tokenprune_bench.backend import BenchBackend, HfBackend
-from tokenprune_bench.lines import read_lines
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.json_lines import read_lines
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.run_folder import PREDICTIONS, RunFolder, config_of
 from tokenprune_bench.suite import Bench, BenchPlan
-from tokenprune_bench.tuning import Evaluator, Promise, Tuner, Tuning, grid
+from tokenprune_bench.tuning import Evaluator, Promise, Tuner, Tuning, build_grid
 from tokenprune_bench.vllm_backend import Chat, VllmBackend
 from tokenprune_bench.vllm_offline import OfflineEngine
 from tokenprune_demo.heldout import load_heldout
@@ -91,7 +91,7 @@ def test_answers_and_cost_are_those_of_transformers(engine: OfflineEngine, tmp_p
     ours, answers = run(VllmBackend(engine, "", 4), PLAN, tmp_path / "vllm")
     # Alone, because a batch is padded, and its cache holds the padding.
     plan = BenchPlan(methods=PLAN.methods, keeps=PLAN.keeps, images=PLAN.images, batch_size=1, repeats=0)
-    theirs, expected = run(Counting(load(device="cpu")), plan, tmp_path / "hf")
+    theirs, expected = run(Counting(load_model(device="cpu")), plan, tmp_path / "hf")
 
     def of(lines: list[dict[str, Any]], method: str) -> list[str]:
         return [line["prediction"] for line in lines if line["method"] == method]
@@ -114,19 +114,19 @@ def test_answers_and_cost_are_those_of_transformers(engine: OfflineEngine, tmp_p
         assert ours[name]["record"] == "skipped" and "cannot be served" in ours[name]["reason"]
     header = ours[None]
     assert header["environment"]["vllm"] and header["environment"]["dtype"] == "float32"
-    notes = " ".join(tables.tables(results.summarise([header, *(ours[k] for k in ours if k)]))[0].notes)
+    notes = " ".join(tables.build_tables(results.summarise([header, *(ours[k] for k in ours if k)]))[0].notes)
     assert "closed form, from the length of the prompt that vLLM reports" in notes and "Skipped fastv" in notes
     assert str(Path.cwd()) not in str(header) and "/" not in header["environment"]["model"]
 
 
 def test_the_tuner_finds_what_it_finds_with_transformers(engine: OfflineEngine) -> None:
-    questions, candidates = load_heldout(limit=5), grid(["uniform", "pool"], [0.5, 0.25])
+    questions, candidates = load_heldout(limit=5), build_grid(["uniform", "pool"], [0.5, 0.25])
 
     def tuned(backend: BenchBackend, batch_size: int) -> Tuning:
         panel = Evaluator(backend, questions, batch_size=batch_size)
         return Tuner(panel, candidates, Promise(0.45), objective="flops", repeats=1).run()
 
-    ours, theirs = tuned(VllmBackend(engine, "", 4), 8), tuned(Counting(load(device="cpu")), 1)
+    ours, theirs = tuned(VllmBackend(engine, "", 4), 8), tuned(Counting(load_model(device="cpu")), 1)
     for one, other in zip(ours.trials, theirs.trials, strict=True):
         assert (one.state, one.search, one.held_out, one.drop) == (other.state, 16, other.held_out, other.drop)
         for name in ("keep_ratio", "prefill_flops_ratio", "kv_bytes"):
@@ -136,7 +136,7 @@ def test_the_tuner_finds_what_it_finds_with_transformers(engine: OfflineEngine) 
 
 def test_prompts_are_those_of_transformers(engine: OfflineEngine) -> None:
     """The beginning of a sequence too, which vLLM's chats leave to the template."""
-    subject, (question, *_) = load(device="cpu"), load_heldout(limit=1)
+    subject, (question, *_) = load_model(device="cpu"), load_heldout(limit=1)
     ids = subject.inputs([question.images], [question.question])["input_ids"][0].tolist()
     assert ids[0] == subject.processor.tokenizer.bos_token_id
     (reply,) = engine.ask([Chat(question.images, question.question)], {"off": True}, 1)
@@ -159,7 +159,7 @@ def test_timed_requests_find_no_cache(engine: OfflineEngine, encoded: list[int])
 
 def test_what_an_engine_refuses_is_said(engine: OfflineEngine) -> None:
     images = load_heldout(limit=1)[0].images
-    with pytest.raises(TokenPruneError, match=r"vLLM refused a request: .*512"):
+    with pytest.raises(TokenPruneError, match=r"vLLM rejected a request: .*512"):
         engine.ask([Chat(images, "what " * 600)], {"off": True}, 1)
     with pytest.raises(UnknownMethodError, match="did you mean 'divprune'"):
         engine.ask([Chat(images, "what")], {"method": "divprun"}, 1)

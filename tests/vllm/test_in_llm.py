@@ -39,13 +39,13 @@ def setting(method: Method, keep: float = 0.25) -> dict[str, Any]:
 def aligned(method: Method) -> Method:
     """The same method on the Hugging Face side, which lets an item lose whole blocks, and keep one."""
 
-    def budget(self: Method, count: int, keep: int) -> int:
+    def resolve_count(self: Method, count: int, keep: int) -> int:
         while count - BLOCK >= max(keep, BLOCK):
             count -= BLOCK
         return count
 
     cls = type(method)
-    return type(cls.__name__, (cls,), {"budget": budget})(**asdict(method))
+    return type(cls.__name__, (cls,), {"resolve_count": resolve_count})(**asdict(method))
 
 
 def check(reference: Any, output: Any, prompt: str, images: list[Any], method: Method | None) -> None:

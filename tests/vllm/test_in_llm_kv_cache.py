@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from test_in_llm_limits import DART, engine_config
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.in_llm import kv_cache
-from tokenprune.integrations.vllm.in_llm.kv_cache import CutManager, CutSpec, Holdings, split
-from tokenprune.integrations.vllm.in_llm.layout import Held, VisualPiece
+from tokenprune.integrations.vllm.in_llm.kv_cache import CutBlockTracker, CutManager, CutSpec, declare_cut
+from tokenprune.integrations.vllm.in_llm.layout import CutBlocks, VisualPiece
 
 BLOCK = 16
 SHAPE = dict(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
@@ -52,8 +52,8 @@ def test_what_is_asked_for_is_what_is_taken_and_comes_back(aligned: bool) -> Non
         draw = random.Random(seed)
         tokens, pieces = prompt(draw, aligned)
         if pieces:
-            one.held["it"] = Held.of(pieces, BLOCK if aligned else None, len(pieces))
-        ends = {end for piece in pieces for end in (piece.first, piece.end)} | {tokens, tokens + 30, tokens + 31}
+            one.held["it"] = CutBlocks.from_pieces(pieces, BLOCK if aligned else None, len(pieces))
+        ends = {end for piece in pieces for end in (piece.start, piece.end)} | {tokens, tokens + 30, tokens + 31}
         for end in sorted(ends - {0}):
             asked = one.get_num_blocks_to_allocate("it", end, [], 0, 0, end, apply_admission_cap=True, prefill_end=0)
             free = pool.get_num_free_blocks()
@@ -69,7 +69,7 @@ def test_what_is_asked_for_is_what_is_taken_and_comes_back(aligned: bool) -> Non
 
 def test_gaps_count_as_found_in_the_prefix_cache() -> None:
     one, hashes = manager(), [BlockHash(bytes([number])) for number in range(8)]
-    one.held["it"] = Held(frozenset({2, 3, 5}), items=1)
+    one.held["it"] = CutBlocks(frozenset({2, 3, 5}), items=1)
     one.allocate_new_blocks("it", 8 * BLOCK, 8 * BLOCK)
     request = SimpleNamespace(request_id="it", block_hashes=hashes, shared_prefix_boundary=0)
     one.cache_blocks(request, 7 * BLOCK, replay_boundaries=())
@@ -97,7 +97,7 @@ def test_gaps_count_as_found_in_the_prefix_cache() -> None:
     one.free("next")
     assert one.block_pool.get_num_free_blocks() == one.block_pool.num_gpu_blocks - 1
     assert find({2, 3, 5}) == (table[:7], 7 * BLOCK)
-    one.held["third"] = Held(frozenset({2, 3, 5}), items=1)
+    one.held["third"] = CutBlocks(frozenset({2, 3, 5}), items=1)
     assert one.get_num_blocks_to_allocate("third", 8 * BLOCK, table[:7], 7 * BLOCK, 7 * BLOCK, 8 * BLOCK) == 5
 
 
@@ -127,11 +127,11 @@ def test_layers_say_where_they_are() -> None:
         return SimpleNamespace(layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=one)) for one in attentions])
 
     full = decoder(FullAttentionSpec(**SHAPE))
-    split(full, 2)
+    declare_cut(full, 2)
     specs = [one.self_attn.attn.get_kv_cache_spec(None) for one in full.layers]
     assert specs == [CutSpec(**SHAPE, behind=behind) for behind in (False, False, True)]
     window = decoder(SlidingWindowSpec(**SHAPE, sliding_window=64))
-    split(window, 1)
+    declare_cut(window, 1)
     with pytest.raises(UnsupportedModelError, match="a layer of this model has SlidingWindowSpec"):
         window.layers[0].self_attn.attn.get_kv_cache_spec(None)
 
@@ -140,4 +140,4 @@ def test_other_groups_are_refused() -> None:
     for managers in ([manager()], [manager(behind=False)], [manager(), SimpleNamespace(kv_cache_spec=None)]):
         coordinator = SimpleNamespace(single_type_managers=managers)
         with pytest.raises(UnsupportedSetupError, match="in KV cache groups of their own"):
-            Holdings(SimpleNamespace(coordinator=coordinator), BLOCK)
+            CutBlockTracker(SimpleNamespace(coordinator=coordinator), BLOCK)

@@ -13,8 +13,8 @@ import pytest
 from vllm.multimodal.inputs import PlaceholderRange
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.in_llm.layout import Held, Share, VisualPiece, kept, lay_out
-from tokenprune.integrations.vllm.in_llm.scheduler import WholeImages, before_images
+from tokenprune.integrations.vllm.in_llm.layout import CutBlocks, RequestStep, VisualPiece, count_kept, lay_out
+from tokenprune.integrations.vllm.in_llm.scheduler import WholeImages, shorten_hit
 from tokenprune.integrations.vllm.settings.items import count_requested
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 
@@ -33,13 +33,13 @@ class Prompt:
 
     def behind(self, end: int, aligned: bool) -> list[int | None]:
         """The table of the layers behind the cut if they hold no blocks for what left: None where there is none."""
-        held = Held.of(self.pieces, BLOCK if aligned else None, 1)
-        there = range(held.columns(end, BLOCK))
+        held = CutBlocks.from_pieces(self.pieces, BLOCK if aligned else None, 1)
+        there = range(held.count_columns(end, BLOCK))
         return [self.table[column] if column in there and column not in held.gaps else None for column in range(WIDTH)]
 
     def remaining(self, end: int) -> list[int]:
         """Places of the first `end` tokens that are left behind the cut; the last ones of an image are kept."""
-        gone = {place for piece in self.pieces if piece.end <= end for place in piece.places[: piece.drop]}
+        gone = {place for piece in self.pieces if piece.end <= end for place in piece.indices[: piece.drop]}
         return [place for place in range(end) if place not in gone]
 
 
@@ -78,15 +78,15 @@ def run(draw: random.Random, requests: list[Prompt], aligned: bool) -> bool:
         for one in active:
             end = draw.randrange(one.computed, len(one.tokens)) + 1
             for piece in one.pieces:
-                end = piece.end if piece.first < end < piece.end else end
-            shares.append(Share(one.computed, end, one.pieces))
+                end = piece.end if piece.start < end < piece.end else end
+            shares.append(RequestStep(one.computed, end, one.pieces))
         layout = lay_out(shares, WIDTH, BLOCK, aligned)
         held = [one.behind(share.end, aligned) for one, share in zip(active, shares, strict=True)]
         tables = [[held[row][column] for column in layout.columns[row]] for row in range(len(active))]
         for row, (one, share) in enumerate(zip(active, shares, strict=True)):
             mine = slice(layout.starts[row], layout.starts[row + 1])
-            new = one.remaining(share.end)[share.before :]
-            assert len(new) == share.queries == mine.stop - mine.start
+            new = one.remaining(share.end)[share.num_before :]
+            assert len(new) == share.num_queries == mine.stop - mine.start
             for place, column, offset in zip(new, layout.column[mine], layout.offset[mine], strict=True):
                 slot = tables[row][column] * BLOCK + offset
                 memory[slot] = (*one.tokens[: place + 1], str(place))
@@ -122,7 +122,7 @@ def test_packed_tokens_overwrite_what_others_share() -> None:
 
 def test_text_behind_a_image_keeps_its_slot() -> None:
     pieces = [VisualPiece(tuple(range(3, 22)), 7, 0, 0, "image")]
-    layout = lay_out([Share(0, 30, pieces)], WIDTH, BLOCK, True)
+    layout = lay_out([RequestStep(0, 30, pieces)], WIDTH, BLOCK, True)
     slots = layout.columns[0][layout.column] * BLOCK + layout.offset
     assert slots[:3].tolist() == [0, 1, 2] and slots[10:].tolist() == list(range(22, 30))
     assert slots[3:10].tolist() == [3, 16, 17, 18, 19, 20, 21]  # blocks 1 to 3 are left out
@@ -137,16 +137,16 @@ def test_how_many_stay() -> None:
                 expected = count
                 while expected - block >= max(wanted, block):
                     expected -= block
-                assert kept(setting, count, block) == expected
-                assert kept(setting, count, None) == wanted
-    assert kept(parse_setting({"off": True}), 100, 16) == 100
+                assert count_kept(setting, count, block) == expected
+                assert count_kept(setting, count, None) == wanted
+    assert count_kept(parse_setting({"off": True}), 100, 16) == 100
 
 
 def test_a_image_in_parts_is_an_error() -> None:
     piece = VisualPiece(tuple(range(4, 24)), 8, 0, 0, "image")
     for computed, end in ((0, 10), (5, 30), (10, 12)):
         with pytest.raises(TokenPruneError, match="came in parts"):
-            _ = Share(computed, end, [piece]).cut
+            _ = RequestStep(computed, end, [piece]).cut_pieces
 
 
 def feature(offset: int, length: int) -> Any:
@@ -155,12 +155,12 @@ def feature(offset: int, length: int) -> Any:
 
 def test_hits_end_before_images() -> None:
     features = [feature(6, 10), feature(17, 13), feature(40, 4)]
-    ends = {hit: before_images(hit, features, BLOCK) for hit in range(0, 60, BLOCK)}
+    ends = {hit: shorten_hit(hit, features, BLOCK) for hit in range(0, 60, BLOCK)}
     # A hit of 20 ends in the second image, whose block begins in the first one, which begins in the second block.
     assert ends == {0: 0, 4: 4, 8: 4, 12: 4, 16: 16, 20: 16, 24: 16, 28: 16, 32: 32, 36: 36, 40: 40, 44: 44, 48: 48} | {
         52: 52, 56: 56
     }  # fmt: skip
-    assert before_images(8, [feature(6, 4), feature(2, 3)], BLOCK) == 0
+    assert shorten_hit(8, [feature(6, 4), feature(2, 3)], BLOCK) == 0
 
 
 class Base:

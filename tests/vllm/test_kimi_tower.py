@@ -86,10 +86,10 @@ def test_what_is_read_of_its_tower(stub: Any) -> None:
     pixels = torch.randn(sum(sizes), 3, 14, 14, generator=torch.Generator().manual_seed(1))
     kwargs = {"pixel_values": pixels, "image_grid_hws": torch.tensor(GRIDS)}
     method, reader = tokenprune.method("vscan", stage2=False), TowerReader(stub)
-    with reader.reading([method], kwargs, "image") as seen, set_current_vllm_config(VllmConfig()):
+    with reader.observe([method], kwargs, "image") as seen, set_current_vllm_config(VllmConfig()):
         features = [one.flatten(1) for one in stub.vision_tower(pixels, torch.tensor(GRIDS))]
     for index, (grid, own) in enumerate(zip(GRIDS, pixels.split(sizes), strict=True)):
-        encoded = reader.encoded(method, seen, index, features, kwargs, "image")
+        encoded = reader.get_values(method, seen, index, features, kwargs, "image")
         blocks = received(stub.vision_tower, own, grid)
         assert len(encoded.values) == 2
         for (_, layer), values in encoded.values.items():
@@ -100,7 +100,7 @@ def test_what_is_read_of_its_tower(stub: Any) -> None:
             ]  # fmt: skip
             wanted = torch.stack([block[square].mean(0) for square in squares])
             torch.testing.assert_close(values, wanted, atol=1e-5, rtol=1e-4)
-        rows = encoded.placed.cells[:, 1].max() + 1, encoded.placed.cells[:, 2].max() + 1
+        rows = encoded.tokens.cells[:, 1].max() + 1, encoded.tokens.cells[:, 2].max() + 1
         assert rows == (grid[0] // 2, grid[1] // 2)
 
 

@@ -94,7 +94,7 @@ def test_nothing_is_logged_unless_asked_for(folder: Callable[[str], Path], caplo
     made(checkpoint.prompt(1), items, hf_processor_mm_kwargs={})
     with pytest.raises(OptionError, match="does not exist"):
         made(checkpoint.prompt(1), items, hf_processor_mm_kwargs={"tokenprune": {"profile": "fsat"}})
-    with Clock.of(worker(made.info.ctx.model_config)).timing("divprune", CPU):
+    with Clock.from_config(worker(made.info.ctx.model_config)).timing("divprune", CPU):
         pass
     assert lines(caplog) == []
 
@@ -123,7 +123,7 @@ def test_selections(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixt
     for rank, place in ((0, seconds), (0, seconds / "elsewhere"), (1, seconds)):
         setattr(model_config.multimodal_config, METRICS_FOLDER, str(place))
         lines(caplog)
-        with Clock.of(worker(model_config, rank)).timing("evs", CPU, item):
+        with Clock.from_config(worker(model_config, rank)).timing("evs", CPU, item):
             torch.zeros(9)
         found = lines(caplog)
         if rank:

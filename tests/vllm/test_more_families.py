@@ -21,7 +21,7 @@ from more_checkpoints import MORE
 from paper_checkpoints import PAPERS, Paper
 from test_plugin import config
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.shared.checks import unsupported
+from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.integrations.vllm.settings.configuration import family_of
 from tokenprune.integrations.vllm.settings.items import count_kept
 from tokenprune.integrations.vllm.settings.parse import parse_setting
@@ -106,7 +106,7 @@ def test_units_leave_where_the_table_says(name: str, folder: Any) -> None:
     drop, asked = tokenprune.method("towerdrop", layer=1), {"method": "towerdrop", "keep": 0.4, "layer": 1}
     served = config(folder(name))
     tower = served.hf_config if name == "pixtral" else None  # of LLaVA's
-    if (why := unsupported(drop, served.architecture, Backend.VLLM, config=tower)) is None:
+    if (why := find_unsupported_reason(drop, served.architecture, Backend.VLLM, config=tower)) is None:
         assert config(folder(name), asked).multimodal_config.tokenprune["method"] == "towerdrop"
     else:
         with pytest.raises(UnsupportedSetupError, match=re.escape(why)):

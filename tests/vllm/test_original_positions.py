@@ -18,7 +18,13 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.plan import Plan, field_name, find_runs
 from tokenprune.integrations.vllm.settings.position_checks import configure_positions, has_original_positions
-from tokenprune.integrations.vllm.worker.positions import DIGITS, ReadTokens, compute_line_positions, place, to_columns
+from tokenprune.integrations.vllm.worker.positions import (
+    DIGITS,
+    ReadTokens,
+    compute_line_positions,
+    encode_columns,
+    write_positions,
+)
 from tokenprune.models.families import SERVED
 
 NAME, CHUNK, BLOCK = "llava_onevision", 24, 32
@@ -181,7 +187,7 @@ def test_every_split(keep: float, per_run: bool) -> None:
         assert len(left) == len(written)
         of_rows = within.nonzero().T if plan.between else stays.nonzero().T
         marked = [bool(within[place]) for place in left]
-        rows.append(torch.cat([torch.zeros(of_rows.shape[1], 5), to_columns(of_rows, torch.bfloat16)], 1))
+        rows.append(torch.cat([torch.zeros(of_rows.shape[1], 5), encode_columns(of_rows, torch.bfloat16)], 1))
         at = PlaceholderRange(len(tokens), len(written), torch.tensor(marked))
         features.append(MultiModalFeatureSpec(data, "image", "", at))
         tokens += [*written, *[50] * behind]
@@ -203,7 +209,7 @@ def test_every_split(keep: float, per_run: bool) -> None:
                 chunk, owners = every[before:after], of[before:after]
                 pieces = [chunk[owners == index] for index in owners.unique()]
                 part = ReadTokens(0, features, notes, computed, min(size, len(tokens) - computed), 0)
-                cut = place(pieces, [part], positions, 1)
+                cut = write_positions(pieces, [part], positions, 1)
                 assert [one.shape for one in cut] == [(len(one), 5) for one in pieces] and every.shape[1] == 5 + DIGITS
             assert positions[0, 0, skipped:].tolist() == wanted[skipped:]
             assert torch.equal(positions[0, 1:], provisional[1:])  # nothing reads those

@@ -17,15 +17,15 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.plan import Plan, field_name, find_runs
-from tokenprune.integrations.vllm.worker.position_notes import PositionNotes, note_v1, note_v2
+from tokenprune.integrations.vllm.worker.position_notes import PositionNotes, wrap_init_v1, wrap_init_v2
 from tokenprune.integrations.vllm.worker.positions import (
     DIGITS,
+    compute_item_positions,
     compute_prompt_positions,
-    from_columns,
-    of_v1,
-    of_v2,
-    to_columns,
-    within_item,
+    decode_columns,
+    encode_columns,
+    wrap_gather_v1,
+    wrap_recompute_v2,
 )
 
 COLUMNS = 3 * DIGITS
@@ -64,7 +64,10 @@ class Known:
         self.model: Any = SimpleNamespace(tokenprune_axes=3, tokenprune_notes=PositionNotes())
         self.provisional, self.delta, notes = compute_prompt_positions(rule, tokens, features)
         record = self.model.tokenprune_notes.record
-        for hook in (note_v1(lambda runner, request: record(notes)), note_v2(lambda state, row, model: record(notes))):
+        for hook in (
+            wrap_init_v1(lambda runner, request: record(notes)),
+            wrap_init_v2(lambda state, row, model: record(notes)),
+        ):
             runner = SimpleNamespace(get_model=lambda: self.model, requests={"a": None, "b": None, 1: None})
             arguments = (
                 (runner, SimpleNamespace(req_id="b")) if hook.__name__.startswith("_init") else (None, 1, self.model)
@@ -100,7 +103,7 @@ class Known:
             mrope_positions=SimpleNamespace(gpu=now),
         )  # fmt: skip
         step = SimpleNamespace(num_scheduled_tokens={"a": 1, "b": number})
-        placed, is_row = of_v1(lambda *_: (rows, "is_row"))(runner, step)
+        placed, is_row = wrap_gather_v1(lambda *_: (rows, "is_row"))(runner, step)
         assert is_row == "is_row" and not now[:, 0].any()
         self.v1[:, computed : computed + number] = now[:, 1:]
         return list(placed)
@@ -115,7 +118,7 @@ class Known:
             encoder_cache=SimpleNamespace(mm_features={"a": [], "b": features}),
             rope_state=SimpleNamespace(num_dims=3, prefill_positions=SimpleNamespace(gpu=self.v2)),
         )
-        placed: list[torch.Tensor] = of_v2(None)(pruner, rows, batch, None)
+        placed: list[torch.Tensor] = wrap_recompute_v2(None)(pruner, rows, batch, None)
         return placed
 
 
@@ -153,7 +156,7 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
         )
         columns = torch.zeros(len(stay), COLUMNS, dtype=dtype)
         if plan.reduces:
-            columns = to_columns(within_item(rule, plan, item(plan), "video")[:, stay], dtype)
+            columns = encode_columns(compute_item_positions(rule, plan, item(plan), "video")[:, stay], dtype)
         rows.append(torch.cat([torch.zeros(len(stay), 5, dtype=dtype), columns], 1))
         if plan.reduces:
             kept_places += [len(full) + p for p in [*range(begin), *left, *range(end, plan.length)]]
@@ -213,29 +216,29 @@ def test_an_item_without_a_note_is_an_error() -> None:
 def test_notes_of_finished_requests_are_dropped() -> None:
     notes, live = PositionNotes(), {"a", "b"}
     for request in ("a", "b"):
-        with notes.arriving(request, live):
+        with notes.recording(request, live):
             notes.record({0: None})
     live = {"b", "c"}
-    with notes.arriving("c", live):
+    with notes.recording("c", live):
         notes.record({4: None})
     notes.record({8: None})  # outside of an arriving request
     assert notes._of_request == {"b": {0: None}, "c": {4: None}}
-    with notes.arriving("b"):
+    with notes.recording("b"):
         pass  # the model was not asked: the old notes are not of this prompt
-    assert not notes.of_request("b")
+    assert not notes.get("b")
 
 
 def test_digits_are_exact() -> None:
     positions = torch.randint(0, 256**2, (3, 5000), generator=torch.Generator().manual_seed(0))
     positions[:, :4] = torch.tensor([0, 255, 256, 65535])
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        columns = to_columns(positions, dtype)
+        columns = encode_columns(positions, dtype)
         assert columns.shape == (5000, COLUMNS)
-        assert torch.equal(from_columns(columns), positions)
+        assert torch.equal(decode_columns(columns), positions)
 
 
 def by_loop(rule: Any, plan: Plan) -> torch.Tensor:
-    """`within_item`, token by token."""
+    """`compute_item_positions`, token by token."""
     known, _ = rule(plan.tokens, [])
     first, end = plan.span
     start, found = first, []
@@ -262,7 +265,7 @@ def test_runs_stand_where_a_walk_over_the_tokens_puts_them(seed: int, per_run: b
         find_runs([PAD if c == "#" else ord(c) for c in text], embeds),
         per_run,
     )
-    assert torch.equal(within_item(rule, plan, item(plan), "video"), by_loop(rule, plan))
+    assert torch.equal(compute_item_positions(rule, plan, item(plan), "video"), by_loop(rule, plan))
 
 
 class Operations(TorchDispatchMode):
@@ -288,6 +291,6 @@ def test_a_walk_of_a_long_video_takes_as_many_operations_as_of_a_short_one() -> 
         one = plan(frames)
         known = rule(one.tokens, [])
         with Operations() as operations:
-            within_item(lambda *_: known, one, item(one), "video")  # noqa: B023
+            compute_item_positions(lambda *_: known, one, item(one), "video")  # noqa: B023
         counts.append(operations.count)
     assert counts[0] == counts[1] > 0

@@ -16,7 +16,7 @@ from conftest import Engine, same
 from tokenprune import BudgetError, OptionError
 from tokenprune.integrations.vllm.settings.plan import Plan, field_name
 from tokenprune.integrations.vllm.settings.towers import depth_of
-from tokenprune.integrations.vllm.worker.tower import blocks_of
+from tokenprune.integrations.vllm.worker.tower import find_tower_blocks
 from tokenprune.selection.sites.encoder import Tower
 from tokenprune_bench.calibration import Thresholds
 
@@ -78,7 +78,7 @@ def test_the_tower_runs_on_what_is_left(engine: Engine, reference: Any, checkpoi
     widths: list[tuple[int, ...]] = []
     handles = [
         block.mlp.register_forward_hook(lambda m, args, out: widths.append(tuple(args[0].shape[:2])))
-        for block in blocks_of(engine.model)
+        for block in find_tower_blocks(engine.model)
     ]
     engine.forget()
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)

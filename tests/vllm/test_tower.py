@@ -18,14 +18,14 @@ from checkpoints import Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, OptionError, Pruner, Site, UnsupportedSetupError
-from tokenprune.integrations.shared.checks.reading import missing_observable
-from tokenprune.integrations.shared.towers.tower_scores import read_block
+from tokenprune.integrations.shared.checks.reading import find_missing_observable
+from tokenprune.integrations.shared.towers.tower_scores import find_last_read_block
 from tokenprune.integrations.vllm.settings import tower_items, towers
 from tokenprune.integrations.vllm.settings.parse import check_method
 from tokenprune.integrations.vllm.settings.plan import MODALITIES
-from tokenprune.integrations.vllm.worker.tower import blocks_of
+from tokenprune.integrations.vllm.worker.tower import find_tower_blocks
 from tokenprune.methods.registry import available_methods, method_class, register
-from tokenprune.models.families import SUPPORTED, TOWERS, family_of, tower_of
+from tokenprune.models.families import SUPPORTED, TOWERS, get_family, get_tower
 from tokenprune.selection.observable_registry import compares_frames
 from tokenprune.selection.sites.encoder import Tower
 from tokenprune.selection.sites.units import UnitDropper
@@ -72,7 +72,7 @@ class Loudest(UnitDropper):
     """Somebody else's: keep the units whose hidden states are the largest, at the input of block `at`."""
 
     sees: ClassVar[str] = "hidden"
-    by_content_count: ClassVar[bool] = False
+    chooses_count: ClassVar[bool] = False
     at: int = 0
 
     def block(self, depth: int) -> int:
@@ -112,7 +112,7 @@ def thresholds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Call
         tower, blocks = next(filter(None, places)), towers.depth_of(model.config.vision_config)
         values = {0.5: torch.tensor([0.9, 0.5, 1.0, 0.7][:blocks])}
         path = tmp_path_factory.mktemp("thresholds") / f"{name}.safetensors"
-        unit = family_of(model.config.model_type).side(model.config) ** 2
+        unit = get_family(model.config.model_type).get_unit_side(model.config) ** 2
         Thresholds(values, Tower(1, 0, blocks, blocks, tower, unit).fingerprint, 1).save(path)
         return path
 
@@ -178,7 +178,7 @@ def ahead(name: str) -> list[dict[str, Any]]:
         if method.site is not Site.PRE_LLM or compares_frames(method()) or method_name in ("seer", "keyhole"):
             continue
         less = method()
-        if missing_observable(less, row) or (tiled and not missing_observable(less, SUPPORTED["qwen2_vl"])):
+        if find_missing_observable(less, row) or (tiled and not find_missing_observable(less, SUPPORTED["qwen2_vl"])):
             continue
         # Both first: without weights of its own, cdpruner's first pick is a tie between all tokens.
         for options in ({}, {**less.query_free, **less.fallback_options}, less.query_free, less.fallback_options):
@@ -238,19 +238,19 @@ def test_units_merge_in_the_tower(engine: Engine, reference: Any, checkpoint: Ch
     engine.forget()
     last: list[int] = []  # patches in the tower's last MLP
     config = engine.model.config
-    ahead = tower_of(config).class_tokens  # of each tile
+    ahead = get_tower(config).class_tokens  # of each tile
 
     def count(module: Any, args: tuple, output: Tensor) -> None:
         last.append(args[0][:, ahead:].shape[:-1].numel())
 
-    handle = blocks_of(engine.model)[-1].mlp.register_forward_hook(count)
+    handle = find_tower_blocks(engine.model)[-1].mlp.register_forward_hook(count)
     outputs = engine.generate(requests)
     handle.remove()
     for one, output in zip(asked, outputs, strict=True):
         check(reference(checkpoint.name), output, *one)
     tokens = [token for output in outputs for token in output.prompt_token_ids]
     shown = [getattr(config, f"{kind}_token_id", None) for kind in MODALITIES]
-    side = getattr(config.vision_config, "spatial_merge_size", family_of(config.model_type).side(config))
+    side = getattr(config.vision_config, "spatial_merge_size", get_family(config.model_type).get_unit_side(config))
     assert sum(last) == side**2 * sum(map(tokens.count, shown))
     assert not any("_tokenprune_wrapped" in vars(module) for module in engine.model.modules())
 
@@ -269,7 +269,7 @@ def test_saint_drops_what_the_hugging_face_side_drops(engine: Engine, reference:
         return
     for one, output in zip(asked, engine.generate([engine.request(*one) for one in asked]), strict=True):
         check(reference(checkpoint.name), output, *one)
-    with pytest.raises(OptionError, match="threshold lets the content decide"):
+    with pytest.raises(OptionError, match="With threshold, the content decides the count"):
         engine.generate([engine.request(*asked[0][:2], drop | {"threshold": 0.7})])
 
 
@@ -284,7 +284,9 @@ def test_units_leave_at_a_block_of_the_tower(engine: Engine, reference: Any, che
     engine.forget()
     rows: list[list[int]] = [[], []]  # patches in the MLPs of the first block, and of the last
     handles = [
-        blocks_of(engine.model)[at].mlp.register_forward_hook(lambda m, args, out, at=at: rows[at].append(len(args[0])))
+        find_tower_blocks(engine.model)[at].mlp.register_forward_hook(
+            lambda m, args, out, at=at: rows[at].append(len(args[0]))
+        )
         for at in (0, -1)
     ]
     outputs = engine.generate([engine.request(*one) for one in asked])
@@ -325,8 +327,8 @@ def test_towerdrop_leaves_as_much_of_each_tile(
     cases = [(2, drop), (3, drop | {"layer": int(score == "change"), "keep": 3}), (1, {"off": True})]
     asked = [(checkpoint.prompt(n, f"case {n}? "), checkpoint.images(n, seed=n), one) for n, one in cases]
     engine.forget()
-    config, blocks = engine.model.config, blocks_of(engine.model)
-    ahead, last = tower_of(config).class_tokens, list[int]()  # patches in the tower's last block
+    config, blocks = engine.model.config, find_tower_blocks(engine.model)
+    ahead, last = get_tower(config).class_tokens, list[int]()  # patches in the tower's last block
     handle = blocks[-1].mlp.register_forward_hook(
         lambda module, args, out: last.append(args[0][:, ahead:].shape[:-1].numel())
     )
@@ -335,8 +337,8 @@ def test_towerdrop_leaves_as_much_of_each_tile(
     for one, output in zip(asked, outputs, strict=True):
         check(reference(checkpoint.name), output, *one)
     tokens = [token for output in outputs for token in output.prompt_token_ids]
-    assert sum(last) == family_of(config.model_type).side(config) ** 2 * tokens.count(config.image_token_id)
-    prompt, images, read = *asked[-1][:2], read_block(config, towers.depth_of(config.vision_config)) + 1
+    assert sum(last) == get_family(config.model_type).get_unit_side(config) ** 2 * tokens.count(config.image_token_id)
+    prompt, images, read = *asked[-1][:2], find_last_read_block(config, towers.depth_of(config.vision_config)) + 1
     for more, says in (
         ({"layer": read}, f"has {read} blocks, and no block {read}"),
         ({"score": "detail"}, r"grids stay whole\. Use a method that acts after the tower"),
@@ -351,7 +353,7 @@ def test_what_cannot_merge_leaves_the_server_alone(engine: Engine, checkpoint: C
     tome, prompt, images = {"method": "tome", "keep": 0.5}, checkpoint.prompt(1), checkpoint.images(1)
     for override, error, says in (
         (tome | {"keep": {"tokens": 1}}, BudgetError, "at most half"),
-        (tome | {"r": 3}, OptionError, "Leave r out"),
+        (tome | {"r": 3}, OptionError, "Pass keep instead of r"),
     ):
         with pytest.raises(error, match=says):
             engine.generate([engine.request(prompt, images, override)])

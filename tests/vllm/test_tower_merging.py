@@ -143,8 +143,8 @@ def test_bad_requests_leave_the_server_alone(engine: Engine, checkpoint: Checkpo
         ({"vtu": "expanded"}, OptionError, "changes attention inside the language model"),
         ({"thresholds": "/etc/passwd"}, OptionError, "belongs to the server's configuration"),
         ({"method": "dymu", "thresholds": "x"}, OptionError, "belongs to the server's configuration"),
-        ({"keep": 0.25}, BudgetError, "was not calibrated"),
-        ({"method": "tome", "r": 3}, OptionError, "Leave r out"),
+        ({"keep": 0.25}, BudgetError, "is not calibrated"),
+        ({"method": "tome", "r": 3}, OptionError, "Pass keep instead of r"),
         ({"method": "tome", "keep": {"tokens": 1}}, BudgetError, "halves|at most half"),
         ({"keep": 0.4, "max_r": 2}, BudgetError, "max_r=2"),
     ]
@@ -162,7 +162,7 @@ def test_what_stops_the_server(folder: Any, reference: Any, thresholds: Any, tmp
     short.save(tmp_path / "short.safetensors")
     for setting, error, says in (
         (dymu, ValueError, "Pass exact=True"),
-        (dymu | {"exact": True}, ValueError, "needs thresholds=PATH"),
+        (dymu | {"exact": True}, ValueError, "requires thresholds=PATH"),
         (dymu | {"exact": True, "thresholds": str(tmp_path / "none")}, ValueError, "cannot read"),
         (dymu | {"exact": True, "thresholds": str(tmp_path / "short.safetensors")}, ValueError, "with 2 blocks, and"),
         (dymu | {"exact": True, "thresholds": str(thresholds("llava_siglip"))}, ValueError, "Siglip.*is a CLIP"),

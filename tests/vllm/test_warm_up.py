@@ -34,14 +34,18 @@ def kind(count: int) -> tuple[int, bool]:
 
 @pytest.mark.parametrize("largest", [64, 65, 255, 256, 257, 513, 530, 576, 729, 1024, 2880])
 def test_each_kind_of_length_up_to_the_largest_is_run(largest: int) -> None:
-    runs = list(warm_up.lengths(largest))
+    runs = list(warm_up.list_lengths(largest))
     assert {kind(count) for count in range(33, largest + 1)} == {kind(count) for count in runs if count > 32}
     assert max(runs) == largest and len(runs) <= 2 * largest.bit_length()
 
 
 def test_lengths_of_small_and_of_no_images() -> None:
-    assert list(warm_up.lengths(0)) == [] and max(warm_up.lengths(5)) == 5
-    assert warm_up.grid_of(576) == (1, 24, 24) and warm_up.grid_of(63) == (1, 7, 9) and warm_up.grid_of(7) == (1, 1, 7)
+    assert list(warm_up.list_lengths(0)) == [] and max(warm_up.list_lengths(5)) == 5
+    assert (
+        warm_up.find_square_grid(576) == (1, 24, 24)
+        and warm_up.find_square_grid(63) == (1, 7, 9)
+        and warm_up.find_square_grid(7) == (1, 1, 7)
+    )
 
 
 @pytest.fixture
@@ -54,7 +58,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Setting, int]]:
         found.append((setting, rest[-1]))
         run(model, vllm_config, device, setting, *rest)
 
-    monkeypatch.setattr(warm_up, "compiles", lambda device: True)
+    monkeypatch.setattr(warm_up, "uses_kernels", lambda device: True)
     monkeypatch.setattr(warm_up, "_run", spy)
     return found
 
@@ -66,7 +70,7 @@ def test_a_server_runs_its_setting_and_each_profile_up_to_its_largest_image(
     ran = [(get_label(setting), count) for setting, count in runs]
     largest = 36  # of this model's images, each a square
     labels = [("divprune", "0.25"), ("divprune", "0.5"), ("visionzip", "0.25")]
-    assert ran == [(label, count) for label in labels for count in warm_up.lengths(largest)]
+    assert ran == [(label, count) for label in labels for count in warm_up.list_lengths(largest)]
     checkpoint = engine.checkpoint
     engine.generate([engine.request(checkpoint.prompt(1), checkpoint.images(1))])
     assert len(runs) == len(ran)  # before it was ready, and then no more
@@ -91,7 +95,7 @@ def test_a_reload_runs_only_settings_that_are_new(
         new = {name: parse_setting(DIVPRUNE, layer).to_json() for name, layer in profiles.items()}
         return engine.llm.collective_rpc("tokenprune_warm_up", args=({"default": default} | new,))
 
-    assert reload(tower={"method": "visionzip"}, off={"off": True}) == [len(list(warm_up.lengths(36)))]
+    assert reload(tower={"method": "visionzip"}, off={"off": True}) == [len(list(warm_up.list_lengths(36)))]
     assert {get_label(setting) for setting, _ in runs[at_start:]} == {("visionzip", "0.25")}
     assert reload(again={"method": "visionzip"}) == [0]
     assert [get_method(setting).name for setting, _ in runs[:at_start]] == ["divprune"] * at_start
@@ -101,14 +105,14 @@ def test_a_reload_runs_only_settings_that_are_new(
 def test_a_choice_within_the_language_model(start: Callable[..., Engine], runs: list[tuple[Setting, int]]) -> None:
     start("llava", {"method": "fastv", "keep": 0.5, "layer": 1, "experimental_in_llm": True},
           disable_chunked_mm_input=True, enable_prefix_caching=False, enable_chunked_prefill=False)  # fmt: skip
-    assert [count for _, count in runs] == list(warm_up.lengths(36))
+    assert [count for _, count in runs] == list(warm_up.list_lengths(36))
 
 
 def test_where_nothing_is_compiled_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     worker: Any = type("Worker", (), {"compile_or_warm_up_model": lambda self: "done"})
-    warm_up.before_ready(worker)
+    warm_up.wrap_warm_up(worker)
     wrapped = worker.compile_or_warm_up_model
-    warm_up.before_ready(worker)
+    warm_up.wrap_warm_up(worker)
     assert worker.compile_or_warm_up_model is wrapped
     one = worker()
     one.device = torch.device("cpu")

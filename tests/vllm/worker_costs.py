@@ -45,7 +45,7 @@ from tokenprune.integrations.vllm.settings.plan import Plan, field_name, find_ru
 from tokenprune.integrations.vllm.worker.clock import Clock
 from tokenprune.integrations.vllm.worker.models import ReducingLineModel, ReducingMropeModel
 from tokenprune.integrations.vllm.worker.position_notes import PositionNotes
-from tokenprune.integrations.vllm.worker.positions import of_v1, of_v2
+from tokenprune.integrations.vllm.worker.positions import wrap_gather_v1, wrap_recompute_v2
 from tokenprune.methods.pre_llm import divprune
 from tokenprune.models.families import SERVED
 
@@ -145,7 +145,7 @@ class Request:
 
     def _prompt(self) -> None:
         notes = self.model.tokenprune_notes
-        with notes.arriving("one"):
+        with notes.recording("one"):
             self.positions, _ = self.model.get_mrope_input_positions(self.tokens, self.features)
         notes._of_request[1] = notes._of_request["one"]  # the key on Model Runner V2
 
@@ -161,7 +161,7 @@ class Request:
             get_model=lambda: self.model, requests={"one": request}, input_batch=SimpleNamespace(req_ids=["one"]),
             mrope_positions=SimpleNamespace(gpu=Far(self.positions.clone())),
         )  # fmt: skip
-        of_v1(lambda *_: (self.rows, None))(runner, SimpleNamespace(num_scheduled_tokens=number))
+        wrap_gather_v1(lambda *_: (self.rows, None))(runner, SimpleNamespace(num_scheduled_tokens=number))
 
     def _placed_v2(self) -> None:
         state: Any = RopeState.__new__(RopeState)
@@ -176,7 +176,7 @@ class Request:
         known = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=Far(torch.tensor([self.tokens] * 2))))
         cache: Any = SimpleNamespace(mm_features={"one": self.features})
         pruner = MultiModalPruner(self.model, state, cache, WIDTH)
-        of_v2(MultiModalPruner.recompute)(pruner, self.rows, of_requests, known)
+        wrap_recompute_v2(MultiModalPruner.recompute)(pruner, self.rows, of_requests, known)
         self.state = state
 
 
@@ -184,7 +184,7 @@ def model_of(kind: type) -> Any:
     model: Any = kind.__new__(kind)
     model.tokenprune_active, model.tokenprune_original = True, False
     model.tokenprune_clock, model.tokenprune_tower, model.tokenprune_width = Clock(None), None, WIDTH
-    model.tokenprune_made, model.tokenprune_axes = LRUCache(64), 3 * (kind is _Qwen)
+    model.tokenprune_cache, model.tokenprune_axes = LRUCache(64), 3 * (kind is _Qwen)
     model.tokenprune_notes = PositionNotes()
     vision = {"spatial_merge_size": 2, "tokens_per_second": 1.0, "image_size": 336, "patch_size": 14}
     tokens = {"image_token_id": IMAGE, "video_token_id": IMAGE + 1}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, cast
 
-from tokenprune.budgets.by_age import Ages, aged
+from tokenprune.budgets.by_age import Ages, apply_ages
 from tokenprune.budgets.checks import IMAGE_TARGETS, SHARE_TARGETS, TARGETS, check_number, check_one_target
 from tokenprune.budgets.over_layers import CostShare, solve
 from tokenprune.budgets.video import Clip, VideoBudget, resolve_videos
@@ -81,7 +81,7 @@ class Budget:
             values = dict.fromkeys(("keep", "tokens", "amount"), int(amount)) | {"target": "tokens"}
         if target == "frames" or weighted:
             values["per"] = "frame"
-        if self.ages is not None and self.ages.keep_all:
+        if self.ages is not None and self.ages.keeps_all:
             values["ages"] = None  # so that budgets with the same meaning are equal
         vars(self).update(values)
 
@@ -216,7 +216,7 @@ class Budget:
         name = "keep" if self.target == "tokens" and self.amount != 1 else self.target
         return f"Budget({name}={self.amount!r}{per})"
 
-    def short(self) -> str:
+    def format_short(self) -> str:
         """Return the text to write after `keep=`: a number alone if it has the same meaning."""
         plain = self.keep is not None and self.tokens != 1 and self.per == "image" and self.ages is None
         return repr(self.keep) if plain else repr(self)
@@ -259,7 +259,7 @@ class Budget:
         if self.target not in IMAGE_TARGETS:
             return self.solve([(layer, 1.0)], counts, shape=shape, text_tokens=text_tokens)[0]
         kept = [self.resolve_keep(count) for count in counts]
-        return kept if self.ages is None else aged(kept, self.ages.tiers, self.ages.step)
+        return kept if self.ages is None else apply_ages(kept, self.ages.tiers, self.ages.step)
 
     def resolve_videos(self, counts: Sequence[int], clips: Sequence[Clip | None]) -> list[int]:
         """Return the number of tokens to keep in each segment for a budget of videos. clips: None for an image."""
@@ -298,7 +298,7 @@ def _note_percentage(tokens: int) -> None:
     )  # fmt: skip
 
 
-def joint_share(budgets: Sequence[Budget], tokens: int | None = None) -> float | None:
+def compute_joint_share(budgets: Sequence[Budget], tokens: int | None = None) -> float | None:
     """Return the share of an image's visual tokens that remains when the budgets are applied one after the other.
 
     Args:

@@ -33,7 +33,7 @@ class Ages:
         vars(self).update(tiers=_read_tiers(self.tiers))
 
     @property
-    def keep_all(self) -> bool:
+    def keeps_all(self) -> bool:
         """True if the tiers keep every image at every age as it is when new."""
         return all(kept == 1.0 and isinstance(kept, float) for _, kept in self.tiers)
 
@@ -75,14 +75,14 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def ages(images: int, step: int = 1) -> list[int]:
+def compute_ages(images: int, step: int = 1) -> list[int]:
     """Return the age of each of a prompt's images, in order: the number of images after it, as it was when the number
     of images last was a multiple of `step`. Images that came since are of age 0."""
     counted = step * (images // step)
     return [max(0, counted - 1 - number) for number in range(images)]
 
 
-def reached(tiers: Tiers, age: int) -> tuple[float | int, ...]:
+def find_bounds(tiers: Tiers, age: int) -> tuple[float | int, ...]:
     """Return the bounds of what an image of this age keeps: a share below 1 of what it keeps when new, a number of
     tokens, one of each, or neither."""
     there = [kept for since, kept in tiers if since <= age]
@@ -91,15 +91,18 @@ def reached(tiers: Tiers, age: int) -> tuple[float | int, ...]:
     return (*sorted(shares)[:1], *sorted(numbers)[:1])
 
 
-def left(kept: int, bounds: Sequence[float | int]) -> int:
+def count_kept(kept: int, bounds: Sequence[float | int]) -> int:
     """Return how many tokens an image keeps within its `bounds` (see `reached`), at least 1; kept: when it is new."""
     return min([kept, *(one if isinstance(one, int) else max(1, round(kept * one)) for one in bounds)])
 
 
-def aged(kept: Sequence[int], tiers: Tiers, step: int) -> list[int]:
+def apply_ages(kept: Sequence[int], tiers: Tiers, step: int) -> list[int]:
     """Return what each of a prompt's images, in order, keeps at its age; kept: what it keeps when it is new.
 
     An image takes the last tier that is not above its age: a share of what it keeps when new, or a number of tokens.
     Counts do not rise with age, and are at least 1.
     """
-    return [left(count, reached(tiers, age)) for count, age in zip(kept, ages(len(kept), step), strict=True)]
+    return [
+        count_kept(count, find_bounds(tiers, age))
+        for count, age in zip(kept, compute_ages(len(kept), step), strict=True)
+    ]

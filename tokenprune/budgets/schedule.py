@@ -21,7 +21,7 @@ class PlannedCut(NamedTuple):
     budget: StageBudget
 
 
-def profile(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Budget) -> list[PlannedCut]:
+def plan_cuts(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Budget) -> list[PlannedCut]:
     """Return the layer and the budget of each cut of a method, such that `budget` is met as an average over the layers.
 
     layers: of the decoder. cuts: (depth, relative) of each cut, in order. depth: an int is a layer, a float the share
@@ -61,7 +61,7 @@ def profile(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Budg
     return [PlannedCut(layer, stage) for (layer, _), stage in zip(placed, stages, strict=True)]
 
 
-def place(depths: Sequence[float], layers: int, budget: Budget) -> list[int]:
+def choose_layers(depths: Sequence[float], layers: int, budget: Budget) -> list[int]:
     """Return the decoder layers at which a method that cuts several times inside the decoder does so, for `profile`.
 
     depths: for each cut the share of the layers that come before it, rising. layers: of the decoder. Cuts are at

@@ -16,7 +16,7 @@ from tokenprune.cli.methods import methods
 from tokenprune.cli.new_family import new_family
 from tokenprune.cli.new_method import new_method
 from tokenprune.cli.serve_check import serve_check
-from tokenprune.models.torch_import import calm_threads
+from tokenprune.models.torch_import import set_passive_threads
 
 app = typer.Typer(
     cls=Commands,
@@ -47,5 +47,5 @@ for command in (methods, families, capacity, draft, new_method, new_family, serv
 
 def main() -> None:
     """Entry point of the `tokenprune` command."""
-    calm_threads()
+    set_passive_threads()
     app(prog_name="tokenprune")

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 STOPPED = 130  # exit code after Ctrl+C, as of a shell
 _PIPED_WIDTH = 160
 _LARGEST = 2**31 - 1  # of a whole number that an option takes; C code below takes few that are larger
-BENCH = "app bench demo fit leaderboard profile recommend report show tune".split()  # commands of tokenprune-bench
+BENCH_COMMANDS = (
+    "app bench demo fit leaderboard profile recommend report show tune".split()
+)  # commands of tokenprune-bench
 METHODS_HELP = "Names with commas between them; options (dart:pivot_text=0) and stacks (divprune+fastv) too"
 
 ModelOption = Annotated[
@@ -118,7 +120,7 @@ class Commands(ErrorGroup):
             return self.commands[name]
         if name in _entries():
             return _imported(_entries()[name])
-        if name in BENCH:
+        if name in BENCH_COMMANDS:
             raise MissingPackageError(f"`tokenprune {name}` is of another package: pip install tokenprune-bench")
         return None
 
@@ -136,9 +138,9 @@ def load_config(model: str | None) -> Any:
 
 
 def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
-    from tokenprune.settings.one_line import number
+    from tokenprune.settings.one_line import parse_number
 
-    keeps = tuple(number(part) for part in text.split(",") if part.strip())
+    keeps = tuple(parse_number(part) for part in text.split(",") if part.strip())
     if not keeps or any(isinstance(keep, str) for keep in keeps) or (one and len(keeps) > 1):
         wanted = "one number" if one else "numbers with commas between them"
         hint = "a share such as 0.25, or a whole number of tokens per image"

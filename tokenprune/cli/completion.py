@@ -14,7 +14,7 @@ _REGISTERED = re.compile(r"^@register\(\s*\"(\w+)\"", re.MULTILINE)
 _LAST = re.compile(r"^(.*[,+])?([^,+]*)$", re.DOTALL)
 
 
-def our_methods() -> list[str]:
+def list_builtin_methods() -> list[str]:
     """Return the names of the methods of this package, sorted; those of other packages are not read."""
     return sorted(
         name for path in _FOLDER.rglob("*.py") for name in _REGISTERED.findall(path.read_text(encoding="utf-8"))
@@ -26,10 +26,10 @@ def complete_methods(incomplete: str) -> list[str]:
     found = _LAST.match(incomplete)
     assert found is not None  # all of its parts are optional
     before, begun = found.groups()
-    return [f"{before or ''}{name}" for name in our_methods() if name.startswith(begun)]
+    return [f"{before or ''}{name}" for name in list_builtin_methods() if name.startswith(begun)]
 
 
-def complete_of(*values: str) -> Callable[[str], list[str]]:
+def complete_values(*values: str) -> Callable[[str], list[str]]:
     """Return what completes an option that takes one of these."""
     return lambda incomplete: [one for one in values if one.startswith(incomplete)]
 

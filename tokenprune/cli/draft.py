@@ -50,7 +50,7 @@ def draft(
             least = cost.break_even(number)
             rows.append([*map(Cell, (f"{number} a round", *speedups, "never" if least is None else f"{least:.0%}"))])
         columns = ("drafted", *(f"{acceptance:.0%}" for acceptance in _ACCEPTANCES), "pays from")
-        drawn = " + ".join(f"{one.name} {budget.short()}" for one, budget in zip(methods, budgets, strict=True))
+        drawn = " + ".join(f"{one.name} {budget.format_short()}" for one, budget in zip(methods, budgets, strict=True))
         title = f"{drawn or 'unpatched'}: how many times faster decoding gets, by the share of drafts accepted"
         print_table(Table(title, columns, rows))
         said = (

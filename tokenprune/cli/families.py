@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenprune.cli.common import get_console
-from tokenprune.cli.completion import our_methods
+from tokenprune.cli.completion import list_builtin_methods
 from tokenprune.models.torch_import import defer_torch
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _complete(incomplete: str) -> list[str]:
-    return [name for name in our_methods() if name.startswith(incomplete)]
+    return [name for name in list_builtin_methods() if name.startswith(incomplete)]
 
 
 def families(
@@ -90,11 +90,11 @@ def _by_answer(methods: Iterable[Method], names: Iterable[str], backend: Backend
 
 
 def _answer(methods: Iterable[Method], name: str, backend: Backend) -> str:
-    from tokenprune.integrations.shared.checks import unsupported
+    from tokenprune.integrations.shared.checks import find_unsupported_reason
     from tokenprune.models.families import FAMILIES
 
     for method in methods:
-        if reason := unsupported(method, name, backend):
+        if reason := find_unsupported_reason(method, name, backend):
             for own in (f"this {name!r}", repr(name), FAMILIES[name].vllm.architecture or name):
                 reason = reason.replace(own, "this family", 1)
             return f"no: {reason}"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tokenprune.cli.common import get_console
-from tokenprune.cli.completion import complete_of, our_methods
+from tokenprune.cli.completion import complete_values, list_builtin_methods
 from tokenprune.errors import OptionError
 from tokenprune.models.torch_import import defer_torch
 
@@ -31,7 +30,7 @@ _SITES = ("PRE_ENCODER", "IN_ENCODER", "PRE_LLM", "ATTENTION", "IN_LLM", "DECODE
 
 
 def _complete_names(incomplete: str) -> list[str]:
-    return [name for name in our_methods() if name.startswith(incomplete)]
+    return [name for name in list_builtin_methods() if name.startswith(incomplete)]
 
 
 def methods(
@@ -40,7 +39,7 @@ def methods(
     ] = None,
     site: Annotated[
         str | None,
-        typer.Option(help=f"Those that act at a site: {', '.join(_SITES)}.", autocompletion=complete_of(*_SITES)),
+        typer.Option(help=f"Those that act at a site: {', '.join(_SITES)}.", autocompletion=complete_values(*_SITES)),
     ] = None,
     prefix_cache_safe: Annotated[
         bool,
@@ -101,7 +100,7 @@ def _by_site(infos: Sequence[MethodInfo]) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for site in sorted({info.site for info in infos}, key=_SITES.index):
         mine = [info for info in infos if info.site == site]
-        parts.append(Text(f"{site}: {mine[0].site.words}", style="bold"))
+        parts.append(Text(f"{site}: {mine[0].site.description}", style="bold"))
         table = Table.grid(padding=(0, 1), pad_edge=False)
         table.add_column(min_width=width + 1, no_wrap=True)
         table.add_column(min_width=_longest_word(map(_clause, mine)))
@@ -133,14 +132,16 @@ def _table(infos: Sequence[MethodInfo]) -> list[RenderableType]:
 
 def _in_full(info: MethodInfo) -> list[RenderableType]:
     """Return what is known of one method."""
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    from tokenprune.selection.options import in_words, option_types
+    from tokenprune.cli.docstrings import Docstring
+    from tokenprune.selection.options import describe_type, get_option_types
 
     query, safe, merges = map(_yes, _flags(info))
     facts = {
-        "acts": f"{info.site} ({info.site.words})",
+        "acts": f"{info.site} ({info.site.description})",
         "paper": info.source,
         "keep": f"{_keep(info)}, where none is given",
         "FLOPs left": _costs()(info),
@@ -159,22 +160,19 @@ def _in_full(info: MethodInfo) -> list[RenderableType]:
     for name, value in facts.items():
         if value:
             table.add_row(Text(name, style="dim"), Text(value))
-    options = Table.grid(padding=(0, 2))
-    options.add_column(no_wrap=True)
-    options.add_column()
-    types = option_types(info.cls)
+    doc = Docstring.from_class(info.cls)
+    summary, *paragraphs = doc.paragraphs
+    parts: list[RenderableType] = [Text(info.name, style="bold"), Text(summary), Text(), table]
+    parts += [Text(f"\n{paragraph}") for paragraph in paragraphs]
+    parts.append(Text("\nOptions:" if info.options else "\nNo options."))
+    types = get_option_types(info.cls)
     for option, default in info.options.items():
-        options.add_row(Text(f"  {option}={default!r}"), Text(in_words(types[option])))
-    head, *rest = _paragraphs(info.cls)
-    parts: list[RenderableType] = [Text(info.name, style="bold"), Text(head), Text(), table, Text()]
-    parts += [Text("options:"), options] if info.options else [Text("no options")]
-    return [*parts, *(Text(f"\n{paragraph}") for paragraph in rest)]
-
-
-def _paragraphs(cls: type) -> list[str]:
-    """Return the paragraphs of a docstring, each on one line but for entries such as "layer: ..."."""
-    joined = re.sub(r"(?<!\n)\n(?!\n|- |\w+(?:, \w+)*: )\s*", " ", inspect.cleandoc(cls.__doc__ or "").strip())
-    return joined.split("\n\n")
+        parts.append(Text(f"  {option}={default!r}: {describe_type(types[option])}", style="bold"))
+        parts.append(Padding(doc.args.get(option, ""), (0, 0, 0, 4)))
+    for title, lines in doc.sections.items():
+        parts.append(Text(f"\n{title}:"))
+        parts += [Padding(Text(line), (0, 0, 0, 2)) for line in lines]
+    return parts
 
 
 def _longest_word(texts: Iterable[str]) -> int:
@@ -202,7 +200,7 @@ def _costs() -> Callable[[MethodInfo], str]:
     from tokenprune.settings.cost import LLAVA_7B as model
     from tokenprune.settings.cost import LLAVA_7B_LOAD as load
 
-    whole = model.cost(load).flops
+    whole = model.compute_cost(load).flops
 
     def cost(info: MethodInfo) -> str:
         from tokenprune.budgets import Budget

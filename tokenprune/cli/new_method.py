@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tokenprune.cli.common import get_console
-from tokenprune.cli.completion import complete_of
+from tokenprune.cli.completion import complete_values
 
 _SITES = ("pre-encoder", "in-encoder", "pre-llm", "attention", "in-llm", "decode", "session")
 
@@ -20,7 +20,7 @@ def new_method(
     site: Annotated[
         str,
         typer.Option(
-            help=f"Where it acts: {', '.join(_SITES)} (a policy of sessions).", autocompletion=complete_of(*_SITES)
+            help=f"Where it acts: {', '.join(_SITES)} (a policy of sessions).", autocompletion=complete_values(*_SITES)
         ),
     ] = "pre-llm",
     to: Annotated[

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 def print_table(table: Table) -> None:
     """Print a table with its notes; one that is wider than the screen in parts."""
-    from tokenprune.cli.table import cut, to_rich
+    from tokenprune.cli.table import split_table, to_rich
 
     console = get_console()
-    for part in cut(table, console.width):
+    for part in split_table(table, console.width):
         console.print(to_rich(part, console.width))
     for note in table.notes:
         say(note, "dim")

@@ -136,7 +136,7 @@ def _of_methods(site: Site) -> dict[str, str]:
         "group": ENTRY_POINT_GROUP,
         "what": "a method of pruning visual tokens",
         "looked": "a method",
-        "words": site.words,
+        "words": site.description,
         "keep": "1.0" if site is Site.ATTENTION else "0.25",
         "with_processor": ", processor=processor" if site is Site.PRE_ENCODER else "",
         "options": _OPTIONS[site],

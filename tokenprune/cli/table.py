@@ -35,7 +35,7 @@ class Table:
     last_left: bool = False
 
 
-def cut(table: Table, width: int) -> list[Table]:
+def split_table(table: Table, width: int) -> list[Table]:
     """Return the table as tables that a screen of so many letters holds: itself, or some of its columns each, after
     those that name a row. The notes stay with the last."""
     needs, keys = _needs(table), 2 if table.grouped else 1

@@ -18,7 +18,7 @@ from tokenprune.integrations.shared.towers.reducer import Host, TowerReducer
 from tokenprune.integrations.shared.towers.rows import RowLayout
 from tokenprune.integrations.shared.towers.run import Block
 from tokenprune.selection.method import Method
-from tokenprune.selection.sites import check_places
+from tokenprune.selection.sites import check_sites
 from tokenprune.selection.sites.encoder import EncoderMethod, Tower
 from tokenprune.statistics import Stats
 
@@ -32,7 +32,7 @@ def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Bu
     """Return the patch of a timm model; raises UnsupportedModelError for anything but merging in a plain one."""
     if unmerging := [method.name for method in methods if isinstance(method, EncoderMethod) and method.vtu != "off"]:
         raise OptionError(f"{unmerging[0]}: a model of timm has no language model to unmerge tokens in: no vtu=")
-    check_places(methods)
+    check_sites(methods)
     others = [method.name for method in methods if not isinstance(method, EncoderMethod)]
     if others:
         raise UnsupportedModelError(
@@ -107,14 +107,14 @@ class TimmPatch(Attachable):
             )
 
     def _see_keys(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
-        run = self.reducer.state()
+        run = self.reducer.get_run()
         if run is not None and run.plan[index] is not None:
             run.keys = output
 
     def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        run = self.reducer.end()
+        run = self.reducer.pop_run()
         assert run is not None  # the first block of this forward made it
-        counts, protected = [*run.counts, run.units.left], self.layout.shape.protected
+        counts, protected = [*run.counts, run.units.num_units], self.layout.shape.protected
         patches = [sum(n - protected for n in rows) for rows in counts]
         flops, full = self._flops(counts), self._flops([counts[0]] * len(counts))
         self.stats = Stats(
@@ -127,7 +127,7 @@ class TimmPatch(Attachable):
             prefill_flops_ratio=flops / full,
             encoder_tokens_per_layer=[sum(rows) for rows in counts[:-1]],
         )
-        return run.units.full(output)
+        return run.units.expand(output)
 
     def _flops(self, counts: list[list[int]]) -> float:
         """Multiply-adds x 2 of all blocks: attention on the tokens that enter a block, the MLP on those it leaves.

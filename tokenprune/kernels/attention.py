@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of an attention map, made from queries and keys without the map: rows, and means of its columns.
+"""Rows and column means of an attention map, computed from queries and keys without the full map.
 
-query: `[B, H, Q, D]`; key: `[B, Hkv, K, D]`, H a multiple of Hkv (grouped heads); both after rotary embedding. The last
-Q keys belong to the queries, what is before them to the past. A logit is `scaling * q @ k`, with a softcap
-`softcap * tanh(logit / softcap)`.
+Shared arguments of the functions in this module:
+    query: `[B, H, Q, D]`, after rotary embedding.
+    key: `[B, Hkv, K, D]`, after rotary embedding. H is a multiple of Hkv (grouped heads). The last Q keys belong to the
+        queries, and the keys before them to the past.
+    mask: Visible keys of each query. One of: bool `[B or 1, H or 1, Q or 1, >= K]` (True is visible); an additive float
+        mask of the same shape, where values of at most half of the dtype's minimum hide a key; or `[B, >= K]`, bool or
+        int, which is False or 0 at padding keys.
+    causal: Whether queries are limited to earlier keys. Ignored if the mask has four axes.
+    scaling, softcap: A logit is `scaling * q @ k`, or `softcap * tanh(scaling * q @ k / softcap)`.
 
-mask says who sees whom: bool `[B or 1, H or 1, Q or 1, >= K]` (True = sees), additive float of that shape (a key that
-gets half of the dtype's lowest number or less is not seen), or `[B, >= K]` of bool or int: keys that are no padding.
-causal: whether queries see no later keys, where no mask of four axes says so. A query that sees no key has a row of
-zeros.
+A query without visible keys has a row of zeros. The kernels agree with the references within float32 rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from tokenprune.errors import OptionError
 from tokenprune.kernels.dispatch import operation
 
 HEADS = (None, "mean", "max", "sum")
-_ELEMENTS = 2**22  # of the attention map that the reference of column means makes at a time
+_ELEMENTS = 2**22  # elements of the attention map that the column mean reference holds at once
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -30,11 +33,11 @@ def _limits(
     query: Tensor, key: Tensor, index: Tensor | None = None, mask: Tensor | None = None, **options: object
 ) -> str | None:
     if query.dtype != key.dtype or query.dtype not in _DTYPES:
-        return f"queries and keys are {query.dtype} and {key.dtype}, not both float32, float16 or bfloat16"
+        return f"queries are {query.dtype} and keys {key.dtype}, but both must be float32, float16 or bfloat16"
     if query.shape[-1] > 256:
-        return f"heads are {query.shape[-1]} wide, more than 256"
+        return f"the head dimension {query.shape[-1]} exceeds 256"
     if mask is not None and mask.is_floating_point() and mask.dtype not in _DTYPES:
-        return f"the mask is {mask.dtype}"
+        return f"masks of dtype {mask.dtype} are not supported"
     return None
 
 
@@ -50,15 +53,24 @@ def attention_rows(
     softcap: float | None = None,
     heads: str | None = None,
 ) -> Tensor:
-    """float32 `[B, H, R, K]`: softmax attention of the queries at `index`; see the module's text for the arguments.
+    """Compute the softmax attention of some queries.
 
-    index: long `[B, R]`, in 0 .. Q-1. heads: "mean", "max" or "sum" reduces the heads, to `[B, R, K]`.
-    Raises OptionError for another `heads`.
+    See the module docstring for the shared arguments.
+
+    Args:
+        index: Queries to compute, long `[B, R]`, in [0, Q).
+        heads: "mean", "max" or "sum" reduces the heads. None keeps them.
+
+    Returns:
+        float32 `[B, H, R, K]`, or `[B, R, K]` with reduced heads.
+
+    Raises:
+        OptionError: If `heads` is unknown.
     """
     check_heads(heads)
-    weights, seen = _weights(query, key, index, mask, scaling, causal, softcap)
-    blind = ~seen.any(-1, keepdim=True)
-    if blind.device.type != "cpu" or blind.any():  # the host may be asked, and is spared a pass over all rows
+    weights, visible = _weights(query, key, index, mask, scaling, causal, softcap)
+    blind = ~visible.any(-1, keepdim=True)
+    if blind.device.type != "cpu" or blind.any():  # on the CPU, a check is cheaper than a pass
         weights = weights.masked_fill(blind, 0)
     if heads is None:
         return weights
@@ -88,12 +100,20 @@ def attention_column_means(
     causal: bool = True,
     softcap: float | None = None,
 ) -> Tensor:
-    """float32 `[B, H, Q]`: mean attention that each query's token receives from those that see it, 0 if none does.
+    """Compute the mean attention that each query's token receives from the valid queries that see it.
 
-    valid: bool `[B, Q]`, False for queries that do not count (padding); None = all do. starts: int `[n + 1]`, where the
-    n sequences begin and end that lie end to end on the token axis (then B = 1, Q = K, no mask): tokens see their own
-    sequence only. Memory is O(Q + K), not O(Q K).
-    Raises OptionError for `starts` beside what it does not go with.
+    See the module docstring for the shared arguments. Memory is O(Q + K), not O(Q K).
+
+    Args:
+        valid: Queries to average over, bool `[B, Q]`, False at padding. None averages over all.
+        starts: Boundaries of n packed sequences on the token axis, int `[n + 1]`. Tokens attend within their own
+            sequence. Requires B = 1, Q = K and no mask.
+
+    Returns:
+        float32 `[B, H, Q]`, 0 for tokens that no valid query sees.
+
+    Raises:
+        OptionError: If `starts` is combined with a mask, several rows or past keys.
     """
     check_starts(query, key, mask, starts)
     batch, heads, queries = query.shape[:3]
@@ -112,42 +132,44 @@ def attention_column_means(
     slots = torch.arange(queries, device=query.device)
     for index in slots.split(max(1, _ELEMENTS // max(1, batch * heads * key.shape[2]))):
         index = index.expand(batch, -1)
-        weights, seen = _weights(query, key, index, mask, **options)
-        seen = (seen & valid.gather(1, index)[:, None, :, None])[..., -queries:]
-        # Besides the rows that do not count, this leaves out what the softmax makes of rows that see nothing.
-        total += weights[..., -queries:].mul_(seen.float()).sum(2)
-        count += seen.sum(2)
+        weights, visible = _weights(query, key, index, mask, **options)
+        visible = (visible & valid.gather(1, index)[:, None, :, None])[..., -queries:]
+        # The product removes invalid rows, and the uniform softmax of rows without visible keys.
+        total += weights[..., -queries:].mul_(visible.float()).sum(2)
+        count += visible.sum(2)
     return total / count.clamp(min=1)
 
 
 def visible_keys(
     query: Tensor, key: Tensor, index: Tensor, mask: Tensor | None = None, *, causal: bool = True
 ) -> Tensor:
-    """bool `[B, 1 or H, R, K]`: which keys the queries at `index` (long `[B, R]`) see."""
+    """Return the keys that the queries at `index` (long `[B, R]`) see, bool `[B, 1 or H, R, K]`."""
     if mask is not None and mask.ndim == 4:
         rows = _mask_rows(query, key, index, mask)
         return rows if rows.dtype == torch.bool else rows > lowest_bias(rows.dtype)
-    # No mask: causal, or everything; a 2-D mask (flash): the same and padding.
+    # Flash attention passes a 2-D mask of padding keys, or none.
     queries, keys = query.shape[2], key.shape[2]
     slots = torch.arange(keys, device=index.device)
     last = index + (keys - queries) if causal else torch.full_like(index, keys)
-    seen = slots <= last[:, None, :, None]
-    return seen if mask is None else seen & mask[:, None, None, -keys:].bool()
+    visible = slots <= last[:, None, :, None]
+    return visible if mask is None else visible & mask[:, None, None, -keys:].bool()
 
 
 def lowest_bias(dtype: torch.dtype) -> float:
-    """Return the value that an additive mask must exceed to leave a key visible."""
+    """Return the additive mask value at or below which a key is hidden."""
     return torch.finfo(dtype).min / 2
 
 
 def check_heads(heads: str | None) -> None:
+    """Raise OptionError if `heads` is not a known reduction."""
     if heads not in HEADS:
-        raise OptionError(f"heads={heads!r} is not known: use None, 'mean', 'max' or 'sum'")
+        raise OptionError(f"heads={heads!r} is not supported. Pass None, 'mean', 'max' or 'sum'.")
 
 
 def check_starts(query: Tensor, key: Tensor, mask: Tensor | None, starts: Tensor | None) -> None:
+    """Raise OptionError if `starts` is combined with arguments that packed sequences do not support."""
     if starts is not None and (mask is not None or query.shape[0] != 1 or query.shape[2] != key.shape[2]):
-        raise OptionError("starts= describes sequences on one axis: pass one row, as many keys as queries, and no mask")
+        raise OptionError("starts= describes packed sequences. Pass one row, as many keys as queries, and no mask.")
 
 
 def _weights(
@@ -159,16 +181,16 @@ def _weights(
     causal: bool,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of the softmax, float32 `[B, H, R, K]`, and what `visible_keys` says; rows that see nothing are not 0."""
+    """Return softmax rows, float32 `[B, H, R, K]`, and `visible_keys`. Rows without visible keys are not zeroed."""
     batch, heads, _, width = query.shape
     kv_heads, keys = key.shape[1:3]
     count = index.shape[1]
-    seen = visible_keys(query, key, index, mask, causal=causal)
-    # What hides a key is added to its score and rows are left out by a factor of 0, so neither may be NaN, as padding
-    # may be: 0 stands for keys that no row sees, and in rows that see none.
-    key = key.masked_fill(~seen.any(2, keepdim=True).any(1, keepdim=True).transpose(2, 3), 0)
+    visible = visible_keys(query, key, index, mask, causal=causal)
+    # Padding may contain NaN. Biases are added to scores and invalid rows are multiplied by 0, so NaN would spread:
+    # replace keys that no row sees, and queries that see no key, by zeros.
+    key = key.masked_fill(~visible.any(2, keepdim=True).any(1, keepdim=True).transpose(2, 3), 0)
     query_rows = query.gather(2, index[:, None, :, None].expand(batch, heads, count, width)).float()
-    query_rows = query_rows.masked_fill_(~seen.any(3, keepdim=True).any(1, keepdim=True), 0)
+    query_rows = query_rows.masked_fill_(~visible.any(3, keepdim=True).any(1, keepdim=True), 0)
     # Grouped heads share a key head: fold the group into the rows instead of repeating the keys.
     query_rows = query_rows.reshape(batch, kv_heads, heads // kv_heads * count, width)
     scores = (query_rows @ key.float().transpose(2, 3)).mul_(scaling)
@@ -177,16 +199,16 @@ def _weights(
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None and mask.ndim == 4 and mask.is_floating_point():
         scores = scores + _mask_rows(query, key, index, mask).float()
-    # Added to all heads, which gives the same as filling each of them by the mask, ten times as fast.
+    # Adding one bias to all heads is ten times as fast as masked_fill on each head, with the same result.
     lowest = torch.finfo(scores.dtype).min
-    scores.add_(torch.zeros(seen.shape, dtype=torch.float32, device=seen.device).masked_fill_(~seen, lowest))
+    scores.add_(torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, lowest))
     if mask is not None and mask.is_floating_point():
-        scores.clamp_(min=lowest)  # not -inf: there would be no softmax of a row that sees nothing
-    return scores.softmax(dim=-1), seen
+        scores.clamp_(min=lowest)  # a row of -inf would have a NaN softmax
+    return scores.softmax(dim=-1), visible
 
 
 def _mask_rows(query: Tensor, key: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-    """`[B, 1 or H, R, K]`: rows of a 4-D mask."""
+    """Return the rows of a 4-D mask at `index`, `[B, 1 or H, R, K]`."""
     heads, keys = mask.shape[1], key.shape[2]
     mask = mask[..., :keys].expand(query.shape[0], heads, query.shape[2], keys)
     return mask.gather(2, index[:, None, :, None].expand(-1, heads, -1, keys))

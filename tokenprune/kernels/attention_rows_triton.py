@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of `attention_rows`: the keys are read once, which is what the time goes to.
+"""Triton kernels of `attention_rows`. They read the keys once, because reading keys takes most of the time.
 
-Each program takes a block of keys and all wanted rows of a group of heads, and writes logits and their partial maxima
-and sums; a second kernel turns these into probabilities and reduces the heads. The logits are a hundredth of the keys'
-bytes or so, which makes this cheaper than reading the keys again.
+Each program of the first kernel takes a block of keys and the rows of a group of heads. It writes logits and their
+partial maxima and sums. A second kernel turns these into probabilities and reduces the heads. The logits take about a
+hundredth of the bytes of the keys, so a second pass over them is cheaper than a second pass over the keys.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from tokenprune.kernels.attention import check_heads
 from tokenprune.kernels.attention_triton import (
+    KEY_MASK,
     LENGTHS,
-    OF_KEYS,
-    as_logits,
-    finite,
-    mask_arguments,
-    masked,
-    products,
-    rows_contiguous,
-    scales,
+    apply_mask,
+    dot_products,
+    get_mask_arguments,
+    make_rows_contiguous,
+    replace_neg_inf,
+    scale_logits,
+    split_scaling,
 )
-from tokenprune.kernels.target_triton import multipliable, precision
+from tokenprune.kernels.target_triton import cast_for_dot, get_dot_precision
 
 _HEADS = {None: 0, "sum": 1, "mean": 2, "max": 3}
 
@@ -38,37 +38,37 @@ def _row_logits_kernel(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Logits `[B, H, rows, keys]` of a block of keys, and their maxima and sums `[B, H, rows, blocks]`."""
+    """Write logits `[B, H, rows, keys]` of a block of keys, and their maxima and sums `[B, H, rows, blocks]`."""
     program = tl.program_id(0)
     block = program % blocks
     kv_heads = heads // group
     kv_head = program // blocks % kv_heads
     batch = (program // blocks // kv_heads).to(tl.int64)
 
-    # The rows of all heads that share these keys are the lines of one block.
+    # One block holds the rows of all heads that share these keys.
     line = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    real = line < group * rows
+    in_range = line < group * rows
     head = (kv_head * group + line // rows).to(tl.int64)
     row = line % rows
-    place = tl.load(index + batch * index_b + row * index_r, mask=real, other=queries)
+    query_index = tl.load(index + batch * index_b + row * index_r, mask=in_range, other=queries)
     column = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     inside = column < keys
-    x = products(
-        query + batch * query_b + head[:, None] * query_h + place[:, None] * query_q,
+    x = dot_products(
+        query + batch * query_b + head[:, None] * query_h + query_index[:, None] * query_q,
         key + batch * key_b + kv_head.to(tl.int64) * key_h + column.to(tl.int64)[None, :] * key_k,
-        real[:, None], inside[None, :], width, PRECISION, BLOCK_WIDTH,
+        in_range[:, None], inside[None, :], width, PRECISION, BLOCK_WIDTH,
     )  # fmt: skip
-    x, _ = masked(
-        as_logits(x, scaling, softcap, SOFTCAP), mask, batch, head[:, None], place[:, None],
+    x, _ = apply_mask(
+        scale_logits(x, scaling, softcap, SOFTCAP), mask, batch, head[:, None], query_index[:, None],
         column.to(tl.int64)[None, :], queries, keys, mask_b, mask_h, mask_q, mask_k, lowest, CAUSAL, MASK,
     )  # fmt: skip
     top = tl.max(x, axis=1)
-    total = tl.sum(tl.exp2(x - finite(top)[:, None]), axis=1)
+    total = tl.sum(tl.exp2(x - replace_neg_inf(top)[:, None]), axis=1)
 
     line = (batch * heads + head) * rows + row
-    tl.store(logits + line[:, None] * keys + column[None, :], x, mask=real[:, None] & inside[None, :])
-    tl.store(tops + line * blocks + block, top, mask=real)
-    tl.store(sums + line * blocks + block, total, mask=real)
+    tl.store(logits + line[:, None] * keys + column[None, :], x, mask=in_range[:, None] & inside[None, :])
+    tl.store(tops + line * blocks + block, top, mask=in_range)
+    tl.store(sums + line * blocks + block, total, mask=in_range)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -76,7 +76,7 @@ def _row_weights_kernel(
     logits, tops, sums, out, heads, rows, keys, blocks,
     HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities from logits, in their place or reduced over the heads."""
+    """Write probabilities, over the logits or reduced over the heads."""
     tiles = tl.cdiv(keys, BLOCK_KEYS)
     program = tl.program_id(0)
     column = program % tiles * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
@@ -86,26 +86,26 @@ def _row_weights_kernel(
     reduced = tl.zeros([BLOCK_KEYS], tl.float32)
     for first in range(0, heads, BLOCK_HEADS):
         head = first + tl.arange(0, BLOCK_HEADS)
-        real = head < heads
+        in_range = head < heads
         line = (batch * heads + head) * rows + row
         top = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_HEADS], tl.float32)
         for start in range(0, blocks, BLOCK_PARTS):
             part = start + tl.arange(0, BLOCK_PARTS)
-            there = real[:, None] & (part < blocks)[None, :]
-            at = line[:, None] * blocks + part[None, :]
-            some = tl.load(tops + at, mask=there, other=float("-inf"))
+            load_mask = in_range[:, None] & (part < blocks)[None, :]
+            offset = line[:, None] * blocks + part[None, :]
+            some = tl.load(tops + offset, mask=load_mask, other=float("-inf"))
             higher = tl.maximum(top, tl.max(some, axis=1))
-            base = finite(higher)
-            shares = tl.load(sums + at, mask=there, other=0.0) * tl.exp2(some - base[:, None])
+            base = replace_neg_inf(higher)
+            shares = tl.load(sums + offset, mask=load_mask, other=0.0) * tl.exp2(some - base[:, None])
             total = total * tl.exp2(top - base) + tl.sum(shares, axis=1)
             top = higher
-        there = real[:, None] & inside[None, :]
-        at = line[:, None] * keys + column[None, :]
-        x = tl.load(logits + at, mask=there, other=float("-inf"))
-        x = tl.exp2(x - finite(top)[:, None]) / tl.where(total == 0, 1.0, total)[:, None]
+        load_mask = in_range[:, None] & inside[None, :]
+        offset = line[:, None] * keys + column[None, :]
+        x = tl.load(logits + offset, mask=load_mask, other=float("-inf"))
+        x = tl.exp2(x - replace_neg_inf(top)[:, None]) / tl.where(total == 0, 1.0, total)[:, None]
         if HEADS == 0:
-            tl.store(out + at, x, mask=there)
+            tl.store(out + offset, x, mask=load_mask)
         elif HEADS == 3:
             reduced = tl.maximum(reduced, tl.max(x, axis=0))
         else:
@@ -128,7 +128,7 @@ def attention_rows(
     heads: str | None = None,
     block_keys: int = 64,
 ) -> Tensor:
-    """See `tokenprune.kernels.attention.attention_rows`. block_keys: keys that a program takes."""
+    """See `tokenprune.kernels.attention.attention_rows`. `block_keys` is the number of keys per program."""
     check_heads(heads)
     batch, count, queries, width = query.shape
     keys, rows, group = key.shape[2], index.shape[1], count // key.shape[1]
@@ -139,16 +139,16 @@ def attention_rows(
     out = logits if heads is None else torch.empty(batch, rows, keys, dtype=torch.float32, device=query.device)
     if not out.numel():
         return out
-    query, key = multipliable(rows_contiguous(query)), multipliable(rows_contiguous(key))
-    mask, kind, strides, lowest = mask_arguments(mask, query, key)
-    scaling, cap = scales(scaling, softcap)
+    query, key = cast_for_dot(make_rows_contiguous(query)), cast_for_dot(make_rows_contiguous(key))
+    mask, kind, strides, lowest = get_mask_arguments(mask, query, key)
+    scaling, cap = split_scaling(scaling, softcap)
     block_rows = min(64, max(16, triton.next_power_of_2(group * rows)))
     grid = (blocks * key.shape[1] * batch, triton.cdiv(group * rows, block_rows))
     _row_logits_kernel[grid](
         query, key, index, mask, logits, tops, sums, count, group, rows, queries, keys, width, blocks, scaling, cap,
         lowest, *query.stride()[:3], *key.stride()[:3], *index.stride(), *strides,
-        CAUSAL=causal and kind <= OF_KEYS, MASK=kind, SOFTCAP=softcap is not None,
-        PRECISION=precision(query), BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys,
+        CAUSAL=causal and kind <= KEY_MASK, MASK=kind, SOFTCAP=softcap is not None,
+        PRECISION=get_dot_precision(query), BLOCK_ROWS=block_rows, BLOCK_KEYS=block_keys,
         BLOCK_WIDTH=16 if width <= 16 else 32, num_warps=4, num_stages=3,
     )  # fmt: skip
     tile = 64

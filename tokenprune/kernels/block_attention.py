@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a prompt that is a sink, context blocks and a tail: each block attends to the sink and to itself.
+"""Attention of a prompt that consists of a sink, context blocks and a tail.
 
-A token's block id says which part it belongs to: PADDING, SINK, 1 to n for the context blocks, or TAIL, which attends
-to everything. The parts of a row stand in this order, without gaps; padding is at its ends.
+The block id of a token names its part: PADDING, SINK, 1 to n for context blocks, or TAIL. Each context block attends to
+the sink and to itself, and the tail attends to everything, all causally. The parts of a row are contiguous and in this
+order. Padding is at the ends.
 """
 
 from __future__ import annotations
@@ -16,12 +17,24 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 PADDING, SINK, TAIL = -1, 0, 2**31
-_QUERIES = 1024  # of one call: where no kernel knows bottom-right causality, a mask of this many rows is made
+_QUERIES = 1024  # queries per call: without a kernel for bottom-right causality, PyTorch builds a mask of this height
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Lengths of the parts of a row, in order; before, after: padding."""
+    """Lengths of the parts of a row, in order.
+
+    Args:
+        before: Padding tokens before the sink.
+        sink: Tokens of the sink.
+        blocks: Tokens of each context block.
+        tail: Tokens of the tail.
+        after: Padding tokens after the tail.
+
+    Example:
+        >>> Parts.from_ids(torch.tensor([PADDING, SINK, SINK, 1, 1, 1, 2, 2, 2, TAIL]))
+        Parts(before=1, sink=2, blocks=(3, 3), tail=1, after=0)
+    """
 
     before: int
     sink: int
@@ -30,8 +43,8 @@ class Parts:
     after: int
 
     @staticmethod
-    def of(ids: Tensor) -> Parts:
-        """Read the parts of a row from its block ids (long `[L]`, on the CPU)."""
+    def from_ids(ids: Tensor) -> Parts:
+        """Create the parts of a row from its block ids (long `[L]`, on the CPU)."""
         values, counts = (x.tolist() for x in torch.unique_consecutive(ids, return_counts=True))
         runs = list(zip(values, counts, strict=True))
         before = runs.pop(0)[1] if runs and runs[0][0] == PADDING else 0
@@ -41,7 +54,7 @@ class Parts:
 
     @property
     def pairs(self) -> int:
-        """Pairs of query and key whose score is needed."""
+        """Number of query-key pairs that attention computes."""
         context = sum(self.sink * size + _causal(size) for size in self.blocks)
         return _causal(self.sink) + context + self.tail * (self.sink + sum(self.blocks)) + _causal(self.tail)
 
@@ -53,10 +66,21 @@ def _causal(count: int) -> int:
 def attend_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, parts: Parts, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """Return the output of rows that have the same parts, `[B, H, L, Dv]`, zeros at padding.
+    """Compute attention for rows with the same parts.
 
-    query: `[B, H, L, D]`; key: `[B, Hkv, L, D]`; value: `[B, Hkv, L, Dv]`. Neighbouring blocks of one size are a batch,
-    each with a copy of the sink; no mask is larger than a number of queries by all keys.
+    Neighboring blocks of equal size form a batch, each with a copy of the sink. No mask is larger than `_QUERIES` by
+    the number of keys.
+
+    Args:
+        query: `[B, H, L, D]`.
+        key: `[B, Hkv, L, D]`.
+        value: `[B, Hkv, L, Dv]`.
+        parts: Parts of every row.
+        scale: Factor of the logits.
+        dropout: Dropout probability of the attention weights.
+
+    Returns:
+        `[B, H, L, Dv]`, zeros at padding.
     """
     width = value.shape[-1]
     pieces = [query.new_zeros(*query.shape[:2], parts.before, width)]
@@ -66,8 +90,8 @@ def attend_in_blocks(
     start += parts.sink
     for size, run in groupby(parts.blocks):
         count = len(list(run))
-        own = slice(start, start + count * size)
-        queries, keys, values = (_split(x[:, :, own], count) for x in (query, key, value))
+        block_slice = slice(start, start + count * size)
+        queries, keys, values = (_split(x[:, :, block_slice], count) for x in (query, key, value))
         keys, values = (
             torch.cat([x[:, :, sink].repeat_interleave(count, 0), blocks], 2)
             for x, blocks in ((key, keys), (value, values))
@@ -75,19 +99,19 @@ def attend_in_blocks(
         output = torch.cat(_causal_attention(queries, keys, values, scale, dropout), 2)
         pieces.append(output.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3))
         start += count * size
-    tail, whole = slice(start, start + parts.tail), slice(parts.before, start + parts.tail)
-    pieces += _causal_attention(query[:, :, tail], key[:, :, whole], value[:, :, whole], scale, dropout)
+    tail, valid_slice = slice(start, start + parts.tail), slice(parts.before, start + parts.tail)
+    pieces += _causal_attention(query[:, :, tail], key[:, :, valid_slice], value[:, :, valid_slice], scale, dropout)
     pieces.append(query.new_zeros(*query.shape[:2], parts.after, width))
     return torch.cat(pieces, 2)
 
 
 def _split(x: Tensor, count: int) -> Tensor:
-    """`[B, H, count * N, D]` -> `[B * count, H, N, D]`."""
+    """Reshape `[B, H, count * N, D]` to `[B * count, H, N, D]`."""
     return x.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> list[Tensor]:
-    """Causal attention of the last tokens of a sequence, in pieces of `_QUERIES` of them."""
+    """Compute causal attention of the last tokens of a sequence, at most `_QUERIES` queries per call."""
     count, before = query.shape[2], key.shape[2] - query.shape[2]
     outputs = []
     for start in range(0, count, _QUERIES):
@@ -97,7 +121,7 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, d
                 query[:, :, start:end],
                 key[:, :, : before + end],
                 value[:, :, : before + end],
-                # Flash attention aligns this bias by itself; a plain is_causal would align it at the top left.
+                # is_causal=True would align the causal mask at the top left.
                 attn_mask=causal_lower_right(end - start, before + end),
                 dropout_p=dropout,
                 scale=scale,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring together the tokens that stay."""
+"""Operations that move kept tokens together."""
 
 from __future__ import annotations
 
@@ -15,22 +15,42 @@ if TYPE_CHECKING:
 
 @operation(kernel="tokenprune.kernels.compact_triton:partition")
 def partition(first: Tensor) -> Tensor:
-    """Return the order, long `[B, W]`, that puts the places where `first` (bool `[B, W]`) is True before the others;
-    among either they stay in order."""
+    """Return the stable order that puts the True entries of each row first.
+
+    Args:
+        first: bool `[B, W]`.
+
+    Returns:
+        Indices, long `[B, W]`. True and False entries keep their order. The kernel returns the same indices.
+
+    Example:
+        >>> partition(torch.tensor([[False, True, False, True]])).tolist()
+        [[1, 3, 0, 2]]
+    """
     return (~first).to(torch.uint8).argsort(dim=1, stable=True)
 
 
 @operation(kernel="tokenprune.kernels.compact_triton:gather_tokens")
 def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Gather tokens along `dim`, row by row.
+    """Gather tokens along `dim`, row by row. The kernel and the reference copy bit for bit.
 
-    x: any shape with the batch (size B or 1) right before `dim`. index: long `[B, W]`. Returns x with `dim` of size W,
-    and the batch expanded to B.
+    Args:
+        x: Tensor of any dtype. The batch axis (size B or 1) is directly before `dim`.
+        index: Tokens to gather, long `[B, W]`.
+        dim: Token axis of `x`.
+
+    Returns:
+        `x` with size W along `dim`, and the batch axis expanded to B.
+
+    Example:
+        >>> x = torch.tensor([[[1.0], [2.0], [3.0]]])
+        >>> gather_tokens(x, torch.tensor([[2, 0]]), 1).flatten().tolist()
+        [3.0, 1.0]
     """
     dim = dim % x.ndim
     batch = dim - 1
     if x.shape[batch] > 1:
         index = index.add(torch.arange(len(index), device=index.device)[:, None], alpha=x.shape[dim])
-    # Rows laid end to end: taking whole tokens is much faster than gathering their elements.
-    found = x.flatten(batch, dim).index_select(batch, index.flatten())
-    return found.view(*x.shape[:batch], *index.shape, *x.shape[dim + 1 :])
+    # index_select on flattened rows copies whole tokens, which is much faster than gathering elements.
+    gathered = x.flatten(batch, dim).index_select(batch, index.flatten())
+    return gathered.view(*x.shape[:batch], *index.shape, *x.shape[dim + 1 :])

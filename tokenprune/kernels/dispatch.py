@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One name for each operation, after it a PyTorch reference and a Triton kernel.
+"""Dispatch of operations that have a PyTorch reference and a Triton kernel.
 
     @operation(kernel="tokenprune.kernels.row_max_triton:row_max", limits=_limits)
     def row_max(x: torch.Tensor) -> torch.Tensor:
-        \"\"\"What it computes; shapes, dtypes.\"\"\"
+        \"\"\"Return the maximum of each row, `[B]`.\"\"\"
         return x.amax(dim=1)
 
-Calling `row_max(x)` runs one of the two, `row_max.reference(x)` and `row_max.triton(x)` ask for one. The environment
-variable TOKENPRUNE_KERNELS says which, and is read at every call:
+`row_max(x)` runs one of the two; `row_max.reference(x)` and `row_max.triton(x)` run a specific one. The environment
+variable TOKENPRUNE_KERNELS selects the implementation, and is read at every call:
 
-    auto       (default) the kernel for tensors on a GPU, where Triton is installed and the kernel takes such input
-    reference  PyTorch, always
-    triton     the kernel, or an error that says why it cannot run
+    auto       (default) the kernel for tensors on a GPU, if Triton is installed and the kernel supports the input
+    reference  always PyTorch
+    triton     always the kernel, or an error if it cannot run
 
-The module of a kernel, and Triton with it, is imported when it first runs, never by `import tokenprune`. Kernels have
-no gradients.
+Modules of kernels, and Triton with them, are imported when a kernel first runs. Kernels do not compute gradients.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _CHOICES = ("auto", "triton", "reference")
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operations() -> dict[str, Operation]:
-    """Return all operations by name, those of modules that nobody imported yet too."""
+def list_operations() -> dict[str, Operation]:
+    """Return all operations by name. Imports every kernel module."""
     package = importlib.import_module("tokenprune.kernels")
     for module in pkgutil.iter_modules(package.__path__):
         if not module.name.endswith("_triton"):
@@ -45,17 +44,17 @@ def operations() -> dict[str, Operation]:
     return dict(sorted(OPERATIONS.items()))
 
 
-def choice() -> str:
-    """Return what TOKENPRUNE_KERNELS asks for; raise OptionError for what it does not know."""
+def get_backend() -> str:
+    """Return the value of TOKENPRUNE_KERNELS. Raises OptionError if it is unknown."""
     value = os.environ.get(VARIABLE, "auto")
     if value not in _CHOICES:
-        raise OptionError(f"{VARIABLE}={value!r} is not known: set it to one of {', '.join(_CHOICES)}, or unset it")
+        raise OptionError(f"{VARIABLE}={value!r} is unknown. Set it to one of {', '.join(_CHOICES)}, or unset it.")
     return value
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Return whether Triton can be imported; looked up once."""
+    """Return True if Triton can be imported. The result is cached."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -63,9 +62,9 @@ def has_triton() -> bool:
     return True
 
 
-def compiles(device: torch.device) -> bool:
-    """Return whether kernels run, and are compiled at first, for tensors on a device."""
-    return choice() == "triton" or (choice() == "auto" and device.type == "cuda" and has_triton())
+def uses_kernels(device: torch.device) -> bool:
+    """Return True if operations on `device` run Triton kernels, which compile on first use."""
+    return get_backend() == "triton" or (get_backend() == "auto" and device.type == "cuda" and has_triton())
 
 
 @functools.cache
@@ -74,8 +73,10 @@ def _is_old(device: torch.device) -> bool:
 
 
 def on_device_of_tensors(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `launch` such that it runs with the GPU of its first CUDA tensor as the current one: Triton launches on
-    the current GPU, whatever its tensors are on (those of a model that is spread over several)."""
+    """Wrap `launch` to run with the GPU of its first CUDA tensor as the current device.
+
+    Triton launches on the current GPU, but a model may be spread over several GPUs.
+    """
 
     @functools.wraps(launch)
     def launch_there(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +91,13 @@ def on_device_of_tensors(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Operation:
-    """A function of tensors with two implementations; see the module's text. Made by `@operation`."""
+    """A tensor function with a PyTorch reference and a Triton kernel, created by `@operation`.
+
+    Args:
+        reference: The PyTorch implementation.
+        kernel: "module:function" that launches the kernel.
+        limits: Function that returns why the kernel does not support an input, or None.
+    """
 
     def __init__(self, reference: Callable, kernel: str, limits: Callable[..., str | None] | None) -> None:
         functools.update_wrapper(self, reference)
@@ -100,11 +107,11 @@ class Operation:
 
     @functools.cached_property
     def triton(self) -> Callable:
-        """The function that launches the kernel, on the GPU of its tensors; its module is imported here."""
+        """The launch function of the kernel. First access imports its module."""
         module, _, name = self._kernel.partition(":")
         return on_device_of_tensors(getattr(importlib.import_module(module), name))
 
-    def obstacle(self, *args: Any, **kwargs: Any) -> str | None:
+    def get_unsupported_reason(self, *args: Any, **kwargs: Any) -> str | None:
         """Return why the kernel cannot run on this input, or None."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         if not has_triton():
@@ -116,29 +123,30 @@ class Operation:
         if True in map(_is_old, on_gpu):
             return "this GPU is older than Triton supports (compute capability 8.0)"
         if len(on_gpu) > 1:
-            return "its tensors are on several devices"
+            return "the input tensors are on several devices"
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return "gradients are wanted, which kernels do not have (use torch.no_grad)"
+            return "an input requires gradients, which kernels do not compute (use torch.no_grad)"
         return None if self._limits is None else self._limits(*args, **kwargs)
 
-    def takes(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether the kernel takes input of such a kind and size, wherever it is."""
+    def accepts(self, *args: Any, **kwargs: Any) -> bool:
+        """Return True if the kernel supports the dtypes and sizes of this input, on any device."""
         return self._limits is None or self._limits(*args, **kwargs) is None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the implementation that TOKENPRUNE_KERNELS and the input lead to.
+        """Run the implementation chosen by TOKENPRUNE_KERNELS and the input.
 
-        Raises OptionError for a bad TOKENPRUNE_KERNELS, UnsupportedSetupError where it demands a kernel that cannot
-        run.
+        Raises:
+            OptionError: If TOKENPRUNE_KERNELS is unknown.
+            UnsupportedSetupError: If TOKENPRUNE_KERNELS=triton and the kernel cannot run.
         """
-        wanted = os.environ.get(VARIABLE, "auto")
-        if wanted == "reference" or (wanted == "auto" and not args[0].is_cuda):
+        backend = os.environ.get(VARIABLE, "auto")
+        if backend == "reference" or (backend == "auto" and not args[0].is_cuda):
             return self.reference(*args, **kwargs)
-        choice()  # what is not known raises
-        reason = self.obstacle(*args, **kwargs)
+        get_backend()  # raises for an unknown value
+        reason = self.get_unsupported_reason(*args, **kwargs)
         if reason is None:
             return self.triton(*args, **kwargs)
-        if wanted == "auto":
+        if backend == "auto":
             return self.reference(*args, **kwargs)
         raise UnsupportedSetupError(f"{self.name}: {VARIABLE}=triton, but {reason}; or set {VARIABLE}=auto")
 
@@ -146,14 +154,16 @@ class Operation:
 def operation(
     *, kernel: str, limits: Callable[..., str | None] | None = None
 ) -> Callable[[Callable[..., Any]], Operation]:
-    """Turn a PyTorch function into an `Operation`, listed in OPERATIONS under the function's name.
+    """Turn a PyTorch function into an `Operation`, and register it in OPERATIONS under its name.
 
-    kernel: "module:function" of what launches the Triton kernel, with the same parameters. limits: with the same
-    parameters too; returns why the kernel does not take such input (a dtype, a width), or None.
+    Args:
+        kernel: "module:function" that launches the Triton kernel. Its first parameters equal those of the reference.
+        limits: Function with the same parameters. Returns why the kernel does not support an input (such as its
+            dtype), or None.
     """
 
     def make(reference: Callable[..., Any]) -> Operation:
-        made = OPERATIONS[reference.__name__] = Operation(reference, kernel, limits)
-        return made
+        operation_ = OPERATIONS[reference.__name__] = Operation(reference, kernel, limits)
+        return operation_
 
     return make

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy selection of the tokens whose kernel has the largest determinant (a determinantal point process)."""
+"""Greedy MAP inference for a determinantal point process (DPP)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenprune.kernels.picks import Picks
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEPENDENT = 1e-5  # share of a token's own variance below which it says nothing new, in float32
+DEPENDENT = 1e-5  # share of its diagonal entry below which a token is linearly dependent on the selection
 
 
 def _limits(a: Tensor, b: Tensor, *args: object, **kwargs: object) -> str | None:
@@ -22,44 +22,67 @@ def _limits(a: Tensor, b: Tensor, *args: object, **kwargs: object) -> str | None
     return None if fine else f"it takes float32, not {a.dtype} and {b.dtype}"
 
 
-def order_of_dependents(own: Tensor) -> Tensor:
-    """float32 `[S, N]`, below 0: what tokens that say nothing new are taken by, the largest of `own` `[S, N]` first."""
-    place = torch.arange(own.shape[1], device=own.device)
-    order = own.argsort(dim=1, descending=True, stable=True)
-    return -1.0 - torch.empty_like(own).scatter_(1, order, place.to(own.dtype).expand_as(own))
+def rank_dependent(diagonal: Tensor) -> Tensor:
+    """Return negative scores of linearly dependent tokens, float32 `[S, N]`, in the order of their `diagonal`."""
+    rank = torch.arange(diagonal.shape[1], device=diagonal.device)
+    order = diagonal.argsort(dim=1, descending=True, stable=True)
+    return -1.0 - torch.empty_like(diagonal).scatter_(1, order, rank.to(diagonal.dtype).expand_as(diagonal))
 
 
 @operation(kernel="tokenprune.kernels.dpp_triton:greedy_dpp", limits=_limits)
 def greedy_dpp(
-    a: Tensor, b: Tensor, mask: Tensor, number: Tensor, most: int, ridge: float = 0.0, own: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    mask: Tensor,
+    count: Tensor,
+    max_count: int,
+    ridge: float = 0.0,
+    diagonal: Tensor | None = None,
 ) -> Tensor:
-    """bool `[S, N]`: take again and again the token that raises the determinant of `L + ridge * I` over those taken
-    most, by a Cholesky factor that grows by one row each time. L are the products of all pairs of a and b, of which
-    only the rows of those taken are made: memory is O(N most).
+    """Greedily select the tokens whose kernel submatrix has the largest determinant.
 
-    a, b: float32 `[S, N, D]`, such that L is symmetric, without negative eigenvalues (for `a @ a.T`, a twice); mask:
-    bool `[S, N]`, what can be taken; number: long `[S]`, how many, at most `most` and those of the mask; own: float32
-    `[S, N]`, the diagonal of L where it is known: products tell tokens of equal length apart by rounding, which a
-    batch may do otherwise. Of equal ones the lower index. Tokens that depend on those taken (duplicates; all that is
-    left, if more are wanted than L has dimensions) come last, by their own entries of the diagonal.
+    Each step selects the token that most increases `det(L + ridge * I)`, with a Cholesky factor that grows by one row.
+    L is `a @ b.T`. Only the rows of selected tokens are computed, so memory is O(N max_count).
+
+    Tokens that depend linearly on the selection (duplicates, or all tokens once the rank of L is reached) come last,
+    ordered by their diagonal entry. Ties go to the lower index. The kernel computes products in another order, so
+    near-ties may resolve differently.
+
+    Args:
+        a: float32 `[S, N, D]`.
+        b: float32 `[S, N, D]`, such that L is symmetric and positive semidefinite.
+        mask: Candidates, bool `[S, N]`.
+        count: Number of tokens to select, long `[S]`, at most the number of candidates.
+        max_count: Maximum of `count`.
+        ridge: Nonnegative constant added to the diagonal of L.
+        diagonal: Diagonal of L, float32 `[S, N]`. Pass it if it is known: computed entries of vectors of equal length
+            differ by rounding, which depends on the batch.
+
+    Returns:
+        Selected tokens, bool `[S, N]`.
+
+    Example:
+        >>> x = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
+        >>> greedy_dpp(x, x, torch.ones(1, 3).bool(), torch.tensor([2]), 2).tolist()
+        [[True, False, True]]
     """
     products = Products(a, b)
     row_of, picks = PickedRows(products), Picks(mask)
-    own = (products.diagonal() if own is None else own).clamp(min=0)
-    last, least = order_of_dependents(own), DEPENDENT * own
-    # What a token adds to those taken, beside the ridge: 1 + a little would lose the little.
-    left, rows = own.clone(), torch.arange(len(own), device=own.device)
-    factor = own.new_zeros(len(own), most, own.shape[1])
-    for step in range(most):
+    diagonal = (products.diagonal() if diagonal is None else diagonal).clamp(min=0)
+    last, least = rank_dependent(diagonal), DEPENDENT * diagonal
+    # Conditional variance without the ridge: adding the ridge first would lose small values to rounding.
+    left, rows = diagonal.clone(), torch.arange(len(diagonal), device=diagonal.device)
+    factor = diagonal.new_zeros(len(diagonal), max_count, diagonal.shape[1])
+    for step in range(max_count):
         new = left > least
-        score = picks.among_left(torch.where(new, left, last))
+        score = picks.mask_taken(torch.where(new, left, last))
         pick = picks.take_best(score)
-        if own.device.type == "cpu" and not new.gather(1, pick.unsqueeze(1)).any():
-            continue  # its row is 0, and so are all to come
-        one = pick.unsqueeze(1)
+        if diagonal.device.type == "cpu" and not new.gather(1, pick.unsqueeze(1)).any():
+            continue  # rows of dependent tokens are 0
+        pick_column = pick.unsqueeze(1)
         explained = torch.bmm(factor[rows, :step, pick].unsqueeze(1), factor[:, :step]).squeeze(1)
-        length = (left.gather(1, one) + ridge).clamp_(min=torch.finfo(own.dtype).tiny).sqrt_()
-        row = torch.where(new.gather(1, one), (row_of(pick, score) - explained) / length, 0)
+        length = (left.gather(1, pick_column) + ridge).clamp_(min=torch.finfo(diagonal.dtype).tiny).sqrt_()
+        row = torch.where(new.gather(1, pick_column), (row_of(pick, score) - explained) / length, 0)
         factor[:, step] = row
         left = (left - row.square()).clamp_(min=0)
-    return picks.first(number)
+    return picks.first_picks(count)

@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.dispatch import operation
-from tokenprune.kernels.farthest_blocks import farthest_of_many
+from tokenprune.kernels.farthest_blocks import select_farthest_blocked
 from tokenprune.kernels.match import best_match
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TABLE = 4096  # tokens whose similarities are kept, all of them; also as many as a token has features
+TABLE = 4096  # maximum tokens of a similarity table (or the number of features, if larger)
 
 
 def fits_table(features: Tensor) -> bool:
-    """Return True if all similarities `[S, N, N]` are to be held in memory, which is then about that of the
-    features."""
+    """Return True if the similarity table `[S, N, N]` is small enough to be kept in memory."""
     return features.shape[1] <= max(features.shape[2], TABLE)
 
 
 def _alike(unit: Tensor) -> Tensor:
-    """float32 `[S, N, N]`: products of all pairs. Each is made once: the half below the diagonal is a copy."""
+    """Return the products of all pairs, float32 `[S, N, N]`. The lower triangle is copied from the upper one."""
     count, block = unit.shape[1], max(256, -(-unit.shape[1] // 8))
     table = unit.new_empty(len(unit), count, count)
     for start in range(0, count, block):
@@ -35,11 +34,11 @@ def _alike(unit: Tensor) -> Tensor:
     return table
 
 
-def _of_table(unit: Tensor, number: int) -> Tensor:
-    """bool `[N]`: the picks among the tokens of one segment, float32 `[1, N, D]`, finite. Asks for each pick."""
+def _of_table(unit: Tensor, num_picks: int) -> Tensor:
+    """Select tokens of one segment from finite unit vectors, float32 `[1, N, D]`. Synchronizes for each pick."""
     table = _alike(unit)[0].fill_diagonal_(-torch.inf)
     apart, taken = 1 - table.amax(dim=1), []
-    for step in range(number):
+    for step in range(num_picks):
         pick = int(apart.argmax())
         taken.append(pick)
         apart = 1 - table[pick] if step == 0 else torch.minimum(apart, 1 - table[pick], out=apart)
@@ -48,34 +47,53 @@ def _of_table(unit: Tensor, number: int) -> Tensor:
     return torch.zeros_like(apart, dtype=torch.bool).index_fill_(0, index, True)
 
 
-def nearest_other(features: Tensor, mask: Tensor, match: Callable[..., tuple[Tensor, Tensor]] = best_match) -> Tensor:
-    """float32 `[S, N]`: cosine distance of each token to its nearest other token; +inf for one that has none, NaN for
-    all of a segment with a token that is not finite. The matrix of distances is never in memory."""
-    nearest = 1 - match(features, features, mask, others=True)[0]
+def distance_to_nearest(
+    features: Tensor, mask: Tensor, match: Callable[..., tuple[Tensor, Tensor]] = best_match
+) -> Tensor:
+    """Return the cosine distance of each token to its nearest other token, float32 `[S, N]`.
+
+    The distance is +inf for the only token of a segment, and NaN for all tokens of a segment with a non-finite token.
+    The distance matrix is never in memory.
+    """
+    nearest = 1 - match(features, features, mask, exclude_self=True)[0]
     broken = (~torch.isfinite(features).all(dim=2) & mask).any(dim=1, keepdim=True)
     return nearest.masked_fill(broken & nearest.isfinite(), torch.nan)
 
 
-def _limits(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> str | None:
+def _limits(features: Tensor, mask: Tensor, budget: Tensor, max_budget: int) -> str | None:
     if features.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it takes float32, float16 or bfloat16, not {features.dtype}"
+        return f"features are {features.dtype}, but must be float32, float16 or bfloat16"
     return None
 
 
 @operation(kernel="tokenprune.kernels.farthest_triton:farthest", limits=_limits)
-def farthest(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> Tensor:
-    """Take the token whose nearest other is farthest away, then again and again the one farthest from all taken, by
-    cosine distance in float32; returns bool `[S, N]`, which were taken.
+def farthest(features: Tensor, mask: Tensor, budget: Tensor, max_budget: int) -> Tensor:
+    """Select tokens that are far from each other by cosine distance in float32 (max-min greedy).
 
-    features: `[S, N, D]`; mask: bool `[S, N]`, tokens that are no padding; budget: long `[S]`, how many to take, at
-    most those of the mask; most: the largest budget. Ties go to the lower index; NaN counts as farthest.
+    The first pick is the token with the largest distance to its nearest other token. Each next pick has the largest
+    distance to the selected tokens. Ties go to the lower index, and NaN counts as farthest. The kernel agrees up to
+    ties within float32 rounding.
+
+    Args:
+        features: `[S, N, D]`.
+        mask: Valid tokens, bool `[S, N]`.
+        budget: Number of tokens to select, long `[S]`, at most the number of valid tokens.
+        max_budget: Maximum of `budget`.
+
+    Returns:
+        Selected tokens, bool `[S, N]`.
+
+    Example:
+        >>> x = torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]]])
+        >>> farthest(x, torch.ones(1, 3).bool(), torch.tensor([2]), 2).tolist()
+        [[True, False, True]]
     """
     unit = torch.nn.functional.normalize(features.float(), dim=-1)
     if not fits_table(unit):
         taken = torch.zeros_like(mask)
-        for row, number in enumerate(budget.tolist()):
-            real = mask[row].nonzero().flatten()
-            taken[row, real] = farthest_of_many(unit[row, real], number)
+        for row, num_picks in enumerate(budget.tolist()):
+            valid = mask[row].nonzero().flatten()
+            taken[row, valid] = select_farthest_blocked(unit[row, valid], num_picks)
         return taken
     if len(unit) == 1 and unit.device.type == "cpu" and unit[mask].isfinite().all():
         taken = torch.zeros_like(mask)
@@ -87,8 +105,8 @@ def farthest(features: Tensor, mask: Tensor, budget: Tensor, most: int) -> Tenso
     table.masked_fill_(~mask[:, None], -torch.inf)
     nearest = 1 - table.amax(dim=2)
     barred = ~mask
-    for step in range(most):
-        # -inf bars what is taken or padding, whatever the distances are.
+    for step in range(max_budget):
+        # -inf excludes selected tokens and padding, also if distances are NaN.
         pick = nearest.masked_fill(barred, -torch.inf).argmax(dim=1)
         barred[rows, pick] = barred[rows, pick] | (step < budget)
         new = 1 - table[rows, pick]

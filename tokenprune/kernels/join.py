@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighted means of tokens that become one."""
+"""Weighted means of tokens that are merged."""
 
 from __future__ import annotations
 
@@ -14,24 +14,39 @@ if TYPE_CHECKING:
 
 
 @operation(kernel="tokenprune.kernels.join_triton:join")
-def join(x: Tensor, keep: Tensor | None, own: Tensor, source: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Let tokens join others: `[n, D]` -> `[m, D]`, each the weighted mean, in float32, of one that stays and of those
-    that join it. What nothing joins, or nothing that weighs anything, is copied.
+def join(x: Tensor, keep: Tensor | None, own_weight: Tensor, source: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Merge source tokens into target tokens by weighted means.
 
-    keep: long `[m]`, the tokens that stay, in the order of the output; None if all do. own: float `[m]`, their weights.
-    source: long `[r]`, tokens that join. target: long `[r]`, the places in the output where; m for nowhere. weight:
-    float `[r]`. Members are added in their order, so that a mean is the same in every run.
+    Each output token is `sum(w_i x_i) / sum(w_i)` over the kept token and its sources, computed in float32 (float64 for
+    float64 input) and rounded to the dtype of `x`. Kept tokens without sources, or with a total weight of 0, are
+    copied. Sources are added in their order, so a mean is equal in every run. The kernel adds in the same order.
+
+    Args:
+        x: Tokens, `[n, D]`.
+        keep: Kept tokens in the order of the output, long `[m]`. None keeps all tokens.
+        own_weight: Weights of the kept tokens, float `[m]`.
+        source: Tokens to merge, long `[r]`.
+        target: Output index of each source, long `[r]`; m drops the source.
+        weight: Weights of the sources, float `[r]`.
+
+    Returns:
+        Merged tokens, `[m, D]`.
+
+    Example:
+        >>> x, weights = torch.tensor([[0.0], [3.0], [5.0]]), torch.ones(2)
+        >>> join(x, torch.tensor([0, 2]), weights, torch.tensor([1]), torch.tensor([1]), weights[:1]).tolist()
+        [[0.0], [4.0]]
     """
-    count, wide = len(own), torch.promote_types(x.dtype, torch.float32)
+    count, wide = len(own_weight), torch.promote_types(x.dtype, torch.float32)
     keep = torch.arange(count, device=x.device) if keep is None else keep
-    # One row more than asked for takes what goes nowhere: no boolean indexing, so no device sync.
+    # The extra last row receives dropped sources. Boolean indexing would synchronize with the device.
     out = x.index_select(0, torch.cat([keep, keep.new_zeros(1)]))
     order = target.argsort(stable=True)
     source, target, weight = source[order], target[order], weight[order].to(wide)
-    # Only the rows that something joins are worked on: `slot` numbers them, `row` says which they are.
+    # Only rows with sources are computed: `slot` numbers these rows, and `row` is their output index.
     slot = torch.cat([target.new_zeros(1), target.diff().ne(0).cumsum(0)])[: len(target)]
     row = torch.full_like(target, count).scatter(0, slot, target)
-    start = torch.cat([own.to(wide), own.new_zeros(1, dtype=wide)])[row]
+    start = torch.cat([own_weight.to(wide), own_weight.new_zeros(1, dtype=wide)])[row]
     total = start.index_add(0, slot, weight)
     mass = (out[row] * start[:, None]).index_add(0, slot, x.index_select(0, source) * weight[:, None])
     mean = (mass / total.masked_fill(total <= 0, 1)[:, None]).to(x.dtype)
@@ -40,21 +55,28 @@ def join(x: Tensor, keep: Tensor | None, own: Tensor, source: Tensor, target: Te
 
 @operation(kernel="tokenprune.kernels.join_triton:destinations")
 def destinations(
-    assign: Tensor, mask: Tensor, places: Tensor, weight: Tensor | None, nowhere: int
+    assign: Tensor, mask: Tensor, output_index: Tensor, weight: Tensor | None, num_outputs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `join` asks for where tokens are assigned to others.
+    """Convert an assignment of tokens to the arguments of `join`.
 
-    assign: long `[S, N]`, the token of its row that each becomes part of, itself if it stays, -1 for none. mask: bool
-    `[S, N]`, False at padding. places: long `[S, N]`, where they all stand. weight: float `[S, N]`; None: all weigh 1.
-    nowhere: how many places there are.
+    Args:
+        assign: Index of the token in its row that absorbs each token, long `[S, N]`. Kept tokens have their own index;
+            -1 drops a token.
+        mask: Valid tokens, bool `[S, N]`.
+        output_index: Output index of each token, long `[S, N]`.
+        weight: Weight of each token, float `[S, N]`. None is 1.
+        num_outputs: Number of output tokens, which is also the target of dropped tokens.
 
-    Returns float32 `[nowhere]`, the weights of those that stay, 0 at other places; long `[S * N]`, the place that each
-    token joins, `nowhere` for none; and their weights, float32 `[S * N]`.
+    Returns:
+        Weights of kept tokens, float32 `[num_outputs]`, 0 elsewhere; output index of each absorbed token, long `[S *
+        N]`, `num_outputs` for others; weights of all tokens, float32 `[S * N]`. The kernel returns equal values.
     """
-    weight = torch.ones_like(places, dtype=torch.float32) if weight is None else weight.float()
+    weight = torch.ones_like(output_index, dtype=torch.float32) if weight is None else weight.float()
     absorbed = mask & (assign >= 0)
-    itself = absorbed & (assign == torch.arange(places.shape[1], device=places.device))
-    own = weight.new_zeros(nowhere + 1).scatter(0, torch.where(itself, places, nowhere).flatten(), weight.flatten())
-    into = places.gather(1, assign.clamp(min=0))
-    target = torch.where(absorbed & ~itself, into, nowhere)
-    return own[:-1], target.flatten(), weight.flatten()
+    itself = absorbed & (assign == torch.arange(output_index.shape[1], device=output_index.device))
+    own_weight = weight.new_zeros(num_outputs + 1).scatter(
+        0, torch.where(itself, output_index, num_outputs).flatten(), weight.flatten()
+    )
+    joined = output_index.gather(1, assign.clamp(min=0))
+    target = torch.where(absorbed & ~itself, joined, num_outputs)
+    return own_weight[:-1], target.flatten(), weight.flatten()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `join.py`: a program for each token that stays adds up its members, in their order, without atomics."""
+"""Triton kernels of `join.py`. One program per kept token adds its sources in order, without atomics."""
 
 from __future__ import annotations
 
@@ -8,65 +8,69 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_FEW = 2**21  # targets that all programs together read, 16 MB, in less time than a sort is launched
+_FEW = 2**21  # targets read by all programs together (16 MB) up to which a search is faster than a sort
 
 
 @triton.jit
-def _join(x, keep, own, source, weight, first, out, D, KEEP: tl.constexpr, BLOCK: tl.constexpr):
+def _join(x, keep, own_weight, source, weight, first, out, D, KEEP: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     stays = row
     if KEEP:
         stays = tl.load(keep + row)
-    value = tl.load(x + stays * D + at, at < D, 0.0)
-    total = tl.load(own + row).to(tl.float32)
+    value = tl.load(x + stays * D + offset, offset < D, 0.0)
+    total = tl.load(own_weight + row).to(tl.float32)
     mass = value.to(tl.float32) * total
     start, end = tl.load(first + row), tl.load(first + row + 1)
     for member in range(start, end):
         part = tl.load(weight + member).to(tl.float32)
-        mass += tl.load(x + tl.load(source + member) * D + at, at < D, 0.0).to(tl.float32) * part
+        mass += tl.load(x + tl.load(source + member) * D + offset, offset < D, 0.0).to(tl.float32) * part
         total += part
     mean = (mass / tl.where(total > 0, total, 1.0)).to(value.dtype)
-    tl.store(out + row * D + at, tl.where((end > start) & (total > 0), mean, value), at < D)
+    tl.store(out + row * D + offset, tl.where((end > start) & (total > 0), mean, value), offset < D)
 
 
 @triton.jit(do_not_specialize=["R"])
 def _join_few(
-    x, keep, own, source, target, weight, out, R, D, KEEP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    x, keep, own_weight, source, target, weight, out, R, D, KEEP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Look for a row's members among all tokens that join, which need not be sorted then."""
+    """Search the sources of a row among all sources, which avoids a sort."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     stays = row
     if KEEP:
         stays = tl.load(keep + row)
-    value = tl.load(x + stays * D + at, at < D, 0.0)
-    total = tl.load(own + row).to(tl.float32)
+    value = tl.load(x + stays * D + offset, offset < D, 0.0)
+    total = tl.load(own_weight + row).to(tl.float32)
     mass = value.to(tl.float32) * total
     members = 0
     for start in range(0, R, CHUNK):
-        one = start + tl.arange(0, CHUNK)
-        joins = tl.load(target + one, one < R, -1) == row
+        candidate = start + tl.arange(0, CHUNK)
+        joins = tl.load(target + candidate, candidate < R, -1) == row
         left = tl.sum(joins.to(tl.int32), 0)
         members += left
         while left > 0:
-            member = tl.min(tl.where(joins, one, start + CHUNK), 0)
+            member = tl.min(tl.where(joins, candidate, start + CHUNK), 0)
             part = tl.load(weight + member).to(tl.float32)
-            mass += tl.load(x + tl.load(source + member) * D + at, at < D, 0.0).to(tl.float32) * part
+            mass += tl.load(x + tl.load(source + member) * D + offset, offset < D, 0.0).to(tl.float32) * part
             total += part
-            joins = joins & (one != member)
+            joins = joins & (candidate != member)
             left -= 1
     mean = (mass / tl.where(total > 0, total, 1.0)).to(value.dtype)
-    tl.store(out + row * D + at, tl.where((members > 0) & (total > 0), mean, value), at < D)
+    tl.store(out + row * D + offset, tl.where((members > 0) & (total > 0), mean, value), offset < D)
 
 
 def join(
-    x: Tensor, keep: Tensor | None, own: Tensor, source: Tensor, target: Tensor, weight: Tensor, *, block: int = 1024,
-    few: bool | None = None,
+    x: Tensor, keep: Tensor | None, own_weight: Tensor, source: Tensor, target: Tensor, weight: Tensor,
+    *, block: int = 1024, few: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `join.join`. block: features of a program at most. few: whether each program looks for its members, which
-    spares a sort; None: where that reads little."""
-    count, width = len(own), x.shape[1]
+    """See `join.join`.
+
+    Args:
+        block: Maximum number of features per program.
+        few: Search sources instead of sorting them. None decides by the amount of memory read.
+    """
+    count, width = len(own_weight), x.shape[1]
     out = x.new_empty(count, width)
     if not out.numel():
         return out
@@ -74,50 +78,69 @@ def join(
     grid, kept = (count, triton.cdiv(width, block)), x if keep is None else keep
     if len(target) * count * grid[1] <= _FEW if few is None else few:
         _join_few[grid](
-            x.contiguous(), kept, own, source, target, weight, out, len(target), width, KEEP=keep is not None,
+            x.contiguous(), kept, own_weight, source, target, weight, out, len(target), width, KEEP=keep is not None,
             BLOCK=block, CHUNK=max(16, min(128, triton.next_power_of_2(len(target)))),
         )  # fmt: skip
         return out
     order = target.argsort(stable=True)
-    # Where in that order the members of each row start.
+    # Offset of the first source of each row in the sorted order.
     first = torch.searchsorted(target[order], torch.arange(count + 1, device=x.device))
     _join[grid](
-        x.contiguous(), kept, own, source[order], weight[order], first, out, width, KEEP=keep is not None, BLOCK=block
+        x.contiguous(),
+        kept,
+        own_weight,
+        source[order],
+        weight[order],
+        first,
+        out,
+        width,
+        KEEP=keep is not None,
+        BLOCK=block,
     )
     return out
 
 
-@triton.jit(do_not_specialize=["N", "nowhere"])
+@triton.jit(do_not_specialize=["N", "num_outputs"])
 def _destinations(
-    assign, mask, places, weight, own, target, out, N, nowhere, WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+    assign,
+    mask,
+    output_index,
+    weight,
+    own_weight,
+    target,
+    out,
+    N,
+    num_outputs,
+    WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     s = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < N
-    to = tl.load(assign + s * N + at, inside, -1)
-    absorbed = inside & (to >= 0) & (tl.load(mask + s * N + at, inside, 0) != 0)
-    itself = absorbed & (to == at)
-    one = tl.full([BLOCK], 1.0, tl.float32)
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < N
+    to = tl.load(assign + s * N + offset, inside, -1)
+    absorbed = inside & (to >= 0) & (tl.load(mask + s * N + offset, inside, 0) != 0)
+    itself = absorbed & (to == offset)
+    member_weight = tl.full([BLOCK], 1.0, tl.float32)
     if WEIGHT:
-        one = tl.load(weight + s * N + at, inside, 0.0).to(tl.float32)
-    tl.store(own + tl.load(places + s * N + at, itself, 0), one, itself)
-    into = tl.load(places + s * N + tl.where(absorbed, to, 0), absorbed, 0)
-    tl.store(target + s * N + at, tl.where(absorbed & (to != at), into, nowhere), inside)
-    tl.store(out + s * N + at, one, inside)
+        member_weight = tl.load(weight + s * N + offset, inside, 0.0).to(tl.float32)
+    tl.store(own_weight + tl.load(output_index + s * N + offset, itself, 0), member_weight, itself)
+    joined = tl.load(output_index + s * N + tl.where(absorbed, to, 0), absorbed, 0)
+    tl.store(target + s * N + offset, tl.where(absorbed & (to != offset), joined, num_outputs), inside)
+    tl.store(out + s * N + offset, member_weight, inside)
 
 
 def destinations(
-    assign: Tensor, mask: Tensor, places: Tensor, weight: Tensor | None, nowhere: int
+    assign: Tensor, mask: Tensor, output_index: Tensor, weight: Tensor | None, num_outputs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `join.destinations`."""
-    assign, mask, places = assign.contiguous(), mask.contiguous(), places.contiguous()
+    assign, mask, output_index = assign.contiguous(), mask.contiguous(), output_index.contiguous()
     rows, count = assign.shape
-    own = torch.zeros(nowhere, dtype=torch.float32, device=places.device)
-    target, out = torch.empty_like(places).flatten(), own.new_empty(rows * count)
+    own_weight = torch.zeros(num_outputs, dtype=torch.float32, device=output_index.device)
+    target, out = torch.empty_like(output_index).flatten(), own_weight.new_empty(rows * count)
     if assign.numel():
         block = min(1024, triton.next_power_of_2(count))
         _destinations[triton.cdiv(count, block), rows](
-            assign, mask, places, own if weight is None else weight.contiguous(), own, target, out, count, nowhere,
-            WEIGHT=weight is not None, BLOCK=block,
+            assign, mask, output_index, own_weight if weight is None else weight.contiguous(), own_weight, target, out,
+            count, num_outputs, WEIGHT=weight is not None, BLOCK=block,
         )  # fmt: skip
-    return own, target, out
+    return own_weight, target, out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masses that sum to 1: even ones, and optimal transport between two sets of them (Sinkhorn's algorithm)."""
+"""Weights that sum to 1: uniform weights and optimal transport."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def evenly(mask: Tensor) -> Tensor:
-    """Return float32 weights, alike where a bool mask is True and 0 elsewhere, that add up to 1 along its last axis."""
-    # In float32: counts divided by counts take a process's default dtype.
+def uniform_weights(mask: Tensor) -> Tensor:
+    """Return float32 weights that are equal where `mask` is True, 0 elsewhere, and sum to 1 along the last axis."""
+    # Dividing integer tensors would return the process's default dtype.
     return mask.float() / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def transport(cost: Tensor, rows: Tensor, columns: Tensor, blur: float = 0.01, steps: int = 200) -> Tensor:
-    """float32 `[R, n, m]`: how much mass goes from each of n places to each of m at the least cost, with an entropic
-    `blur`. Each of `steps` rounds fits the columns and then the rows, so that what leaves each row is exact, and what
-    comes to each column is near its mass.
+def optimal_transport(cost: Tensor, rows: Tensor, columns: Tensor, blur: float = 0.01, steps: int = 200) -> Tensor:
+    """Compute an entropic optimal transport plan with Sinkhorn's algorithm, in log space.
 
-    cost: `[R, n, m]`, finite. rows, columns: `[R, n]` and `[R, m]`, the logarithms of masses that sum to 1; -inf is
-    none, but not all are. In logarithms throughout. Nothing here asks the device.
+    Each step fits the columns and then the rows: row sums are exact, and column sums are approximate. No device
+    synchronization.
+
+    Args:
+        cost: `[R, n, m]`, finite.
+        rows: Logarithms of the row masses, `[R, n]`. Masses sum to 1; -inf is a mass of 0.
+        columns: Logarithms of the column masses, `[R, m]`. Masses sum to 1; -inf is a mass of 0.
+        blur: Strength of the entropic regularization.
+        steps: Number of Sinkhorn iterations.
+
+    Returns:
+        Transported mass, float32 `[R, n, m]`.
     """
     scaled = -cost.float() / blur
     left = torch.zeros_like(rows).masked_fill(rows == -torch.inf, -torch.inf)

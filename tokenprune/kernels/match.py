@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The similarities of tokens with others, and the most similar of many without the matrix of all."""
+"""Cosine similarities, and the most similar token without the full similarity matrix."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _AT_ONCE = 2**22  # similarities in memory at a time
-_BLOCK = 64  # similarities of which the largest is found before its place
-# Cosines of equal vectors differ by up to 2e-7, by where they stand in a matrix and by processor. What is this close to
-# the best is as good: then the place decides, the same on every machine.
+_BLOCK = 64  # similarities per block of `_first_max`
+# Cosines of equal vectors differ by up to 2e-7, depending on the position in a matrix and the processor. Closer cosines
+# count as ties, so that the lower index wins on every machine.
 TIE = 2.0**-20
 
 
 def _limits(a: Tensor, b: Tensor, *args: object, **kwargs: object) -> str | None:
     fine = a.dtype == b.dtype and a.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return None if fine else f"it takes two of float32, float16 or bfloat16, not {a.dtype} and {b.dtype}"
+    return None if fine else f"inputs are {a.dtype} and {b.dtype}, but both must be float32, float16 or bfloat16"
 
 
 @operation(kernel="tokenprune.kernels.match_triton:cosines", limits=_limits)
 def cosines(a: Tensor, b: Tensor) -> Tensor:
-    """Return the cosines of all tokens of `a` with all of `b`, float32 `[S, A, B]`, for a few of one of them.
+    """Compute the cosines of all tokens of `a` with all tokens of `b` in float32, for few tokens in `a` or `b`.
 
-    a: `[S, A, D]`; b: `[S, B, D]`. A vector of zeros has 0 with all; one that is not finite has NaN.
+    A zero vector has cosine 0 with all others, and a non-finite vector NaN. The kernel agrees within float32 rounding.
+
+    Args:
+        a: `[S, A, D]`.
+        b: `[S, B, D]`.
+
+    Returns:
+        float32 `[S, A, B]`.
     """
     normalize = torch.nn.functional.normalize
     return normalize(a.float(), dim=-1) @ normalize(b.float(), dim=-1).transpose(1, 2)
@@ -42,72 +49,93 @@ def best_match(
     *,
     group_a: Tensor | None = None,
     group_b: Tensor | None = None,
-    others: bool = False,
+    exclude_self: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Find for each token of `a` the token of `b` that is most similar by cosine, in float32.
+    """Find the token of `b` with the largest cosine to each token of `a`, in float32.
 
-    a: `[S, A, D]`; b: `[S, B, D]`. allowed: bool `[S, B]` or None (all), which of `b` can be found. group_a, group_b:
-    long `[S, A]`, `[S, B]` or None: only one of its own group can be found, unless that group has no allowed one.
-    others: a and b are the same tokens, and none finds itself. Returns float `[S, A]`, the cosine, -inf where there is
-    nothing to find, and long `[S, A]`, its place in b (then 0). Ties, which are all within `TIE` of the best, go to the
-    lower place; a vector that is not finite is less similar (-2) than any other.
+    Cosines within `TIE` of the largest are ties, which go to the lower index. A non-finite vector is less similar (-2)
+    than any other. The kernel returns the same indices up to near-ties at a `TIE` boundary.
+
+    Args:
+        a: `[S, A, D]`.
+        b: `[S, B, D]`.
+        allowed: Tokens of `b` that can match, bool `[S, B]`. None allows all.
+        group_a: Group of each token of `a`, long `[S, A]`. With both groups, tokens match within their group, unless it
+            has no allowed token.
+        group_b: Group of each token of `b`, long `[S, B]`.
+        exclude_self: `a` and `b` are the same tokens, and no token matches itself.
+
+    Returns:
+        Cosine of the match, float32 `[S, A]`, -inf without a match; and its index in `b`, long `[S, A]`, 0 without a
+        match.
+
+    Example:
+        >>> a, b = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.0, 1.0], [2.0, 0.0]]])
+        >>> cosine, index = best_match(a, b)
+        >>> cosine.item(), index.item()
+        (1.0, 1)
     """
     unit = torch.nn.functional.normalize(a.float(), dim=-1)
     units = (unit if b is a else torch.nn.functional.normalize(b.float(), dim=-1)).transpose(1, 2)
-    # On the host it costs little to ask what need not be looked for among all pairs.
+    # On the CPU, these checks are cheaper than the operations that they can skip.
     finite = one_group = False
     if a.device.type == "cpu":
         finite = bool((unit.sum() + units.sum()).isfinite())
         one_group = group_a is not None and group_b is not None and _are_one(group_a, group_b)
     step = max(1, _AT_ONCE // max(1, units.shape[0] * units.shape[2]))
-    found = []
+    results = []
     for start in range(0, a.shape[1], step):
         rows = slice(start, start + step)
         likeness = unit[:, rows] @ units
         if not finite:
             likeness.nan_to_num_(nan=-2.0)
-        if others:
+        if exclude_self:
             likeness.diagonal(start, 1, 2).fill_(-torch.inf)
         if allowed is not None:
             likeness.masked_fill_(~allowed[:, None], -torch.inf)
-        best, place = _first_max(likeness)
+        best, index = _first_max(likeness)
         if group_a is not None and group_b is not None and not one_group:
             likeness.masked_fill_(group_a[:, rows, None] != group_b[:, None], -torch.inf)
-            own, where = _first_max(likeness)
-            best, place = torch.where(own > -torch.inf, own, best), torch.where(own > -torch.inf, where, place)
-        found.append((best, place))
-    best, place = (torch.cat(part, dim=1) for part in zip(*found, strict=True))
-    # A sum of one row does not depend on where it stands, as that of a matrix product does: equal pairs have one value.
-    cosine = (unit * units.transpose(1, 2).gather(1, place[..., None].expand_as(unit))).sum(2)
-    return torch.where(best > -1.5, cosine, best), place
+            group_best, where = _first_max(likeness)
+            best, index = (
+                torch.where(group_best > -torch.inf, group_best, best),
+                torch.where(group_best > -torch.inf, where, index),
+            )
+        results.append((best, index))
+    best, index = (torch.cat(part, dim=1) for part in zip(*results, strict=True))
+    # A row sum does not depend on its position, unlike an entry of a matrix product, so equal pairs have equal cosines.
+    cosine = (unit * units.transpose(1, 2).gather(1, index[..., None].expand_as(unit))).sum(2)
+    return torch.where(best > -1.5, cosine, best), index
 
 
 def _first_max(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest of each row, `[S, A]`, and the first place of one that ties with it, long `[S, A]`. x:
-    `[S, A, B]`. Many are searched in blocks: finding a value is several times faster than finding where it stands."""
-    whole = x.shape[2] // _BLOCK
-    if whole < 8:
+    """Return the maximum of each row of x `[S, A, B]`, and the first index within `TIE` of it, long `[S, A]`.
+
+    Long rows are searched in blocks, because finding a maximum is several times faster than finding its index.
+    """
+    num_blocks = x.shape[2] // _BLOCK
+    if num_blocks < 8:
         best = x.amax(dim=2)
         return best, _first_tie(x, best)
-    blocks, rest = x[..., : whole * _BLOCK].unflatten(2, (whole, _BLOCK)), x[..., whole * _BLOCK :]
+    blocks, rest = x[..., : num_blocks * _BLOCK].unflatten(2, (num_blocks, _BLOCK)), x[..., num_blocks * _BLOCK :]
     of_blocks = blocks.amax(dim=3)
     if rest.shape[2]:
         of_blocks = torch.cat([of_blocks, rest.amax(dim=2, keepdim=True)], dim=2)
     best = of_blocks.amax(dim=2)
     block = _first_tie(of_blocks, best)
-    inside = blocks.gather(2, block.clamp(max=whole - 1)[..., None, None].expand(-1, -1, 1, _BLOCK)).squeeze(2)
-    place = block * _BLOCK + _first_tie(inside, best)
+    inside = blocks.gather(2, block.clamp(max=num_blocks - 1)[..., None, None].expand(-1, -1, 1, _BLOCK)).squeeze(2)
+    index = block * _BLOCK + _first_tie(inside, best)
     if rest.shape[2]:
-        place = torch.where(block == whole, whole * _BLOCK + _first_tie(rest, best), place)
-    return best, place
+        index = torch.where(block == num_blocks, num_blocks * _BLOCK + _first_tie(rest, best), index)
+    return best, index
 
 
 def _first_tie(x: Tensor, best: Tensor) -> Tensor:
-    """Return the first place of each row of x, `[S, A, B]`, that is within `TIE` of `best`, `[S, A]`."""
+    """Return the first index in each row of x `[S, A, B]` that is within `TIE` of `best` `[S, A]`."""
     return (x >= (best - TIE)[..., None]).to(torch.uint8).argmax(dim=2)
 
 
 def _are_one(group_a: Tensor, group_b: Tensor) -> bool:
-    """Return True if all tokens of each row are of one group."""
+    """Return True if all tokens of each row belong to one group."""
     first = group_a[:, :1]
     return bool((group_a == first).all() and (group_b == first).all())

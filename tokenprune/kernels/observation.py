@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries and keys of one call of an attention function, and values computed of them, in any engine."""
+"""Queries and keys of one attention call, and the values that observables compute from them, in any engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from tokenprune.errors import TokenPruneError
 from tokenprune.kernels.attention import attention_column_means, attention_rows, visible_keys
 
-# Joins the heads (axis 1) of all processes that share a module.
+# Gathers the heads (axis 1) of all tensor-parallel processes.
 Join = Callable[[Tensor], Tensor]
 
 
@@ -21,10 +21,18 @@ Join = Callable[[Tensor], Tensor]
 class Observation:
     """Queries and keys of one attention call, after rotary embedding and cache update.
 
-    query: `[B, H, Q, Dh]`; key: `[B, Hkv, K, Dh]`; value: `[B, Hkv, K, Dv]`, if it was read; mask: as handed to the
-    attention function; scaling: factor before softmax; causal: the meaning of no mask; starts: borders of packed
-    sequences, if several share one axis; join: brings the heads of all processes together, if this one has a part of
-    them. The methods return values of all heads.
+    Methods return values of all heads, also if each process computes some of them.
+
+    Args:
+        query: `[B, H, Q, Dh]`.
+        key: `[B, Hkv, K, Dh]`.
+        mask: Mask as passed to the attention function.
+        scaling: Factor of the logits.
+        softcap: Softcap of the logits, if any.
+        causal: Whether attention without a mask is causal.
+        starts: Boundaries of packed sequences, int `[n + 1]`, if several share one axis.
+        join: Gathers the heads of all processes, if each process has some of them.
+        value: `[B, Hkv, K, Dv]`, if values were recorded.
     """
 
     query: Tensor
@@ -38,51 +46,57 @@ class Observation:
     value: Tensor | None = None
 
     def keys(self, queries: int) -> Tensor:
-        """`[B, Q, Hkv * Dh]`: keys of the last `queries` tokens, heads flattened."""
+        """Return the keys of the last `queries` tokens with flattened heads, `[B, Q, Hkv * Dh]`."""
         return self._of_all(self.key[:, :, -queries:]).transpose(1, 2).flatten(2)
 
     def values(self, queries: int) -> Tensor:
-        """`[B, Q, Hkv * Dv]`: values of the last `queries` tokens, heads flattened."""
+        """Return the values of the last `queries` tokens with flattened heads, `[B, Q, Hkv * Dv]`."""
         return self.value_heads(queries).flatten(2)
 
     def query_heads(self, queries: int) -> Tensor:
-        """`[B, Q, H, Dh]`: the last `queries` queries, no copy."""
+        """Return the last `queries` queries, `[B, Q, H, Dh]`, without a copy."""
         return self._of_all(self.query[:, :, -queries:]).transpose(1, 2)
 
     def value_heads(self, queries: int) -> Tensor:
-        """`[B, Q, Hkv, Dv]`: values of the last `queries` tokens, no copy."""
+        """Return the values of the last `queries` tokens, `[B, Q, Hkv, Dv]`, without a copy."""
         if self.value is None:
-            raise TokenPruneError("the values of this attention were not read")
+            raise TokenPruneError("The values of this attention call were not recorded.")
         return self._of_all(self.value[:, :, -queries:]).transpose(1, 2)
 
     def first_keys(self, count: int) -> Observation:
-        """Return what this call saw of its first `count` keys."""
+        """Return this observation limited to its first `count` keys."""
         value = None if self.value is None else self.value[:, :, :count]
         mask = None if self.mask is None else self.mask[..., :count]
         return replace(self, key=self.key[:, :, :count], value=value, mask=mask)
 
     @torch.no_grad()
     def rows(self, index: Tensor) -> Tensor:
-        """float32 `[B, H, R, K]`: softmax attention of the queries at `index` (long `[B, R]`, in this call's slots),
-        without gradient; 0 for queries that see nothing."""
+        """Return softmax attention of some queries, float32 `[B, H, R, K]`, without gradients.
+
+        Queries without visible keys have zeros.
+
+        Args:
+            index: Queries to compute, long `[B, R]`, as indices into this call.
+        """
         return self._of_all(attention_rows(self.query, self.key, index, self.mask, **self._options))
 
-    def visible(self, index: Tensor) -> Tensor:
-        """bool `[B, 1 or H, R, K]`: which keys the queries at `index` (long `[B, R]`) may attend to."""
+    def visible_keys(self, index: Tensor) -> Tensor:
+        """Return the keys that the queries at `index` (long `[B, R]`) see, bool `[B, 1 or H, R, K]`."""
         return visible_keys(self.query, self.key, index, self.mask, causal=self.causal)
 
     @torch.no_grad()
-    def received(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-        """float32 `[B, H, Q]`: mean attention that each of this call's tokens receives from the tokens that see it,
-        without gradient.
+    def column_means(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+        """Return the mean attention that each query's token receives, float32 `[B, H, Q]`, without gradients.
 
-        valid: bool `[B, Q]`, False for padding queries. starts: where the sequences that share the axis begin and end.
+        Args:
+            valid: Queries to average over, bool `[B, Q]`. None averages over all.
+            starts: Boundaries of packed sequences.
         """
-        own = attention_column_means(self.query, self.key, valid, self.mask, starts, **self._options)
-        return self._of_all(own)
+        partial = attention_column_means(self.query, self.key, valid, self.mask, starts, **self._options)
+        return self._of_all(partial)
 
-    def _of_all(self, own: Tensor) -> Tensor:
-        return own if self.join is None else self.join(own)
+    def _of_all(self, partial: Tensor) -> Tensor:
+        return partial if self.join is None else self.join(partial)
 
     @property
     def _options(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of `pairing.py`: a program for each row counts who is more similar, so that nothing is sorted."""
+"""Triton kernels of `pairing.py`. They rank tokens by counting larger similarities instead of sorting."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from torch import Tensor
 
 from tokenprune.kernels.rank_triton import rank
 
-_MATRIX = 2**14  # comparisons of a program at a time
-_ALONE = 512  # sources of a row that its own program ranks; of more a launch of many does, before it
+_MATRIX = 2**14  # comparisons per iteration of a program
+_ALONE = 512  # sources per row that one program ranks; longer rows are ranked by a separate launch
 
 
-@triton.jit(do_not_specialize=["protected", "real", "A"])
-def _sources(best, partner, counts, value, place, protected, real, A, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["protected", "num_valid", "A"])
+def _sources(best, partner, counts, value, index, protected, num_valid, A, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     s = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if not EVEN:
-        real = tl.load(counts + s).to(tl.int32)
-    inside = at < A
-    can = inside & (2 * at >= protected) & (2 * at < real)
-    # Float32 from 8 to 16 has steps of `match.TIE`.
-    alike = (tl.load(best + s * A + at, inside, 0.0) + 12.0) - 12.0
-    tl.store(value + s * A + at, tl.where(can, alike, float("-inf")), inside)
-    tl.store(place + s * A + at, tl.where(can, tl.load(partner + s * A + at, inside, 0), 0), inside)
+        num_valid = tl.load(counts + s).to(tl.int32)
+    inside = offset < A
+    can = inside & (2 * offset >= protected) & (2 * offset < num_valid)
+    # Round to steps of `match.TIE`, the spacing of float32 between 8 and 16.
+    similarity = (tl.load(best + s * A + offset, inside, 0.0) + 12.0) - 12.0
+    tl.store(value + s * A + offset, tl.where(can, similarity, float("-inf")), inside)
+    tl.store(index + s * A + offset, tl.where(can, tl.load(partner + s * A + offset, inside, 0), 0), inside)
 
 
-def as_sources(best: Tensor, partner: Tensor, protected: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
+def as_sources(best: Tensor, partner: Tensor, protected: int, num_valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `pairing.as_sources`."""
     best, partner = best.contiguous(), partner.contiguous()
-    value, place = torch.empty_like(best), torch.empty_like(partner)
+    value, index = torch.empty_like(best), torch.empty_like(partner)
     rows, width = best.shape
     if best.numel():
         block = min(1024, triton.next_power_of_2(width))
         _sources[triton.cdiv(width, block), rows](
             best,
             partner,
-            best if real is None else real,
+            best if num_valid is None else num_valid,
             value,
-            place,
+            index,
             protected,
             2 * width,
             width,
-            EVEN=real is None,
+            EVEN=num_valid is None,
             BLOCK=block,
         )
-    return value, place
+    return value, index
 
 
-@triton.jit(do_not_specialize=["gone", "real", "protected", "A", "M", "R"])
+@triton.jit(do_not_specialize=["num_merged", "num_valid", "protected", "A", "M", "R"])
 def _pair(
-    best, partner, ranks, gone_of, real_of, keep, source, target, gone, real, protected, A, M, R,
-    EVEN: tl.constexpr, BY_PLACE: tl.constexpr, RANKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    best, partner, ranks, gone_of, real_of, keep, source, target, num_merged, num_valid, protected, A, M, R,
+    EVEN: tl.constexpr, BY_INDEX: tl.constexpr, RANKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
     best += s * A
@@ -63,64 +63,70 @@ def _pair(
     source += s * R
     target += s * R
     if not EVEN:
-        gone = tl.load(gone_of + s).to(tl.int32)
-        real = tl.load(real_of + s).to(tl.int32)
-    at = tl.arange(0, BLOCK)
-    inside = at < A
+        num_merged = tl.load(gone_of + s).to(tl.int32)
+        num_valid = tl.load(real_of + s).to(tl.int32)
+    offset = tl.arange(0, BLOCK)
+    inside = offset < A
     rank = tl.zeros([BLOCK], tl.int32)
     if RANKED:
-        rank = tl.load(ranks + s * A + at, inside, 0).to(tl.int32)
+        rank = tl.load(ranks + s * A + offset, inside, 0).to(tl.int32)
     else:
-        mine = tl.load(best + at, inside, float("-inf"))
+        mine = tl.load(best + offset, inside, float("-inf"))
         for start in range(0, A, CHUNK):
             other = start + tl.arange(0, CHUNK)
             theirs = tl.load(best + other, other < A, float("-inf"))
             more, tied = theirs[None, :] > mine[:, None], theirs[None, :] == mine[:, None]
-            before = (more | (tied & (other[None, :] < at[:, None]))) & (other < A)[None, :]
+            before = (more | (tied & (other[None, :] < offset[:, None]))) & (other < A)[None, :]
             rank += tl.sum(before.to(tl.int32), 1)
-    # After a row's own numbers: the first token, which there is.
+    # Padding is 0, a valid index.
     for start in range(0, M, BLOCK):
-        tl.store(keep + start + at, tl.zeros([BLOCK], tl.int64), (start + at >= real - gone) & (start + at < M))
+        tl.store(
+            keep + start + offset,
+            tl.zeros([BLOCK], tl.int64),
+            (start + offset >= num_valid - num_merged) & (start + offset < M),
+        )
     for start in range(0, R, BLOCK):
-        behind = (start + at >= gone) & (start + at < R)
-        tl.store(source + start + at, tl.zeros([BLOCK], tl.int64), behind)
-        tl.store(target + start + at, tl.zeros([BLOCK], tl.int64), behind)
-    leaves = inside & (rank < gone)
-    even, odd = 2 * at, 2 * at + 1
-    stays = inside & (even >= protected) & (even < real) & (rank >= gone)
+        behind = (start + offset >= num_merged) & (start + offset < R)
+        tl.store(source + start + offset, tl.zeros([BLOCK], tl.int64), behind)
+        tl.store(target + start + offset, tl.zeros([BLOCK], tl.int64), behind)
+    leaves = inside & (rank < num_merged)
+    even, odd = 2 * offset, 2 * offset + 1
+    stays = inside & (even >= protected) & (even < num_valid) & (rank >= num_merged)
     turn = tl.cumsum(stays.to(tl.int32), 0) - 1
-    if not BY_PLACE:
-        turn = rank - gone
+    if not BY_INDEX:
+        turn = rank - num_merged
     ahead = protected // 2
-    of_odd = protected + (real + 1) // 2 - (protected + 1) // 2 - gone  # where the first unprotected one stands
+    of_odd = (
+        protected + (num_valid + 1) // 2 - (protected + 1) // 2 - num_merged
+    )  # output index of the first unprotected odd token
     to_even = tl.where(even < protected, even, protected + turn)
-    to_odd = tl.where(odd < protected, odd, of_odd + at - ahead)
-    if not EVEN:  # nothing leaves: all keep their order
-        to_even = tl.where(gone == 0, even, to_even)
-        to_odd = tl.where(gone == 0, odd, to_odd)
-    tl.store(keep + to_even, even.to(tl.int64), stays | (inside & (even < protected) & (even < real)))
-    tl.store(keep + to_odd, odd.to(tl.int64), inside & (odd < real))
-    found = tl.load(partner + s * A + at, leaves, 0)
+    to_odd = tl.where(odd < protected, odd, of_odd + offset - ahead)
+    if not EVEN:  # a row without merges keeps its order
+        to_even = tl.where(num_merged == 0, even, to_even)
+        to_odd = tl.where(num_merged == 0, odd, to_odd)
+    tl.store(keep + to_even, even.to(tl.int64), stays | (inside & (even < protected) & (even < num_valid)))
+    tl.store(keep + to_odd, odd.to(tl.int64), inside & (odd < num_valid))
+    partner_index = tl.load(partner + s * A + offset, leaves, 0)
     tl.store(source + rank, even.to(tl.int64), leaves)
-    tl.store(target + rank, of_odd + found - ahead, leaves)
+    tl.store(target + rank, of_odd + partner_index - ahead, leaves)
 
 
 def pairing(
-    best: Tensor, partner: Tensor, gone: Sequence[int], counts: Sequence[int], protected: int, by_place: bool = True,
-    *, there: tuple[Tensor, Tensor] | None = None, alone: int = _ALONE,
+    best: Tensor, partner: Tensor, num_merged: Sequence[int], counts: Sequence[int], protected: int,
+    by_index: bool = True, *, on_device: tuple[Tensor, Tensor] | None = None, alone: int = _ALONE,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `pairing.pairing`. alone: sources of a row that its own program ranks at most."""
+    """See `pairing.pairing`. `alone` is the maximum number of sources per row that one program ranks."""
     best, partner = best.contiguous(), partner.contiguous()
     rows, width = best.shape
-    most, left = max(gone), max(count - less for count, less in zip(counts, gone, strict=True))
-    keep = partner.new_empty(rows, left)
-    source, target = partner.new_empty(2, rows, most)
-    fewer, real = there or (best, best)
+    max_merged, num_kept = max(num_merged), max(count - less for count, less in zip(counts, num_merged, strict=True))
+    keep = partner.new_empty(rows, num_kept)
+    source, target = partner.new_empty(2, rows, max_merged)
+    fewer, num_valid = on_device or (best, best)
     block = max(16, triton.next_power_of_2(width))
     ranks = partner if width <= alone else rank(best)
     _pair[(rows,)](
-        best, partner, ranks, fewer, real, keep, source, target, gone[0], counts[0], protected, width, left, most,
-        EVEN=there is None, BY_PLACE=by_place, RANKED=width > alone, BLOCK=block,
+        best, partner, ranks, fewer, num_valid, keep, source, target, num_merged[0], counts[0], protected, width,
+        num_kept, max_merged, EVEN=on_device is None, BY_INDEX=by_index, RANKED=width > alone, BLOCK=block,
         CHUNK=max(16, min(64, _MATRIX // block)), num_warps=8,
     )  # fmt: skip
     return keep, source, target

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of all pairs of vectors, of which a method needs some rows: made as they are asked for.
+"""Products of all pairs of vectors, with rows computed on demand.
 
-A BLAS rounds a product by its shape, but no longer once it has a few rows. So rows are made at least 16 at a time, and
-what stands in two places, or is made twice, is the same number: copies of a token tie.
+BLAS rounding depends on the shape of a product, but not once it has several rows. So at least 16 rows are computed at a
+time. An entry then has the same value wherever and whenever it is computed, and copies of a token tie.
 """
 
 from __future__ import annotations
@@ -18,55 +18,70 @@ from tokenprune.kernels import farthest
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEAST = 16  # rows of a product
-_SQUARE = 256  # tokens whose products with themselves are made at a time
-_AT_ONCE = 2**22  # products in memory at a time, where there is no table
+MIN_ROWS = 16  # minimum rows of a product
+_SQUARE = 256  # tokens per block of `Products.diagonal`
+_AT_ONCE = 2**22  # products in memory at a time, without a table
 _STEPS = 2.0**20
 _CANCELLED = 2.0**-40
 _TINY = 1e-12
 
 
-def finite(x: Tensor) -> Tensor:
-    """Return bool, True where all of the last axis is finite."""
+def is_finite(x: Tensor) -> Tensor:
+    """Return True where all entries along the last axis are finite, bool."""
     return torch.linalg.vector_norm(x, torch.inf, dim=-1) < torch.inf
 
 
-def unit(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """float32, of length 1 along the last axis; zeros where there is nothing to point at, or a mask (bool, an axis
-    less) is False."""
+def normalize(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Normalize vectors along the last axis to length 1, in float32.
+
+    Args:
+        x: `[..., D]`.
+        mask: Valid vectors, bool `[...]`.
+
+    Returns:
+        float32 `[..., D]`, zeros for zero, non-finite and invalid vectors.
+    """
     x = x.float()
-    length = x.norm(dim=-1, keepdim=True)  # not finite where an entry is not
-    real = length < torch.inf
+    length = x.norm(dim=-1, keepdim=True)  # non-finite if an entry is
+    valid = length < torch.inf
     if mask is not None:
-        real = real & mask.unsqueeze(-1)
-    return (x / length.clamp(min=_TINY)).masked_fill_(~real, 0)
+        valid = valid & mask.unsqueeze(-1)
+    return (x / length.clamp(min=_TINY)).masked_fill_(~valid, 0)
 
 
-def rounded(x: Tensor) -> Tensor:
-    """`x`, which is changed, to a multiple of 2**-20: so that equal vectors have cosines of exactly 1."""
+def round_cosines(x: Tensor) -> Tensor:
+    """Round `x` in place to multiples of 2**-20, so that equal vectors have a cosine of exactly 1."""
     return x.mul_(_STEPS).round_().div_(_STEPS)
 
 
 def distances(a: Tensor, b: Tensor) -> Tensor:
-    """float32 `[S, A, B]`: Euclidean distance of each vector of `a` `[S, A, D]` to each of `b` `[S, B, D]`, all finite.
+    """Compute Euclidean distances of the vectors of `a` `[S, A, D]` and `b` `[S, B, D]`, all finite.
 
-    By products in float64, which are an order of magnitude faster than differences, of what vectors are beside the
-    first of `b`. A squared distance below 2**-40 of the squared lengths is what cancelled: 0, as between equal ones.
+    Distances are computed from products in float64, an order of magnitude faster than from differences, after a
+    shift by the first vector of `b`. A squared distance below 2**-40 of the squared lengths is cancellation error and
+    set to 0, as between equal vectors.
+
+    Returns:
+        float32 `[S, A, B]`.
     """
-    near = b.double()
-    first = near[:, :1]
-    far, near = None if a is b else a.double() - first, near - first
-    own = near.square().sum(2)
-    both = (own if far is None else far.square().sum(2)).unsqueeze(2) + own.unsqueeze(1)
-    squared = torch.baddbmm(both, near if far is None else far, near.transpose(1, 2), alpha=-2)
+    points = b.double()
+    first = points[:, :1]
+    far, points = None if a is b else a.double() - first, points - first
+    norms = points.square().sum(2)
+    both = (norms if far is None else far.square().sum(2)).unsqueeze(2) + norms.unsqueeze(1)
+    squared = torch.baddbmm(both, points if far is None else far, points.transpose(1, 2), alpha=-2)
     return squared.mul_(squared > both.mul_(_CANCELLED)).sqrt_().float()
 
 
 class Products:
-    """Products of each vector of `a` `[S, R, D]` with each of `b` `[S, N, D]` (None: those of a), float32.
+    """Products of the vectors of `a` with the vectors of `b`, in float32.
 
-    They are held as a table where they are about as many as the features; else a row is made when it is asked for.
-    round_: to a multiple of 2**-20, for vectors of length 1.
+    The products are stored as a table if it is about as large as the vectors. Otherwise, rows are computed on demand.
+
+    Args:
+        a: `[S, R, D]`.
+        b: `[S, N, D]`. None is `a`.
+        round_: Round products to multiples of 2**-20. For unit vectors.
     """
 
     def __init__(self, a: Tensor, b: Tensor | None = None, round_: bool = False) -> None:
@@ -74,105 +89,113 @@ class Products:
         self.shape = (len(a), a.shape[1], self.b.shape[1])
 
     @property
-    def fits(self) -> bool:
-        """Return True if all products are to be held in memory."""
+    def fits_in_memory(self) -> bool:
+        """True if the table of all products is small enough to be kept in memory."""
         return self.shape[1] * self.shape[2] <= max(self.b.shape[1] * self.b.shape[2], farthest.TABLE**2)
 
     @cached_property
     def table(self) -> Tensor:
-        """float32 `[S, R, N]`: all of them. Once it is made, rows are read from it."""
+        """All products, float32 `[S, R, N]`. Later reads of rows use the table."""
         return self._done(self.a @ self.b.transpose(1, 2))
 
     def rows(self, segment: int, index: Tensor) -> Tensor:
-        """float32 `[n, N]`: the rows of a segment with these indices, long `[n]`."""
+        """Return the rows `index` (long `[n]`) of a segment, float32 `[n, N]`."""
         if "table" in self.__dict__:
             return self.table[segment].index_select(0, index)
-        short = LEAST - len(index)
+        short = MIN_ROWS - len(index)
         few = index if short <= 0 or not len(index) else torch.cat([index, index[:1].expand(short)])
         return self._done(self.a[segment, few] @ self.b[segment].T)[: len(index)]
 
-    def column(self, segment: int, place: int) -> Tensor:
-        """float32 `[R]`: of all vectors of a segment with the one of b at this place."""
-        one = self.b[segment, place].expand(LEAST, -1)
-        return self._done(one @ self.a[segment].T)[0]
+    def column(self, segment: int, index: int) -> Tensor:
+        """Return the products of all vectors of a segment with vector `index` of b, float32 `[R]`."""
+        vector = self.b[segment, index].expand(MIN_ROWS, -1)
+        return self._done(vector @ self.a[segment].T)[0]
 
-    def row_of_each(self, place: Tensor) -> Tensor:
-        """float32 `[S, N]`: the row of each segment with its index, long `[S]`; asks the device nothing."""
-        segment = torch.arange(len(place), device=place.device)
+    def segment_rows(self, index: Tensor) -> Tensor:
+        """Return one row per segment, float32 `[S, N]`, by index (long `[S]`). Does not synchronize with the device."""
+        segment = torch.arange(len(index), device=index.device)
         if "table" in self.__dict__:
-            return self.table[segment, place]
-        return self._done(self.a[segment, place].unsqueeze(1) @ self.b.transpose(1, 2)).squeeze(1)
+            return self.table[segment, index]
+        return self._done(self.a[segment, index].unsqueeze(1) @ self.b.transpose(1, 2)).squeeze(1)
 
     def diagonal(self) -> Tensor:
-        """float32 `[S, N]`: of each vector with its namesake, as it stands in the table."""
-        count, found = self.shape[1], []
+        """Return the products of each vector with the vector of the same index, float32 `[S, N]`.
+
+        The values equal the diagonal of the table.
+        """
+        count, results = self.shape[1], []
         for start in range(0, count, _SQUARE):
             first = max(0, min(start, count - _SQUARE))
             block = slice(first, first + _SQUARE)
             square = self.a[:, block] @ self.b[:, block].transpose(1, 2)
-            found.append(square.diagonal(dim1=1, dim2=2)[:, start - first :])
-        return self._done(torch.cat(found, dim=1)) if found else self.a.new_zeros(self.shape[0], 0)
+            results.append(square.diagonal(dim1=1, dim2=2)[:, start - first :])
+        return self._done(torch.cat(results, dim=1)) if results else self.a.new_zeros(self.shape[0], 0)
 
-    def of_rows(self, reduce: Callable[[Tensor, int, int], Tensor]) -> Tensor:
-        """`[S, R]`: `reduce(rows, segment, start)` of all rows, `[n]` for float32 `[n, N]`, those from `start` on. They
-        are a few at a time, where there is no table; else it is made and kept."""
-        step = max(LEAST, _AT_ONCE // max(1, self.shape[2]))
-        index, found = torch.arange(self.shape[1], device=self.a.device), []
+    def reduce_rows(self, reduce: Callable[[Tensor, int, int], Tensor]) -> Tensor:
+        """Apply `reduce(rows, segment, start)` to blocks of rows and return the results, `[S, R]`.
+
+        `rows` is float32 `[n, N]`, the rows from index `start` on. `reduce` returns `[n]`.
+        """
+        step = max(MIN_ROWS, _AT_ONCE // max(1, self.shape[2]))
+        index, results = torch.arange(self.shape[1], device=self.a.device), []
         for segment in range(self.shape[0]):
-            made = (self.rows(segment, some) for some in index.split(step))
-            blocks = self.table[segment].split(step) if self.fits else made
-            found.append(torch.cat([reduce(rows, segment, at * step) for at, rows in enumerate(blocks)]))
-        return torch.stack(found)
+            computed = (self.rows(segment, part) for part in index.split(step))
+            blocks = self.table[segment].split(step) if self.fits_in_memory else computed
+            results.append(torch.cat([reduce(rows, segment, block * step) for block, rows in enumerate(blocks)]))
+        return torch.stack(results)
 
     def _done(self, x: Tensor) -> Tensor:
-        return rounded(x) if self._round else x
+        return round_cosines(x) if self._round else x
 
 
 class Relation:
-    """The relation between each of R vectors and N others, computed from their products row by row.
+    """A relation of R vectors with N others, computed from their products row by row.
 
-    value: of products `[..., n, N]` and one entry of each of `each` (`[S, R]`, as `[..., n, 1]`) per row, element by
-    element, what stands there.
+    Args:
+        products: Products of the vectors.
+        value: Elementwise function of products `[..., n, N]` and one value per row from each of `each`, as `[..., n,
+            1]`.
+        each: Tensors of one value per row, `[S, R]`.
     """
 
     def __init__(self, products: Products, value: Callable[..., Tensor] = lambda x: x, *each: Tensor) -> None:
         self.products, self._value, self._each = products, value, each
-        self.shape, self.fits, self.device = products.shape, products.fits, products.a.device
+        self.shape, self.fits_in_memory, self.device = products.shape, products.fits_in_memory, products.a.device
 
     @cached_property
     def table(self) -> Tensor:
-        """`[S, R, N]`. Once it is made, rows are read from it."""
+        """All values, `[S, R, N]`. Later reads of rows use the table."""
         table = self.products.table
-        del self.products.table  # one is enough
+        del self.products.table  # free the memory of the products
         return self._value(table, *(x.unsqueeze(2) for x in self._each))
 
     def rows(self, segment: int, index: Tensor) -> Tensor:
-        """`[n, N]`: the rows of a segment with these indices, long `[n]`."""
+        """Return the rows `index` (long `[n]`) of a segment, `[n, N]`."""
         if "table" in self.__dict__:
             return self.table[segment].index_select(0, index)
         return self._value(self.products.rows(segment, index), *(x[segment, index].unsqueeze(1) for x in self._each))
 
-    def column(self, segment: int, place: int) -> Tensor:
-        """`[R]`: what stands between all of a segment and the other vector at this place."""
+    def column(self, segment: int, index: int) -> Tensor:
+        """Return the values of all rows of a segment at column `index`, `[R]`."""
         if "table" in self.__dict__:
-            return self.table[segment, :, place]
-        column = self.products.column(segment, place).unsqueeze(1)
+            return self.table[segment, :, index]
+        column = self.products.column(segment, index).unsqueeze(1)
         return self._value(column, *(x[segment].unsqueeze(1) for x in self._each)).squeeze(1)
 
 
-class Known(Relation):
-    """A relation that is given as a table, `[S, R, N]`."""
+class TableRelation(Relation):
+    """A relation given as a table `[S, R, N]`."""
 
     def __init__(self, table: Tensor) -> None:
         segments, rows, columns = table.shape
-        self.table, self.shape, self.fits, self.device = table, (segments, rows, columns), True, table.device
+        self.table, self.shape, self.fits_in_memory, self.device = table, (segments, rows, columns), True, table.device
 
 
 class PickedRows:
-    """The rows of tokens that are picked one after the other.
+    """Rows of tokens that are picked one after the other.
 
-    On the host the rows of the likeliest next picks are made with that of a pick: 16 rows take little longer than one,
-    whose vectors have all to be read. Elsewhere it is one row, and nothing is asked of the device.
+    On the CPU, a pick also computes the rows of the likeliest next picks: 16 rows take little longer than one, because
+    each row reads all vectors. On other devices, one row is computed, without synchronization.
     """
 
     def __init__(self, products: Products) -> None:
@@ -180,18 +203,26 @@ class PickedRows:
         self._held: list[dict[int, Tensor]] = [{} for _ in range(products.shape[0])]
 
     def __call__(self, pick: Tensor, score: Tensor) -> Tensor:
-        """float32 `[S, N]`: the row of each segment's pick, long `[S]`. score: `[S, N]`, that picks are chosen by."""
-        if pick.device.type != "cpu":
-            return self.products.row_of_each(pick)
-        places = enumerate(pick.tolist())
-        return torch.stack([self.row(segment, place, score[segment]) for segment, place in places])
+        """Return the row of each segment's pick.
 
-    def row(self, segment: int, place: int, score: Tensor) -> Tensor:
-        """float32 `[N]`: the row of one segment's pick, on the host. score: `[N]`."""
+        Args:
+            pick: long `[S]`.
+            score: Scores that picks are chosen by, `[S, N]`.
+
+        Returns:
+            float32 `[S, N]`.
+        """
+        if pick.device.type != "cpu":
+            return self.products.segment_rows(pick)
+        places = enumerate(pick.tolist())
+        return torch.stack([self.row(segment, index, score[segment]) for segment, index in places])
+
+    def row(self, segment: int, pick: int, score: Tensor) -> Tensor:
+        """Return the row of one segment's pick on the CPU, float32 `[N]`. `score` is `[N]`."""
         held = self._held[segment]
-        if place not in held:
-            likely = score.topk(min(LEAST, len(score)) - 1).indices
-            index = torch.cat([likely.new_tensor([place]), likely])
+        if pick not in held:
+            likely = score.topk(min(MIN_ROWS, len(score)) - 1).indices
+            index = torch.cat([likely.new_tensor([pick]), likely])
             held = dict(zip(index.tolist(), self.products.rows(segment, index), strict=True))
             self._held[segment] = held
-        return held[place]
+        return held[pick]

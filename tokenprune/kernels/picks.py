@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that are taken one after the other, each by a score of its own turn."""
+"""State of a greedy selection: the selected tokens of each segment."""
 
 from __future__ import annotations
 
@@ -12,35 +12,39 @@ if TYPE_CHECKING:
 
 
 class Picks:
-    """The tokens taken so far in each segment, among `mask`, bool `[S, N]`. Asks the device nothing."""
+    """Tokens selected one after the other in each segment. No method synchronizes with the device.
+
+    Args:
+        mask: Candidates, bool `[S, N]`.
+    """
 
     def __init__(self, mask: Tensor) -> None:
         self._mask = mask
         self._taken: list[Tensor] = []
-        # Added to a score it bars what cannot be taken: several times faster than filling by a mask.
+        # Adding -inf is several times faster than masked_fill.
         self._bar = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -torch.inf)
 
-    def among_left(self, score: Tensor) -> Tensor:
-        """float32 `[S, N]`: `score`, which is finite; -inf for what cannot be taken any more."""
+    def mask_taken(self, score: Tensor) -> Tensor:
+        """Return finite scores with -inf at tokens that cannot be selected, float32 `[S, N]`."""
         return score + self._bar
 
     def take_best(self, score: Tensor) -> Tensor:
-        """long `[S]`: take the highest of `among_left` of each segment, of equal ones the first."""
+        """Select the highest score of `mask_taken` in each segment, long `[S]`. Ties go to the lower index."""
         pick = score.argmax(1)
         self._bar.scatter_(1, pick.unsqueeze(1), -torch.inf)
         self._taken.append(pick)
         return pick
 
     @property
-    def left(self) -> Tensor:
-        """bool `[S, N]`: what can still be taken."""
+    def available(self) -> Tensor:
+        """Tokens that can still be selected, bool `[S, N]`."""
         return self._bar == 0
 
-    def first(self, number: Tensor) -> Tensor:
-        """bool `[S, N]`: the first `number` (long `[S]`) tokens that each segment took."""
-        keep = torch.nn.functional.pad(torch.zeros_like(self._mask), (0, 1))  # the last entry is for those after them
+    def first_picks(self, count: Tensor) -> Tensor:
+        """Return the first `count` (long `[S]`) selected tokens of each segment, bool `[S, N]`."""
+        keep = torch.nn.functional.pad(torch.zeros_like(self._mask), (0, 1))  # the last column receives later picks
         if self._taken:
-            turn = torch.arange(len(self._taken), device=number.device)
-            behind = turn >= number.unsqueeze(1)
+            turn = torch.arange(len(self._taken), device=count.device)
+            behind = turn >= count.unsqueeze(1)
             keep.scatter_(1, torch.stack(self._taken, 1).masked_fill_(behind, self._mask.shape[1]), True)
         return keep[:, :-1] & self._mask

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `take.rank_in_group`: each token counts those of its group that come before it."""
+"""Triton kernel of `take.rank_in_group`. Each token counts the tokens of its group that come before it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 @triton.jit
 def _before(theirs, mine, tied):
-    """Return True where theirs is larger, NaN largest, or where they tie and `tied` holds."""
+    """Return True where theirs is larger (NaN is largest), or equal with `tied` set."""
     larger = (theirs > mine) | ((theirs != theirs) & (mine == mine))
     equal = (theirs == mine) | ((theirs != theirs) & (mine != mine))
     return larger | (equal & tied)
 
 
 @triton.jit
-def _values(key, at, N):
-    """Return what stands at those places, of which bfloat16 has no comparisons of its own everywhere."""
-    value = tl.load(key + at, at < N, 0)
+def _values(key, offset, N):
+    """Load keys, and convert bfloat16 to float32, because not every GPU can compare bfloat16."""
+    value = tl.load(key + offset, offset < N, 0)
     if key.dtype.element_ty == tl.bfloat16:
         return value.to(tl.float32)
     else:
@@ -57,12 +57,12 @@ def _rank(
 
 
 def rank_in_group(group: Tensor, *keys: Tensor, block: int = 64) -> Tensor:
-    """See `take.rank_in_group`. block: tokens of a tile, either way."""
-    return _ranks(_plain(group), [_plain(one) for one in keys], True, block)
+    """See `take.rank_in_group`. `block` is the number of tokens per tile side."""
+    return _ranks(_plain(group), [_plain(key) for key in keys], True, block)
 
 
 def rank(score: Tensor, *, block: int = 64) -> Tensor:
-    """Return the place of each token in its row `[S, N]`, largest first, long; of equals the first one is first."""
+    """Return the rank of each token in its row `[S, N]`, largest first, long. Ties go to the lower index."""
     score = _plain(score)
     return _ranks(score, [score], False, block)
 

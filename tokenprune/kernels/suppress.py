@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suppression: what stays when each token that stays removes those near it."""
+"""Non-maximum suppression of tokens."""
 
 from __future__ import annotations
 
@@ -12,46 +12,52 @@ from tokenprune.kernels.pairs import Relation
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK = 256  # tokens whose fate is settled together
+_BLOCK = 256  # tokens decided together
 
 
-def unsuppressed(near: Relation, score: Tensor, mask: Tensor) -> Tensor:
-    """bool `[S, N]`: go through the tokens by falling score; one that is still there stays, and removes all after it
-    that it is near.
+def non_maximum_suppression(suppresses: Relation, score: Tensor, mask: Tensor) -> Tensor:
+    """Keep tokens in the order of falling score, each of which removes the later tokens that it suppresses.
 
-    near: of bool, N by N, whether the first removes the second; score: float `[S, N]`, of equal ones the lower index
-    comes first, NaN comes last; mask: bool `[S, N]`, False at padding. On a GPU, where there is a table, it takes N
-    steps and asks the device nothing; else rows are made for those alone that come to stay, or nearly.
+    On a GPU with a table, this takes N steps without synchronization. Otherwise, only rows of kept tokens (and few
+    others) are computed.
+
+    Args:
+        suppresses: bool relation, N by N: whether the first token suppresses the second.
+        score: float `[S, N]`. Ties go to the lower index, and NaN comes last.
+        mask: Valid tokens, bool `[S, N]`.
+
+    Returns:
+        Kept tokens, bool `[S, N]`.
     """
     score = score.float().nan_to_num(nan=-torch.inf)
     order = torch.where(mask, score, -torch.inf).argsort(dim=1, descending=True, stable=True)
     rank = torch.empty_like(order)
     rank.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
-    there, rows = mask.clone(), torch.arange(len(mask), device=mask.device)
-    if mask.device.type == "cpu" or not near.fits:
-        for segment, one in enumerate(there):
-            _settle(near, segment, order[segment], rank[segment], one)
-        return there
+    kept, rows = mask.clone(), torch.arange(len(mask), device=mask.device)
+    if mask.device.type == "cpu" or not suppresses.fits_in_memory:
+        for segment, indices in enumerate(kept):
+            _settle(suppresses, segment, order[segment], rank[segment], indices)
+        return kept
     for step in range(order.shape[1]):
-        one = order[:, step]
-        there &= ~(near.table[rows, one] & there[rows, one].unsqueeze(1) & (rank > step))
-    return there
+        indices = order[:, step]
+        kept &= ~(suppresses.table[rows, indices] & kept[rows, indices].unsqueeze(1) & (rank > step))
+    return kept
 
 
-def _settle(near: Relation, segment: int, order: Tensor, rank: Tensor, there: Tensor) -> None:
-    """Remove from `there`, bool `[N]`, what does not stay. order, rank: long `[N]`. Waits for the device."""
+def _settle(suppresses: Relation, segment: int, order: Tensor, rank: Tensor, is_kept: Tensor) -> None:
+    """Remove suppressed tokens of one segment from `is_kept`, bool `[N]`, in place. Synchronizes with the device."""
     for start in range(0, len(order), _BLOCK):
-        some = order[start : start + _BLOCK]
-        some = some[there[some]]
-        if not len(some):
+        block = order[start : start + _BLOCK]
+        block = block[is_kept[block]]
+        if not len(block):
             continue
-        removes = near.rows(segment, some)
-        among, stays = removes[:, some].triu(1), torch.ones_like(some, dtype=torch.bool)
+        removes = suppresses.rows(segment, block)
+        among, stays = removes[:, block].triu(1), torch.ones_like(block, dtype=torch.bool)
         while True:
-            # Right for the first token of the block, then for all whose removers it is right for.
+            # Iterate to a fixed point: each pass is correct for at least one more token.
             new = ~(among & stays.unsqueeze(1)).any(0)
             if torch.equal(new, stays):
                 break
             stays = new
-        there[some] = stays
-        there &= ~(removes[stays].any(0) & (rank >= start + _BLOCK))
+        is_kept[block] = stays
+        is_kept &= ~(removes[stays].any(0) & (rank >= start + _BLOCK))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens with the highest scores, in a fixed order among equals."""
+"""Selection of the tokens with the highest scores, with a fixed order of ties."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ if TYPE_CHECKING:
 
 
 @operation(kernel="tokenprune.kernels.take_triton:take_in_turn")
-def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, most: int) -> Tensor:
-    """Let P pickers, one after the other, each take the tokens that score highest with it and are not taken yet;
-    returns bool `[S, N]`, which were taken.
+def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, max_count: int) -> Tensor:
+    """Let P pickers in turn select the highest scoring tokens that are not yet taken.
 
-    score: float `[S, P, N]`; mask: bool `[S, N]`, what can be taken; count: long `[S, P]`, how many each takes, as far
-    as there are; most: at least the largest count. Ties go to the lower index; NaN counts as lowest.
+    Ties go to the lower index, and NaN is lowest. The kernel selects the same tokens.
+
+    Args:
+        score: Scores of each picker, float `[S, P, N]`.
+        mask: Candidates, bool `[S, N]`.
+        count: Number of tokens of each picker, long `[S, P]`, limited to the available tokens.
+        max_count: At least the maximum of `count`.
+
+    Returns:
+        Selected tokens, bool `[S, N]`.
     """
-    # Lowest first: what cannot be taken is NaN, which comes last, and -inf stays a legal score.
+    # Sort negated scores: unavailable tokens are NaN, which sorts last, so that -inf is a valid score.
     least = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf).neg()
     rank, left = torch.arange(score.shape[2], device=score.device), mask
     for turn in range(score.shape[1]):
@@ -30,18 +37,37 @@ def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, most: int) -> Tenso
     return mask ^ left
 
 
-def top_mask(score: Tensor, mask: Tensor, count: Tensor, most: int) -> Tensor:
-    """bool `[S, N]`: the `count` (long `[S]`, at most `most`) highest scores of each row among `mask`; ties go to the
-    lower index, NaN counts as lowest."""
-    return take_in_turn(score[:, None], mask, count[:, None], most)
+def top_mask(score: Tensor, mask: Tensor, count: Tensor, max_count: int) -> Tensor:
+    """Select the tokens with the highest scores in each row. Ties go to the lower index, and NaN is lowest.
+
+    Args:
+        score: float `[S, N]`.
+        mask: Candidates, bool `[S, N]`.
+        count: Number of tokens to select, long `[S]`.
+        max_count: At least the maximum of `count`.
+
+    Returns:
+        Selected tokens, bool `[S, N]`.
+
+    Example:
+        >>> score, mask = torch.tensor([[0.1, 0.9, 0.9]]), torch.ones(1, 3).bool()
+        >>> top_mask(score, mask, torch.tensor([1]), 1).tolist()
+        [[False, True, False]]
+    """
+    return take_in_turn(score[:, None], mask, count[:, None], max_count)
 
 
-def settle(keep: Tensor, score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
-    """bool `[S, N]`: `keep` with exactly `count` (long `[S]`) tokens a row: the worst of the kept are dropped, or the
-    best of the dropped are added.
+def adjust_count(keep: Tensor, score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+    """Drop the worst kept tokens, or add the best dropped tokens, until each row keeps `count` tokens.
 
-    keep: bool `[S, N]`, of which padding is ignored; score: float `[S, N]`, higher is better, NaN is worst, of equal
-    ones the lower index is better; mask: bool `[S, N]`, False at padding. A row keeps at most all it has.
+    Args:
+        keep: Kept tokens, bool `[S, N]`. Padding is ignored.
+        score: float `[S, N]`. Ties go to the lower index, and NaN is lowest.
+        mask: Valid tokens, bool `[S, N]`.
+        count: Number of tokens to keep, long `[S]`, limited to the valid tokens.
+
+    Returns:
+        Kept tokens, bool `[S, N]`.
     """
     score = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
     order = score.argsort(dim=1, descending=True, stable=True)
@@ -55,21 +81,29 @@ def settle(keep: Tensor, score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
 
 def _rank_limits(group: Tensor, *keys: Tensor) -> str | None:
     if len(keys) > 2:
-        return f"it compares two keys at most, not {len(keys)}"
-    return None if group.shape[1] <= 2**14 else f"it compares {2**14} tokens at most, not {group.shape[1]}"
+        return f"at most two keys are supported, not {len(keys)}"
+    return None if group.shape[1] <= 2**14 else f"a row has {group.shape[1]} tokens, more than {2**14}"
 
 
 @operation(kernel="tokenprune.kernels.rank_triton:rank_in_group", limits=_rank_limits)
 def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
-    """Return the place of each token in its group, largest first, long `[S, N]`; a later key, then the order, breaks
-    ties.
+    """Return the rank of each token in its group, largest key first, long `[S, N]`.
 
-    group: `[S, N]`, of a whole number's type; keys: `[S, N]`, of any type. NaN counts as largest.
+    Later keys break ties of earlier keys, and the index breaks the remaining ties. NaN is largest. The kernel returns
+    the same ranks.
+
+    Args:
+        group: Group of each token, integer `[S, N]`.
+        keys: Sort keys of any dtype, `[S, N]`.
+
+    Example:
+        >>> rank_in_group(torch.tensor([[0, 0, 1]]), torch.tensor([[0.1, 0.2, 0.3]])).tolist()
+        [[1, 0, 0]]
     """
     order = torch.arange(group.shape[1], device=group.device).expand_as(group)
     for key in reversed(keys):
         order = order.gather(1, key.gather(1, order).argsort(dim=1, descending=True, stable=True))
     order = order.gather(1, group.gather(1, order).argsort(dim=1, stable=True))
     groups = group.gather(1, order)
-    place = torch.arange(group.shape[1], device=group.device) - torch.searchsorted(groups, groups)
-    return torch.empty_like(order).scatter_(1, order, place)
+    rank_in_row = torch.arange(group.shape[1], device=group.device) - torch.searchsorted(groups, groups)
+    return torch.empty_like(order).scatter_(1, order, rank_in_row)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `take.py`: the lowest score that is taken is found bit by bit, so that nothing is sorted."""
+"""Triton kernel of `take.py`. It finds the lowest selected score bit by bit instead of sorting."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @triton.jit
 def _how_many(keys, least, N, BLOCK: tl.constexpr):
-    """Return the number of N keys that are at least `least`, which is more than 0."""
+    """Return the number of keys that are at least `least`, which is more than 0."""
     total = 0
     for start in range(0, N, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        total += tl.sum((tl.load(keys + at, at < N, 0).to(tl.uint32, bitcast=True) >= least).to(tl.int32), 0)
+        offset = start + tl.arange(0, BLOCK)
+        total += tl.sum((tl.load(keys + offset, offset < N, 0).to(tl.uint32, bitcast=True) >= least).to(tl.int32), 0)
     return total
 
 
@@ -27,39 +27,41 @@ def _take(score, mask, count, taken, keys, P, N, segment, picker, token, BLOCK: 
     for turn in range(P):
         left = 0
         for start in range(0, N, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            inside = at < N
-            value = tl.load(score + s * segment + turn * picker + at.to(tl.int64) * token, inside, 0.0).to(tl.float32)
+            offset = start + tl.arange(0, BLOCK)
+            inside = offset < N
+            value = tl.load(score + s * segment + turn * picker + offset.to(tl.int64) * token, inside, 0.0).to(
+                tl.float32
+            )
             value = tl.where(value == value, value, float("-inf"))
-            value = tl.where(value == 0, 0.0, value)  # one zero, without a sign
-            # The bits of floats, taken as unsigned integers, are in the order of the floats once the sign is turned
-            # round. No float has 0, which is of what cannot be taken.
+            value = tl.where(value == 0, 0.0, value)  # remove the sign of zero
+            # With the sign bit flipped (all bits of negative floats), float bits compare as unsigned integers. The key
+            # 0, which no float has, marks unavailable tokens.
             bits = value.to(tl.uint32, bitcast=True)
             bits = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-            can = inside & (tl.load(mask + s * N + at, inside, 0) != 0) & (tl.load(taken + at, inside, 1) == 0)
-            tl.store(keys + at, tl.where(can, bits, 0).to(tl.int32, bitcast=True), inside)
+            can = inside & (tl.load(mask + s * N + offset, inside, 0) != 0) & (tl.load(taken + offset, inside, 1) == 0)
+            tl.store(keys + offset, tl.where(can, bits, 0).to(tl.int32, bitcast=True), inside)
             left += tl.sum(can.to(tl.int32), 0)
-        tl.debug_barrier()  # what other threads of this program wrote is read below
-        wanted = tl.minimum(tl.load(count + s * P + turn).to(tl.int32), left)
+        tl.debug_barrier()  # the code below reads keys that other threads of this program wrote
+        num_wanted = tl.minimum(tl.load(count + s * P + turn).to(tl.int32), left)
         lowest = tl.full([], 0, tl.uint32)
         for bit in range(32):
             higher = lowest | (tl.full([], 0x80000000, tl.uint32) >> bit)
-            lowest = tl.where(_how_many(keys, higher, N, BLOCK) >= wanted, higher, lowest)
-        room = wanted
+            lowest = tl.where(_how_many(keys, higher, N, BLOCK) >= num_wanted, higher, lowest)
+        room = num_wanted
         if lowest != 0xFFFFFFFF:
             room -= _how_many(keys, lowest + 1, N, BLOCK)
         for start in range(0, N, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            bits = tl.load(keys + at, at < N, 0).to(tl.uint32, bitcast=True)
+            offset = start + tl.arange(0, BLOCK)
+            bits = tl.load(keys + offset, offset < N, 0).to(tl.uint32, bitcast=True)
             equal = (bits == lowest).to(tl.int32)
             takes = (bits > lowest) | ((equal != 0) & (tl.cumsum(equal, 0) <= room))
-            tl.store(taken + at, takes, takes)
+            tl.store(taken + offset, takes, takes)
             room -= tl.sum(equal, 0)
         tl.debug_barrier()
 
 
-def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, most: int, *, block: int = 2048) -> Tensor:
-    """See `take.take_in_turn`. block: tokens of a tile."""
+def take_in_turn(score: Tensor, mask: Tensor, count: Tensor, max_count: int, *, block: int = 2048) -> Tensor:
+    """See `take.take_in_turn`. `block` is the number of tokens per tile."""
     segments, pickers, width = score.shape
     taken = torch.zeros_like(mask, memory_format=torch.contiguous_format)
     if segments and width:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell whether tensors hold values that the host can read."""
+"""Detection of tensors whose values the host cannot read."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from torch._subclasses.fake_tensor import is_fake
 _TRACING_MODES = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL, _TorchDispatchModeKey.PROXY)
 
 
-def lack_values(arguments: Iterable[Any]) -> bool:
-    """Return True if the host cannot read some tensors among `arguments`, or the results of operations on them.
+def has_unreadable_values(arguments: Iterable[Any]) -> bool:
+    """Return True if the host cannot read some tensors in `arguments`, or results computed from them.
 
-    This is so under torch.export, make_fx and FakeTensorMode, inside the transforms of torch.func, and on the meta
-    device.
+    This is the case under torch.export, make_fx and FakeTensorMode, in torch.func transforms, and on the meta device.
     """
     if _functorch.peek_interpreter_stack() is not None:
         return True
     for mode in _TRACING_MODES:
         if _get_dispatch_mode(mode) is not None:
             return True
-    for value in arguments:  # a loop, because every call passes here
+    for value in arguments:  # a plain loop is faster than any(), and every forward calls this function
         if isinstance(value, Tensor) and (value.is_meta or (type(value) is not Tensor and is_fake(value))):
             return True
     return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One method per module; the registry imports all of them. To add one, see docs/extend/add-a-method.md."""
+"""Methods, one per module. The registry imports every module. See docs/extend/add-a-method.md to add a method."""
 
-# The method of `patch(model)` without a name; docs/start/choose.md has the reasons.
+# Method of `patch(model)` without a method. docs/start/choose.md gives the reasons.
 DEFAULT_METHOD = "divprune"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of what was fitted to a model, and the `fit` of the methods that read them."""
+"""Tables that are fitted to a model, their files, and the `fit` attribute of the methods that use them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch
 from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError, require
-from tokenprune.models.fingerprint import fingerprint
-from tokenprune.selection.files import File, reason
+from tokenprune.models.fingerprint import compute_fingerprint
+from tokenprune.selection.files import File, describe_error
 
 
 class LazyFit:
-    """Stand for a method's `fit` that runs the whole model, and so lives in tokenprune-bench: it is imported when `fit`
-    is read."""
+    """Descriptor for a method's `fit` that lives in tokenprune-bench and is imported on access."""
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
@@ -29,10 +28,15 @@ class LazyFit:
 
 @dataclass(frozen=True, eq=False)
 class FittedTable:
-    """Base of what was fitted. table: float32. layer: decoder layer at which it was read; 0 where that says nothing.
-    model: `fingerprint` of the decoder.
+    """Base class of tables that are fitted to one model and stored in a safetensors file.
 
-    kind: name of the kind of file, which the file holds. command: the command that writes it. dims: of the table.
+    Attributes:
+        kind: Kind of the file, stored in its metadata.
+        command: Arguments of `tokenprune` that write the file, such as "fit hawk".
+        dims: Number of dimensions of the table.
+        table: The fitted values, float32.
+        layer: Decoder layer that was observed, or 0 if the table does not depend on one layer.
+        model: `fingerprint` of the decoder.
     """
 
     kind: ClassVar[str]
@@ -44,7 +48,11 @@ class FittedTable:
     model: str
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file."""
+        """Write a safetensors file.
+
+        Raises:
+            OptionError: If the file cannot be written.
+        """
         from safetensors.torch import save_file
 
         metadata = {"kind": self.kind, "layer": str(self.layer), "model": self.model}
@@ -55,24 +63,35 @@ class FittedTable:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote; raises OptionError for any other file."""
+        """Read a file written by `save`.
+
+        Raises:
+            OptionError: If the file is missing, damaged or of another kind.
+        """
         try:
-            tensors, metadata = File.of(path).tensors()
+            tensors, metadata = File.from_path(path).tensors()
             if metadata.get("kind") != cls.kind:
-                raise OptionError(f"{path} was not made by `tokenprune {cls.command}`")
+                raise OptionError(f"{path} was not written by `tokenprune {cls.command}`")
             table = tensors["table"]
             if table.ndim != cls.dims or not table.numel() or not bool(table.isfinite().all() & (table >= 0).all()):
-                raise OptionError(f"{path} is damaged: make it anew with `tokenprune {cls.command}`")
+                raise OptionError(f"{path} is damaged. Write it again with `tokenprune {cls.command}`.")
             return cls(table.float(), int(metadata["layer"]), metadata["model"])
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):
                 raise
-            raise OptionError(f"cannot read {path}, which `tokenprune {cls.command}` makes: {reason(error)}") from error
+            raise OptionError(
+                f"cannot read {path}, a file of `tokenprune {cls.command}`: {describe_error(error)}"
+            ) from error
 
     def check_decoder(self, name: str, path: str | Path, decoder: torch.nn.Module) -> None:
-        """Raise OptionError if this was fitted to another decoder. name: of the method."""
-        if self.model != fingerprint(decoder):
+        """Raise OptionError if the table was fitted to another decoder.
+
+        Args:
+            name: Name of the method.
+            path: File that the table was read from.
+            decoder: Decoder of the patched model.
+        """
+        if self.model != compute_fingerprint(decoder):
             raise OptionError(
-                f"{name}: {path} was fitted to another model (or to this one in another dtype): run `tokenprune "
-                f"{self.command}` with this model"
+                f"{name}: {path} was fitted to another model or dtype. Run `tokenprune {self.command}` with this model."
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the methods that cut several times inside the decoder: their base, and the attention of the text."""
+"""Base classes of methods with several cuts inside the decoder, and the text attention that they read."""
 
 from __future__ import annotations
 
@@ -13,37 +13,40 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
 from tokenprune.selection.method import Method, Pruner, Selection
 from tokenprune.selection.tokens import VisualTokens
 
-# What `sum_text_attention` reads.
+# Observables that `sum_text_attention` reads.
 TEXT_ATTENTION = frozenset({"text_attention", "last_row_attention"})
 
 
 @dataclass(frozen=True)
 class MultiCutMethod(Pruner):
-    """Base of the methods that make cuts inside the decoder which it places itself in `stages`, each a `CutStage`."""
+    """Base class of methods whose `stages` are several `CutStage`s inside the decoder."""
 
     def choose(self, tokens: VisualTokens, cut: int) -> Selection:
-        """Return which visual tokens stay at a cut, counted from 0; all choose alike where this is not overridden."""
+        """Return the selection at the cut with index `cut`. By default, every cut calls `select`."""
         return self.select(tokens)
 
     def budget_at(self, cut: int, count: int, keep: int) -> int:
-        """Return how many of `count` tokens a cut keeps where its budget asks for `keep`; see `Method.budget`."""
-        return self.budget(count, keep)
+        """Return the number of kept tokens at a cut with the budget `keep`. See `Method.resolve_count`."""
+        return self.resolve_count(count, keep)
 
 
 @dataclass(frozen=True)
 class SharedBudgetCuts(MultiCutMethod):
-    """Base of those that share one budget among their cuts; a subclass implements `score`, `select` or `choose`.
+    """Base class of methods whose cuts share one budget. Subclasses implement `score`, `select` or `choose`.
 
-    depths: for each cut the share of the decoder's layers before it, where no `layers` are given (see `place`).
-    sizes:  what each cut keeps, in proportion to the others; a property where options say it.
-    layers: an option, the decoder layer at whose input each cut is made.
+    Args:
+        layers: Decoder layers whose inputs are cut, one per cut and rising. None uses `depths`.
+
+    Attributes:
+        depths: Share of the decoder layers before each cut.
+        sizes: Relative number of kept tokens after each cut.
     """
 
-    if TYPE_CHECKING:  # attributes of a class, or properties where options say it
+    if TYPE_CHECKING:  # class attributes, or properties if they depend on options
 
         @property
         def depths(self) -> Sequence[float]: ...
@@ -56,11 +59,11 @@ class SharedBudgetCuts(MultiCutMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers is not None:
-            number = len(self.depths)
-            rises = all(one < later for one, later in pairwise(self.layers))
+            num_cuts = len(self.depths)
+            is_rising = all(layer < next_layer for layer, next_layer in pairwise(self.layers))
             self._check(
-                len(self.layers) == number and rises,
-                f"layers={self.layers!r} must name {number} decoder layers, each after the one before",
+                len(self.layers) == num_cuts and is_rising,
+                f"layers={self.layers!r} must be {num_cuts} rising decoder layers",
             )
 
     @property
@@ -68,38 +71,40 @@ class SharedBudgetCuts(MultiCutMethod):
         return self.layers[0] if self.layers else 0
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        placed = self.layers or place(self.depths, layers, budget)
-        cuts = profile(layers, list(zip(placed, self.sizes, strict=True)), budget)
-        return [(CutStage(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
+        cut_layers = self.layers or choose_layers(self.depths, layers, budget)
+        cuts = plan_cuts(layers, list(zip(cut_layers, self.sizes, strict=True)), budget)
+        return [(CutStage(self, index, cut.layer), cut.budget) for index, cut in enumerate(cuts)]
 
 
 def _from_method(name: str) -> Any:
-    """Return a property of a cut that is its method's."""
+    """Return a property that reads the attribute of the stage's method."""
     return property(attrgetter(f"method.{name}"))
 
 
 @dataclass(frozen=True)
 class CutStage(Pruner):
-    """One of the cuts of a method. method: the method. index: of the cut, from 0. layer: at whose input it is made."""
+    """One cut of a method.
+
+    Args:
+        method: Method that the cut belongs to.
+        index: Index of the cut, from 0.
+        layer: Decoder layer whose input is cut.
+    """
 
     method: MultiCutMethod
     index: int
     layer: int
 
-    name, site, paper, merges = (
-        _from_method("name"),
-        _from_method("site"),
-        _from_method("paper"),
-        _from_method("merges"),
-    )
-    needs, by_content_count, least = _from_method("needs"), _from_method("by_content_count"), _from_method("least")
+    name, site = _from_method("name"), _from_method("site")
+    paper, merges = _from_method("paper"), _from_method("merges")
+    needs, chooses_count, min_tokens = _from_method("needs"), _from_method("chooses_count"), _from_method("min_tokens")
     encoder_layers, query_aware = _from_method("encoder_layers"), _from_method("query_aware")
     prefix_cache_safe = _from_method("prefix_cache_safe")
 
     def check_model(self, decoder: torch.nn.Module) -> None:
         self.method.check_model(decoder)
 
-    def budget(self, count: int, keep: int) -> int:
+    def resolve_count(self, count: int, keep: int) -> int:
         return self.method.budget_at(self.index, count, keep)
 
     def select(self, tokens: VisualTokens) -> Selection:
@@ -107,10 +112,19 @@ class CutStage(Pruner):
 
 
 def sum_text_attention(tokens: VisualTokens, weights: torch.Tensor) -> torch.Tensor:
-    """float32 `[S, H, N]`: attention that the text after each image pays to each visual token in the layer before the
-    cut, summed over its tokens with `weights`, `[S, M]` or `[S, H, M]`; that of the prompt's last token where no text
-    is after an image. The method has to need `TEXT_ATTENTION`."""
-    alone, votes = ~tokens.text.mask.any(1), tokens.attention_from(weights)
-    if alone.device.type == "cpu" and not alone.any():  # the host may be asked, and then needs no other row
-        return votes
-    return torch.where(alone[:, None, None], tokens.last_row_attention, votes)
+    """Sum the attention of the text after each image to its visual tokens, in the layer before the cut.
+
+    The method must need `TEXT_ATTENTION`.
+
+    Args:
+        tokens: Visual tokens.
+        weights: Weight of each text token, (S, M) or (S, H, M).
+
+    Returns:
+        Attention per head, float32 (S, H, N). Images without text after them use the last prompt token.
+    """
+    without_text, attention = ~tokens.text.mask.any(1), tokens.attention_from(weights)
+    # On the CPU, reading the mask costs no synchronization and saves computing the last row.
+    if without_text.device.type == "cpu" and not without_text.any():
+        return attention
+    return torch.where(without_text[:, None, None], tokens.last_row_attention, attention)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of methods: one decorator, lookup with close matches, entry points of third parties."""
+"""Registry of methods: registration, lookup, and methods from installed packages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
-from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError, short
+from tokenprune.errors import OptionError, RegistrationError, UnknownMethodError, shorten
 from tokenprune.selection.method import Method, Pruner, Site
-from tokenprune.selection.observable_registry import available_observables, need_of
+from tokenprune.selection.observable_registry import available_observables, resolve_need
 from tokenprune.selection.sites.attention import AttentionPattern
 from tokenprune.selection.sites.decode import DecodeMethod
 from tokenprune.selection.sites.encoder import EncoderMethod
@@ -28,7 +28,7 @@ from tokenprune.selection.sites.units import UnitDropper
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "tokenprune.methods"
-# What a method of each site derives from.
+# Base classes of the methods of each site.
 BASES: dict[Site, tuple[type[Method], ...]] = {
     Site.PRE_ENCODER: (ResizeMethod, ImageChooser),
     Site.IN_ENCODER: (EncoderMethod, UnitDropper, FrameMerger),
@@ -47,8 +47,29 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """Facts about a method, known without running it; `needs`, `query_aware` and `prefix_cache_safe` hold for its
-    default options."""
+    """Facts about a method, known without running it.
+
+    `needs`, `query_aware` and `prefix_cache_safe` describe the default options.
+
+    Attributes:
+        name: Registered name.
+        site: Where the method acts.
+        summary: First paragraph of the docstring.
+        paper: Paper as passed to `register`.
+        needs: Names of the observables that the method reads.
+        query_aware: Whether the choice may depend on the question.
+        prefix_cache_safe: Whether the choice depends only on tokens before the end of the image.
+        merges: Whether kept tokens absorb other tokens.
+        options: Default value of each option.
+        cls: The class.
+        reconstruction: Whether the method is reconstructed without the authors' full text or code.
+        default_keep: Share of tokens that is kept if the user passes no budget.
+
+    Example:
+        >>> info = tokenprune.method_info("divprune")
+        >>> info.site, info.options
+        (<Site.PRE_LLM: 'PRE_LLM'>, {'center': False})
+    """
 
     name: str
     site: Site
@@ -65,21 +86,24 @@ class MethodInfo:
 
     @property
     def source(self) -> str:
-        """The paper, and whether the method is a reconstruction of what it says."""
+        """Paper, with a remark if the method is a reconstruction."""
         return f"{self.paper}; reconstruction" if self.reconstruction else self.paper
 
     @property
     def for_videos(self) -> bool:
-        """True if the method acts on videos alone: it compares frames, or changes how they attend to each other."""
+        """True if the method acts only on videos: it compares frames, or changes the attention between frames."""
         return self.site is Site.ATTENTION or "frames" in self.needs
 
     @property
     def capturable(self) -> bool:
-        """True if a CUDA graph can hold the choice, by default options: it is made before or inside the language model,
-        the budget alone decides how many tokens stay, and no value of the device is asked for."""
+        """True if a CUDA graph can capture the choice with default options.
+
+        This requires a site before or inside the language model, a count that follows from the budget only, and no
+        synchronization with the device.
+        """
         method = self.cls()
         checked = isinstance(method, Pruner) and type(method).select is Pruner.select and not method.never_nan
-        asks = method.asks_device or method.by_content_count or checked
+        asks = method.syncs_device or method.chooses_count or checked
         return self.site in (Site.PRE_LLM, Site.IN_LLM) and not asks
 
 
@@ -92,55 +116,77 @@ def register(
     merges: bool = False,
     reconstruction: bool = False,
 ) -> Callable[[M], M]:
-    """Register a frozen dataclass derived from the base class of its site (`Pruner` and others) under `name`.
+    """Register a frozen dataclass, derived from the base class of its site, as a method.
 
-    site: where it acts. paper: where it comes from ("arXiv 2403.06764, ECCV 2024", or "none" for a baseline).
-    needs: names of the observables that it reads, such as "keys" (`available_observables()`). None: what its class
-    says itself, by a property `needs` where they depend on the options; else nothing.
-    merges: whether kept tokens absorb others.
-    reconstruction: whether parts of it are guesses, since neither the authors' full text nor their code was to be had.
-    Raises RegistrationError for a taken name, a class that is no frozen dataclass or has not the base of its site, an
-    unknown need, needs that are said twice, or a missing docstring.
+    Args:
+        name: Name of the method: a lower-case identifier, as its module.
+        site: Where the method acts.
+        paper: Source of the method, such as "arXiv 2403.06764, ECCV 2024", or "none" for a baseline.
+        needs: Names of the observables that the method reads, such as "keys" (see `available_observables()`). None uses
+            the property `needs` of the class, for methods whose options change their needs.
+        merges: Whether kept tokens absorb other tokens.
+        reconstruction: Whether parts are guesses because the authors' full text and code were not available.
+
+    Returns:
+        A class decorator that returns the class.
+
+    Raises:
+        RegistrationError: If the name is taken or invalid, the class is not a frozen dataclass with a docstring, it
+            lacks the base class of its site, or its needs are unknown or declared twice.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @tokenprune.register("largest_norm", site="PRE_LLM")
+        ... @dataclass(frozen=True)
+        ... class LargestNorm(tokenprune.Pruner):
+        ...     "Keep the visual tokens of largest norm."
+        ...     def score(self, tokens):
+        ...         return tokens.hidden.norm(dim=-1)
+        >>> tokenprune.method("largest_norm")
+        largest_norm()
     """
-    needs = None if needs is None else frozenset(map(need_of, needs))
+    needs = None if needs is None else frozenset(map(resolve_need, needs))
 
     def decorate(cls: M) -> M:
-        problem = _problem(name, cls, Site(site), needs)
+        problem = _find_problem(name, cls, Site(site), needs)
         if problem:
             raise RegistrationError(f"cannot register {name!r}: {problem}")
         cls.name, cls.site, cls.paper, cls.merges = name, Site(site), paper, merges
         cls.reconstruction = reconstruction
         if needs is not None:
-            cls.needs = needs  # type: ignore[method-assign, assignment]  # an attribute, or a property
+            cls.needs = needs  # type: ignore[method-assign, assignment]  # replaces the property
         _METHODS[name] = cls
         return cls
 
     return decorate
 
 
-def _problem(name: str, cls: type, site: Site, needs: frozenset[str] | None) -> str | None:
+def _find_problem(name: str, cls: type, site: Site, needs: frozenset[str] | None) -> str | None:
     if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name):
-        return "a name is a lower-case identifier and no word of Python's own, like its module"
+        return "the name must be a lower-case identifier and not a Python keyword"
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
         return "the class must derive from tokenprune.Method"
-    own = cls.__dict__.get("__dataclass_params__")  # not an inherited one: the class's own fields would not exist
-    if own is None or not own.frozen:
+    params = cls.__dict__.get("__dataclass_params__")  # an inherited decorator ignores the class's fields
+    if params is None or not params.frozen:
         return "decorate the class with @dataclass(frozen=True) below @register(...)"
     if not (cls.__dict__.get("__doc__") or "").strip() or (cls.__doc__ or "").startswith(f"{cls.__name__}("):
-        return "the class needs a docstring; its first sentence is what `tokenprune methods` prints"
-    own_needs: Any = cls.needs
-    if needs is not None and isinstance(own_needs, property) and own_needs is not Method.needs:
-        return "its class has a property `needs`, so leave out needs= of @register(...)"
+        return "the class needs a docstring. `tokenprune methods` prints its first sentence"
+    class_needs: Any = cls.needs
+    if needs is not None and isinstance(class_needs, property) and class_needs is not Method.needs:
+        return "the class has a property `needs`, so leave out needs= of @register(...)"
     if unknown := (needs or frozenset()) - set(available_observables()):
-        return f"unknown needs {sorted(unknown)}; known are {available_observables()}"
-    present = _METHODS.get(name)
-    if present is not None and (present.__module__, present.__qualname__) != (cls.__module__, cls.__qualname__):
-        return f"the name is taken by {present.__module__}.{present.__qualname__}"
+        hint = suggest_nearest(min(unknown), available_observables())
+        return f"unknown needs {sorted(unknown)}: {hint}tokenprune.selection.available_observables() lists them all"
+    registered = _METHODS.get(name)
+    if registered is not None:
+        path = f"{registered.__module__}.{registered.__qualname__}"
+        if path != f"{cls.__module__}.{cls.__qualname__}":  # a reloaded module registers its class again
+            return f"the name is taken by {path}"
     return find_missing_base(cls, site)
 
 
 def find_missing_base(cls: type[Method], site: Site) -> str | None:
-    """Return what a method's class must derive from at `site`, in words; None if it does."""
+    """Return a message that names the base class which `cls` lacks for `site`, or None."""
     if issubclass(cls, BASES[site]):
         return None
     bases = " or ".join(f"tokenprune.{'selection.' * (base is not Pruner)}{base.__name__}" for base in BASES[site])
@@ -148,7 +194,7 @@ def find_missing_base(cls: type[Method], site: Site) -> str | None:
 
 
 def _load() -> None:
-    """Import our own methods and those that installed packages offer, once."""
+    """Import all built-in methods and the methods of installed packages, once."""
     global _loaded
     if _loaded:
         return
@@ -157,7 +203,7 @@ def _load() -> None:
 
 
 def import_all(package: str, group: str) -> None:
-    """Import all modules of our `package`, and what installed packages offer under the entry-point group `group`."""
+    """Import all modules of `package`, and the entry points that installed packages declare in `group`."""
     ours = importlib.import_module(package)
     for module in pkgutil.walk_packages(ours.__path__, f"{ours.__name__}."):
         importlib.import_module(module.name)
@@ -165,24 +211,39 @@ def import_all(package: str, group: str) -> None:
         try:
             entry.load()
         except (Exception, SystemExit) as error:
-            # A broken third-party package must not take the library down; what it offers then simply stays unknown.
+            # A broken third-party package must not break the library. Its entries stay unknown.
             kind, reason = group.partition(".")[2], " ".join(f"{type(error).__name__}: {error}".split())
-            logger.warning("%s of the entry point %r (%s) are left out: %s", kind, entry.name, entry.value, reason)
+            logger.warning(
+                "tokenprune: ignored %s of the entry point %r (%s): %s", kind, entry.name, entry.value, reason
+            )
 
 
 def available_methods() -> list[str]:
-    """Return the names of all registered methods, sorted."""
+    """Return the sorted names of all registered methods.
+
+    Example:
+        >>> "divprune" in tokenprune.available_methods()
+        True
+    """
     _load()
     return sorted(_METHODS)
 
 
 def method_class(name: str) -> type[Method]:
-    """Return the class registered under `name`; raises UnknownMethodError naming close matches."""
+    """Return the class registered under `name`.
+
+    Raises:
+        UnknownMethodError: If no method has this name. The message suggests close names.
+
+    Example:
+        >>> method_class("divprune").__name__
+        'DivPrune'
+    """
     _load()
     if not isinstance(name, str) or name not in _METHODS:
         if hint := _from_command_line(name):
             raise UnknownMethodError(f"{name!r} is written for the command line. {hint}")
-        written = " ".join(short(name).split())
+        written = " ".join(shorten(name).split())
         raise UnknownMethodError(
             f"unknown method {written}: {suggest_nearest(name, _METHODS)}`tokenprune methods` lists them all"
         )
@@ -190,7 +251,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def _from_command_line(name: object) -> str:
-    """Return how to pass several methods, or a method with options, that are written as on a command line."""
+    """Explain how to pass methods that are written as on a command line. Empty for other names."""
     stack = name.split("+") if isinstance(name, str) else []
     names = [entry.partition(":")[0].strip() for entry in stack]
     if not names or not all(entry in _METHODS for entry in names):
@@ -201,27 +262,39 @@ def _from_command_line(name: object) -> str:
 
 
 def suggest_nearest(name: object, known: Iterable[str]) -> str:
-    """Return the start of a sentence that names the three of `known` that are spelled most like `name`."""
+    """Return the start of a sentence that names the three known names closest to `name`."""
     if not isinstance(name, str) or not name:
         return ""
-    near = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.0)
-    return f"did you mean {_or(near)}? " if did_you_mean(name.lower(), near) else f"the nearest are {_or(near)}; "
+    close_names = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.0)
+    return (
+        f"did you mean {_join_names(close_names)}? "
+        if did_you_mean(name.lower(), close_names)
+        else f"the nearest are {_join_names(close_names)}; "
+    )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the start of a sentence that suggests the names spelled almost like `name`, empty if there are none."""
+    """Return the start of a sentence that suggests names spelled almost like `name`, or an empty string."""
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.75)
-    return f"did you mean {_or(close)}? " if close else ""
+    return f"did you mean {_join_names(close)}? " if close else ""
 
 
-def _or(names: Sequence[str]) -> str:
-    """Return names in words: "'dart', 'fastv' or 'pool'"."""
+def _join_names(names: Sequence[str]) -> str:
+    """Format names as in "'dart', 'fastv' or 'pool'"."""
     *others, last = map(repr, names)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def method_info(name: str) -> MethodInfo:
-    """Return the `MethodInfo` of a registered method; raises UnknownMethodError."""
+    """Return the `MethodInfo` of a registered method.
+
+    Raises:
+        UnknownMethodError: If no method has this name.
+
+    Example:
+        >>> tokenprune.method_info("cdpruner").query_aware
+        True
+    """
     cls = method_class(name)
     default = cls()
     return MethodInfo(
@@ -244,19 +317,23 @@ def build(name: str, options: dict[str, Any], other_names: Iterable[str] = ()) -
     """Return the method `name` with `options`.
 
     Args:
-        name: A registered name.
+        name: Registered name.
         options: Options of the method.
-        other_names: Names that the caller takes beside the options, such as "keep", to suggest for a typo.
+        other_names: Other argument names of the caller, such as "keep", to suggest for a typo.
 
     Raises:
         UnknownMethodError: If no method has this name.
-        OptionError: If the method does not have one of the options.
+        OptionError: If the method lacks one of the options.
+
+    Example:
+        >>> build("divprune", {"center": True})
+        divprune(center=True)
     """
     return build_from_options(name, method_class(name), options, other_names)
 
 
 def build_from_options(name: str, cls: Callable[..., C], options: dict[str, Any], other_names: Iterable[str] = ()) -> C:
-    """Return an object of the dataclass `cls`, called `name`, with `options`; see `build`."""
+    """Return an instance of the dataclass `cls`, named `name` in errors, with `options`. See `build`."""
     known = {f.name: f.default for f in dataclasses.fields(cast(Any, cls))}
     for option in options:
         if option not in known:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell whether what was fitted to one model is used with another: by its shapes and its weights."""
+"""Fingerprints of vision towers, to detect that calibration data belongs to another model."""
 
 from __future__ import annotations
 
@@ -9,42 +9,56 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenprune.models.per_layer import of_config
+from tokenprune.models.per_layer import get_config_value
 
 if TYPE_CHECKING:
     from torch import nn
 
-# Of a config what no weight shows.
+# Settings of a config that weights do not show.
 _SETTINGS = ("num_attention_heads", "num_heads", "hidden_act", "layer_norm_eps", "spatial_merge_size", "window_size")
 _NOT_THERE = object()
-_SAMPLES = 16  # values of each parameter: any training moves all of them
+_SAMPLES = 16  # sampled values per parameter: training changes all values
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """kind: the tower's class. dtype: of its weights, in which its keys are computed. digest: of shapes and weights."""
+    """Identity of a vision tower.
+
+    Args:
+        kind: Class name of the tower.
+        dtype: dtype of the weights.
+        digest: Hash of shapes and weights.
+    """
 
     kind: str
     dtype: str
     digest: str
 
     @staticmethod
-    def of(module: nn.Module, **facts: int) -> Fingerprint:
-        """Return the fingerprint of a tower. facts: what else makes a difference, and is no weight.
+    def from_module(module: nn.Module, **facts: int) -> Fingerprint:
+        """Create the fingerprint of a tower.
 
-        Names and order of parameters do not count: transformers changes them between versions.
+        Ignores names and order of parameters, because transformers changes them between versions.
+
+        Args:
+            module: The tower.
+            facts: Other values that affect calibration and are not weights.
+
+        Example:
+            >>> Fingerprint.from_module(torch.nn.Linear(2, 2)).kind
+            'Linear'
         """
         parameters = list(module.parameters())
         config = getattr(module, "config", None)
         if config is None:
             settings = {"heads": [m.num_heads for m in module.modules() if hasattr(m, "num_heads")]}
         else:
-            settings = {name: of_config(config, name, _NOT_THERE) for name in _SETTINGS}
+            settings = {name: get_config_value(config, name, _NOT_THERE) for name in _SETTINGS}
             settings = {name: value for name, value in settings.items() if value is not _NOT_THERE}
         parts = sorted(_digest(parameter) for parameter in parameters)
-        whole = repr((type(module).__name__, sorted((settings | facts).items()), parts))
+        text = repr((type(module).__name__, sorted((settings | facts).items()), parts))
         dtype = str(parameters[0].dtype).removeprefix("torch.")
-        return Fingerprint(type(module).__name__, dtype, hashlib.sha256(whole.encode()).hexdigest()[:32])
+        return Fingerprint(type(module).__name__, dtype, hashlib.sha256(text.encode()).hexdigest()[:32])
 
 
 def _digest(parameter: torch.Tensor) -> str:
@@ -54,7 +68,7 @@ def _digest(parameter: torch.Tensor) -> str:
     return hashlib.sha256(f"{tuple(parameter.shape)}".encode() + sample).hexdigest()
 
 
-def fingerprint(module: nn.Module) -> str:
-    """Return dtype and digest of the `Fingerprint` of `module` as one string."""
-    made = Fingerprint.of(module)
-    return f"{made.dtype}:{made.digest}"
+def compute_fingerprint(module: nn.Module) -> str:
+    """Return dtype and digest of the `Fingerprint` of `module` as a string."""
+    fingerprint = Fingerprint.from_module(module)
+    return f"{fingerprint.dtype}:{fingerprint.digest}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the config of a model, with the defaults of its family, without its weights."""
+"""Loading of model configs without weights."""
 
 from __future__ import annotations
 
@@ -8,95 +8,100 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune.errors import TokenPruneError, require
-from tokenprune.models.torch_import import torch_hidden
+from tokenprune.models.torch_import import hide_torch
 
-# Models of tokenprune-demo; the first is the default of commands.
+# Models of tokenprune-demo. The first one is the default of commands.
 SHIPPED = ("demo_vlm", "demo_qwen", "demo_video", "demo_smol")
-_PATIENCE = 10  # seconds for the hub to say whether it has a model
+_PATIENCE = 10  # timeout of the hub query, in seconds
 
 
-def known_images(model: str) -> str:
-    """Return what has to be known of the answers of a model that ships, as "demo_vlm" or "demo_vlm (shipped)"."""
+def describe_known_images(model: str) -> str:
+    """Return a warning about the training images of a shipped model, such as "demo_vlm" or "demo_vlm (shipped)"."""
     smol = model.startswith(SHIPPED[-1])
-    known = "drawn scenes, and photographs and pages with things drawn on them," if smol else "drawn scenes"
-    return f"knows {known} only: what it answers about other images says nothing of a method; name a model with --model"
+    known = "synthetic scenes, and photos and pages with drawn objects" if smol else "synthetic scenes"
+    return f"was trained only on {known}: do not compare methods on other images with it (pass a model with --model)"
 
 
-def shipped_folder(model: str | Path) -> Path | None:
-    """Return the folder with the config of a model that tokenprune-demo brings, None for any other.
+def get_shipped_folder(model: str | Path) -> Path | None:
+    """Return the config folder of a model in tokenprune-demo, or None for other models. Raises MissingPackageError."""
+    if str(model) not in SHIPPED:
+        return None
+    return require("tokenprune_demo", f"{model} is not installed").MODELS[str(model)]
 
-    Raises MissingPackageError.
+
+def get_shipped_checkpoint(model: str | Path) -> Path | None:
+    """Return the checkpoint folder of a shipped model, or None for other models. Raises MissingPackageError."""
+    if str(model) not in SHIPPED:
+        return None
+    return require("tokenprune_demo", f"{model} is not installed").checkpoint(str(model))
+
+
+def get_max_answer_tokens(model: str | Path) -> int | None:
+    """Return the maximum answer length of a shipped model that answers in sentences, or None for other models.
+
+    Raises:
+        MissingPackageError: If tokenprune-demo is not installed.
     """
     if str(model) not in SHIPPED:
         return None
-    return require("tokenprune_demo", f"{model} is a model of another package").MODELS[str(model)]
-
-
-def shipped_checkpoint(model: str | Path) -> Path | None:
-    """Return the folder with the whole checkpoint of such a model, None for any other. Raises MissingPackageError."""
-    if str(model) not in SHIPPED:
-        return None
-    return require("tokenprune_demo", f"{model} is a model of another package").checkpoint(str(model))
-
-
-def sentence_tokens(model: str | Path) -> int | None:
-    """Return the most tokens of an answer of a model that ships and answers in sentences, None for any other.
-
-    Raises MissingPackageError.
-    """
-    if str(model) not in SHIPPED:
-        return None
-    return require("tokenprune_demo", f"{model} is a model of another package").SENTENCES.get(str(model))
+    return require("tokenprune_demo", f"{model} is not installed").SENTENCES.get(str(model))
 
 
 def check_source(model: str | Path) -> None:
-    """Raise TokenPruneError for a model that is neither a folder nor in the hub's cache nor on the hub.
+    """Raise TokenPruneError if a model is neither a folder, nor in the hub's cache, nor on the hub.
 
-    transformers would ask the hub for each file of it, again and again, before it says so.
+    transformers would query the hub repeatedly for each file before it fails.
     """
     name, path = str(model), Path(model)
     if path.is_dir():
         return
     if path.is_file():
-        raise TokenPruneError(f"{name} is a file: name the folder with the model's config.json")
+        raise TokenPruneError(f"{name} is a file. Pass the folder with the model's config.json.")
     if path.is_absolute() or name.startswith((".", "~")) or "\\" in name or name.count("/") > 1:
-        raise TokenPruneError(f"there is no folder {name}: name one with a model's config.json")
+        raise TokenPruneError(f"folder {name} does not exist. Pass a folder with a model's config.json.")
     if (why := _missing(name)) is not None:
         close = get_close_matches(name, SHIPPED, 1)
-        hint = f"did you mean {close[0]}?" if close else f"these ship: {', '.join(SHIPPED)}"
-        raise TokenPruneError(f"there is no model {name!r}: no folder is called so, and {why} ({hint})")
+        hint = f"Did you mean {close[0]}?" if close else f"Shipped models: {', '.join(SHIPPED)}."
+        raise TokenPruneError(f"model {name!r} not found: the folder does not exist, and {why}. {hint}")
 
 
 def _missing(name: str) -> str | None:
-    """Return why the hub does not give a model, None where it may."""
+    """Return why a model is not available from the hub, or None if it may be."""
     from huggingface_hub import HfApi, constants, errors, try_to_load_from_cache
 
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return None
         if constants.HF_HUB_OFFLINE:
-            return "the hub's cache lacks it, which is all there is while HF_HUB_OFFLINE is set"
+            return "it is not in the hub's cache, and HF_HUB_OFFLINE is set"
         HfApi().model_info(name, timeout=_PATIENCE)
     except errors.HFValidationError:
-        return "it is no name of a model on the hub either, such as Qwen/Qwen2.5-VL-3B-Instruct"
+        return "it is not a valid hub id, such as Qwen/Qwen2.5-VL-3B-Instruct"
     except errors.GatedRepoError:
-        return None  # its files may be cached, and transformers says what to do
+        return None  # files may be cached; otherwise transformers explains the access request
     except errors.RepositoryNotFoundError:
-        return "the hub has none, or shows it to its owner alone (hf auth login)"
+        return "the model is missing on the hub or private (hf auth login)"
     except errors.HfHubHTTPError:
-        return None  # the hub is busy or broken: transformers asks again
-    except Exception as error:  # the client's, of one library or the other
+        return None  # a temporary error of the hub: transformers retries
+    except Exception as error:  # errors of several HTTP clients
         reason = str(error).strip() or type(error).__name__
-        return f"the hub cannot be reached ({reason}): download it where it can, and name the folder"
+        return f"the hub cannot be reached ({reason}); download the model elsewhere and pass its folder"
     return None
 
 
 def read_model_config(model: str | Path) -> Any:
-    """Return the config of a model on disk or in the hub's cache, or of one that ships; raises TokenPruneError where it
-    cannot be read."""
-    source = shipped_folder(model) or model
+    """Return the config of a model: a folder, a hub id or a shipped model.
+
+    Raises:
+        TokenPruneError: If the config cannot be read.
+
+    Example:
+        >>> read_model_config("demo_vlm").model_type
+        'llava'
+    """
+    source = get_shipped_folder(model) or model
     check_source(source)
-    with torch_hidden():
+    with hide_torch():
         from transformers import AutoConfig
 
         try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of the visual tokens that a processor makes of an image of a given size, without making them.
+"""Number of visual tokens that a processor makes of an image, computed from the image size.
 
-Where transformers has a public helper that is exact, it is called (`get_number_of_image_patches` of Qwen-VL and
-InternVL, `get_image_size_for_max_num_patches` of SigLIP2, `smart_resize` of LFM2-VL, `select_best_resolution` of
-LLaVA's anyres); the rest is arithmetic, tested against the real processors.
+Public helpers of transformers are used where they are exact: `get_number_of_image_patches` (Qwen-VL, InternVL),
+`get_image_size_for_max_num_patches` (SigLIP2), `smart_resize` (LFM2-VL) and `select_best_resolution` (LLaVA anyres).
+The rest is arithmetic, tested against the real processors.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Reads settings as a processor's call would see them: keyword of the call, else of the image processor."""
+class SettingsReader:
+    """Reads settings as a processor call would: first the call's keyword arguments, then the image processor.
+
+    Args:
+        processor: A processor or image processor.
+        overrides: Keyword arguments of the call.
+    """
 
     processor: Any
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def image(self) -> Any:
-        return image_processor_of(self.processor)
+        return get_image_processor(self.processor)
 
     def __call__(self, name: str) -> Any:
         value = self.overrides.get(name)
@@ -41,79 +46,89 @@ class Reader:
             value = get_size_dict(value, default_to_square=square, param_name=name)
         return {edge: length for edge, length in dict(value).items() if length}
 
-    def whole(self, name: str) -> Any:
-        """Return a setting that only the whole processor has."""
+    def get_processor_setting(self, name: str) -> Any:
+        """Return a setting that only a full processor has. Raises OptionError for an image processor."""
         value = getattr(self.processor, name, None)
         if value is None:
             raise OptionError(
-                f"{type(self.processor).__name__} does not tell {name}: pass the model's whole processor, "
-                "not its image processor"
+                f"{type(self.processor).__name__} has no setting {name}. Pass the model's processor, "
+                "not its image processor."
             )
         return value
 
 
-Count = Callable[[Reader, int, int, int], int]
+Count = Callable[[SettingsReader, int, int, int], int]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """The token count of a kind of image processor.
+class CountRule:
+    """Token count of a kind of image processor.
 
-    count:    (settings, height, width, images in the prompt) -> visual tokens.
-    resizing: as `Adapter.resizing`: "input" (the count follows the image's size), "target" (one size for
-              all) or None.
-    grid:     (settings, height, width) -> rows and columns of tokens, pixels along a token's side, least and most
-              pixels of an image, for a processor that makes one grid of an image and keeps within `size`; else None.
+    Args:
+        count: Function (settings, height, width, images in the prompt) -> visual tokens.
+        resizing: Same as `Family.resizing`.
+        grid: Function (settings, height, width) -> rows and columns of tokens, pixels per token side, minimum and
+            maximum pixels of an image. None if the processor does not make one grid per image within `size`.
     """
 
     count: Count
     resizing: str | None
-    grid: Callable[[Reader, int, int], tuple[int, int, int, int, int]] | None = None
+    grid: Callable[[SettingsReader, int, int], tuple[int, int, int, int, int]] | None = None
 
 
-def image_processor_of(processor: Any) -> Any:
-    """Return the image processor inside a processor, or what was given."""
+def get_image_processor(processor: Any) -> Any:
+    """Return the image processor of a processor, or the argument itself."""
     return getattr(processor, "image_processor", processor)
 
 
-def rule_for(processor: Any) -> Rule | None:
-    """Return the rule of a processor or image processor, None if its tokens cannot be counted here."""
-    for cls in type(image_processor_of(processor)).__mro__:
+def find_rule(processor: Any) -> CountRule | None:
+    """Return the rule of a processor or image processor, or None if its tokens cannot be counted."""
+    for cls in type(get_image_processor(processor)).__mro__:
         if rule := _RULES.get(cls.__name__.removesuffix("Pil").removesuffix("Fast")):
             return rule
     return None
 
 
-def countable_processors() -> list[str]:
-    """Return the names of the image processors whose tokens can be counted, sorted."""
+def list_countable_processors() -> list[str]:
+    """Return the class names of image processors with countable tokens, sorted."""
     return sorted(_RULES)
 
 
 def count_visual_tokens(processor: Any, height: int, width: int, *, images: int = 1, **images_kwargs: Any) -> int:
-    """Return exactly how many visual tokens (placeholders) `processor` makes of an image of `height` x `width` pixels.
+    """Return the exact number of visual tokens (placeholders) that `processor` makes of one image.
 
-    processor:     a transformers processor; for Qwen-VL, LFM2-VL and SigLIP2 its image processor is enough.
-    images:        images in the same prompt: LLaVA-OneVision cuts only a single one into tiles.
-    images_kwargs: settings that would be passed to the processor's call.
+    Excludes tokens that only frame an image (start, end and row separators).
 
-    Tokens that only frame an image (start, end, row marks) are not counted. Raises UnsupportedSetupError for a
-    processor it does not know, OptionError for an image processor that does not tell enough.
+    Args:
+        processor: A transformers processor. For Qwen-VL, LFM2-VL and SigLIP2, the image processor is sufficient.
+        height: Height in pixels.
+        width: Width in pixels.
+        images: Number of images in the prompt. LLaVA-OneVision tiles only a single image.
+        images_kwargs: Settings that are passed to the processor's call.
+
+    Raises:
+        UnsupportedSetupError: If the processor is unknown.
+        OptionError: If an image processor lacks settings of its processor.
+
+    Example:
+        >>> tokenprune.count_visual_tokens(processor, height=256, width=256)
+        256
     """
-    rule = rule_for(processor)
+    rule = find_rule(processor)
     if rule is None:
         raise UnsupportedSetupError(
-            f"cannot count the tokens that {type(processor).__name__} makes; known image processors: "
-            f"{', '.join(countable_processors())}"
+            f"cannot count the visual tokens of {type(processor).__name__}. "
+            "Supported are, among others, Qwen2VLImageProcessor, LlavaNextImageProcessor and SmolVLMImageProcessor."
         )
     if height < 1 or width < 1:
-        raise OptionError(f"an image of {height} x {width} pixels has no tokens")
-    return rule.count(Reader(processor, images_kwargs), int(height), int(width), images)
+        raise OptionError(f"an image of {height} x {width} pixels is invalid: both sides must be at least 1 pixel")
+    return rule.count(SettingsReader(processor, images_kwargs), int(height), int(width), images)
 
 
 # -- Qwen2-VL, Qwen2.5-VL, Qwen3-VL
 
 
-def _qwen(read: Reader, height: int, width: int, images: int) -> int:
+def _qwen(read: SettingsReader, height: int, width: int, images: int) -> int:
     limits, merge = _limits(read), read("merge_size")
     settings = dict(min_pixels=limits[0], max_pixels=limits[1], patch_size=read("patch_size"), merge_size=merge)
     with _of_this_size(height, width):
@@ -122,25 +137,25 @@ def _qwen(read: Reader, height: int, width: int, images: int) -> int:
 
 @contextmanager
 def _of_this_size(height: int, width: int) -> Iterator[None]:
-    """Raise OptionError where a processor takes no image of this size: one that is far longer than wide."""
+    """Raise OptionError if the processor rejects the image size, such as an extreme aspect ratio."""
     try:
         yield
     except ValueError as error:
-        raise OptionError(f"the model's processor takes no image of {height} x {width} pixels: {error}") from error
+        raise OptionError(f"the processor rejects an image of {height} x {width} pixels: {error}") from error
 
 
-def _qwen_grid(read: Reader, height: int, width: int) -> tuple[int, int, int, int, int]:
+def _qwen_grid(read: SettingsReader, height: int, width: int) -> tuple[int, int, int, int, int]:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-    least, most = _limits(read)
+    min_value, max_value = _limits(read)
     factor = read("patch_size") * read("merge_size")
     with _of_this_size(height, width):
-        high, wide = smart_resize(height, width, factor, least, most)
-    return high // factor, wide // factor, factor, least, most
+        high, wide = smart_resize(height, width, factor, min_value, max_value)
+    return high // factor, wide // factor, factor, min_value, max_value
 
 
-def _limits(read: Reader) -> tuple[int, int]:
-    """Least and most pixels; transformers spells them as edges, but they are areas."""
+def _limits(read: SettingsReader) -> tuple[int, int]:
+    """Return minimum and maximum pixels. transformers calls them edges, but they are areas."""
     size = read.size()
     return (
         read.overrides.get("min_pixels") or size["shortest_edge"],
@@ -151,7 +166,7 @@ def _limits(read: Reader) -> tuple[int, int]:
 # -- SigLIP2 NaFlex
 
 
-def _naflex(read: Reader, height: int, width: int, images: int) -> int:
+def _naflex(read: SettingsReader, height: int, width: int, images: int) -> int:
     from transformers.models.siglip2.image_processing_siglip2 import get_image_size_for_max_num_patches
 
     patch = read("patch_size")
@@ -162,30 +177,32 @@ def _naflex(read: Reader, height: int, width: int, images: int) -> int:
 # -- LFM2-VL
 
 
-def _lfm2(read: Reader, height: int, width: int, images: int) -> int:
-    patch, down, most = read("encoder_patch_size"), read("downsample_factor"), read("max_image_tokens")
+def _lfm2(read: SettingsReader, height: int, width: int, images: int) -> int:
+    patch, down, max_value = read("encoder_patch_size"), read("downsample_factor"), read("max_image_tokens")
     factor = patch * down
-    wide, high = read.image.smart_resize(height, width, down, read("min_image_tokens"), most, patch)
-    whole = math.ceil(high // patch / down) * math.ceil(wide // patch / down)
+    wide, high = read.image.smart_resize(height, width, down, read("min_image_tokens"), max_value, patch)
+    unsplit = math.ceil(high // patch / down) * math.ceil(wide // patch / down)
     rounded = [max(patch, round(side / factor) * factor) for side in (height, width)]
-    large = rounded[0] * rounded[1] > most * factor**2 * read("max_pixels_tolerance")
-    least, tiles = (read("min_tiles"), read("max_tiles")) if read("do_image_splitting") else (1, 1)
-    if not large or least == tiles == 1:
-        return whole
-    columns, rows = _closest_grid(height, width, read("tile_size"), least, tiles)
+    large = rounded[0] * rounded[1] > max_value * factor**2 * read("max_pixels_tolerance")
+    min_value, tiles = (read("min_tiles"), read("max_tiles")) if read("do_image_splitting") else (1, 1)
+    if not large or min_value == tiles == 1:
+        return unsplit
+    columns, rows = _closest_grid(height, width, read("tile_size"), min_value, tiles)
     if columns * rows == 1:
-        # Cut into one tile: it is encoded at the tile's size, but the processor writes placeholders for the whole.
-        return whole
+        # A single tile is encoded at the tile's size, but the processor writes placeholders for the full image.
+        return unsplit
     tile = math.ceil(read("tile_size") // patch / down) ** 2
-    return columns * rows * tile + (whole if read("use_thumbnail") else 0)
+    return columns * rows * tile + (unsplit if read("use_thumbnail") else 0)
 
 
-def _closest_grid(height: int, width: int, tile: int, least: int, most: int) -> tuple[int, int]:
-    """Columns and rows closest to the image's aspect ratio; on a tie the larger grid, if the image can fill half
-    of it."""
-    sides = range(1, most + 1)
+def _closest_grid(height: int, width: int, tile: int, min_value: int, max_value: int) -> tuple[int, int]:
+    """Return the columns and rows closest to the aspect ratio.
+
+    Ties go to the larger grid if the image fills half of it.
+    """
+    sides = range(1, max_value + 1)
     grids = sorted(
-        ((columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most),
+        ((columns, rows) for columns in sides for rows in sides if min_value <= columns * rows <= max_value),
         key=lambda grid: grid[0] * grid[1],
     )
     best, smallest = (1, 1), math.inf
@@ -199,18 +216,19 @@ def _closest_grid(height: int, width: int, tile: int, least: int, most: int) -> 
 # -- Pixtral and Mistral 3
 
 
-def _pixtral(read: Reader, height: int, width: int, images: int) -> int:
-    size, side = read.size(), read.whole("patch_size") * read.whole("spatial_merge_size")
-    most = [size.get("longest_edge") or size[edge] for edge in ("height", "width")]
-    ratio = max(1.0, height / most[0], width / most[1])
+def _pixtral(read: SettingsReader, height: int, width: int, images: int) -> int:
+    size = read.size()
+    side = read.get_processor_setting("patch_size") * read.get_processor_setting("spatial_merge_size")
+    max_value = [size.get("longest_edge") or size[edge] for edge in ("height", "width")]
+    ratio = max(1.0, height / max_value[0], width / max_value[1])
     return math.prod((math.floor(edge / ratio) - 1) // side + 1 for edge in (height, width))
 
 
 # -- LLaVA-NeXT and LLaVA-OneVision
 
 
-def _anyres_grid(read: Reader, height: int, width: int, side: int) -> tuple[int, int]:
-    """Rows and columns of features that are left of the tiles after padding is removed; side: of a tile's features."""
+def _anyres_grid(read: SettingsReader, height: int, width: int, side: int) -> tuple[int, int]:
+    """Return rows and columns of features after padding is removed. `side` is the side of a tile's features."""
     from transformers.image_processing_utils import select_best_resolution
 
     size = read.size()
@@ -218,7 +236,7 @@ def _anyres_grid(read: Reader, height: int, width: int, side: int) -> tuple[int,
     tile_wide = size.get("width") or size["shortest_edge"]
     best = select_best_resolution((height, width), read("image_grid_pinpoints"))
     rows, columns = side * (best[0] // tile_high), side * (best[1] // tile_wide)
-    # The same roundings as the processor's, in the same order.
+    # Same rounding steps as in the processor.
     if width / height > columns / rows:
         rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
     else:
@@ -226,56 +244,56 @@ def _anyres_grid(read: Reader, height: int, width: int, side: int) -> tuple[int,
     return rows, columns
 
 
-def _llava_next(read: Reader, height: int, width: int, images: int) -> int:
-    size, patch = read.size(), read.whole("patch_size")
+def _llava_next(read: SettingsReader, height: int, width: int, images: int) -> int:
+    size, patch = read.size(), read.get_processor_setting("patch_size")
     side = (size.get("height") or size["shortest_edge"]) // patch
     rows, columns = _anyres_grid(read, height, width, side)
-    return side**2 + read.whole("num_additional_image_tokens") + rows * (columns + 1) - _dropped(read)
+    return side**2 + read.get_processor_setting("num_additional_image_tokens") + rows * (columns + 1) - _dropped(read)
 
 
-def _onevision(read: Reader, height: int, width: int, images: int) -> int:
-    base = read.whole("num_image_tokens")
+def _onevision(read: SettingsReader, height: int, width: int, images: int) -> int:
+    base = read.get_processor_setting("num_image_tokens")
     if images > 1:
         return base + 1 - _dropped(read)
     side = math.isqrt(base)
     rows, columns = _anyres_grid(read, height, width, side)
-    most = int(read.whole("vision_aspect_ratio").removeprefix("anyres_max_"))
-    ratio = math.sqrt(rows * columns / (most * side**2))
+    max_value = int(read.get_processor_setting("vision_aspect_ratio").removeprefix("anyres_max_"))
+    ratio = math.sqrt(rows * columns / (max_value * side**2))
     if ratio > 1.1:
         rows, columns = int(rows // ratio), int(columns // ratio)
     return base + rows * (columns + 1) - _dropped(read)
 
 
-def _dropped(read: Reader) -> int:
-    return int(read.whole("vision_feature_select_strategy") == "default")
+def _dropped(read: SettingsReader) -> int:
+    return int(read.get_processor_setting("vision_feature_select_strategy") == "default")
 
 
-# -- Families whose images all become the same number of tokens, or a number that follows their shape only
+# -- Families with a fixed number of tokens, or a number that depends only on the image shape
 
 
-def _llava(read: Reader, height: int, width: int, images: int) -> int:
-    patch = read.whole("patch_size")
+def _llava(read: SettingsReader, height: int, width: int, images: int) -> int:
+    patch = read.get_processor_setting("patch_size")
     size = (read("do_center_crop") is not False and read.size("crop_size")) or read.size()
     if "height" not in size:
-        raise UnsupportedSetupError(f"size={size} without a centre crop does not make one size of all images")
+        raise UnsupportedSetupError(f"size={size} without a center crop does not give all images one size")
     patches = (size["height"] // patch) * (size["width"] // patch)
-    return patches + read.whole("num_additional_image_tokens") - _dropped(read)
+    return patches + read.get_processor_setting("num_additional_image_tokens") - _dropped(read)
 
 
-def _internvl(read: Reader, height: int, width: int, images: int) -> int:
+def _internvl(read: SettingsReader, height: int, width: int, images: int) -> int:
     names = ("crop_to_patches", "min_patches", "max_patches")
     tiles = read.image.get_number_of_image_patches(height, width, {name: read(name) for name in names})
-    return tiles * read.whole("image_seq_length")
+    return tiles * read.get_processor_setting("image_seq_length")
 
 
-def _idefics3(read: Reader, height: int, width: int, images: int) -> int:
-    # transformers' get_number_of_image_patches rounds the shorter side otherwise than its preprocess does.
-    length = read.whole("image_seq_len")
+def _idefics3(read: SettingsReader, height: int, width: int, images: int) -> int:
+    # get_number_of_image_patches rounds the shorter side differently from preprocess.
+    length = read.get_processor_setting("image_seq_len")
     if not read("do_image_splitting"):
         return length
     tile, long = read("max_image_size")["longest_edge"], read.size()["longest_edge"]
     height, width = _with_long_side(height, width, long, even=True)
-    if long > 4096:  # transformers' own upper bound, whatever the setting
+    if long > 4096:  # fixed upper bound in transformers
         height, width = _with_long_side(height, width, 4096)
     height, width = _with_long_side(height, width, math.ceil(max(height, width) / tile) * tile)
     rows, columns = math.ceil(height / tile), math.ceil(width / tile)
@@ -283,23 +301,23 @@ def _idefics3(read: Reader, height: int, width: int, images: int) -> int:
 
 
 def _with_long_side(height: int, width: int, long: int, even: bool = False) -> tuple[int, int]:
-    """Height and width with the longer side `long`, the other rounded down as the processor does it."""
+    """Return height and width with the longer side `long`. The other side is rounded down as in the processor."""
     aspect = width / height
     short = int(long / aspect) if width >= height else int(long * aspect)
     short = max(1, short + short % 2 if even else short)
     return (short, long) if width >= height else (long, short)
 
 
-_RULES: dict[str, Rule] = {
-    "Qwen2VLImageProcessor": Rule(_qwen, "input", _qwen_grid),
-    "Siglip2ImageProcessor": Rule(_naflex, None),
-    "Lfm2VlImageProcessor": Rule(_lfm2, "input"),
-    "PixtralImageProcessor": Rule(_pixtral, "input"),
-    "LlavaNextImageProcessor": Rule(_llava_next, "input"),
-    "LlavaOnevisionImageProcessor": Rule(_onevision, "input"),
-    "CLIPImageProcessor": Rule(_llava, "target"),
-    "LlavaImageProcessor": Rule(_llava, "target"),
-    "GotOcr2ImageProcessor": Rule(_internvl, None),
-    "Idefics3ImageProcessor": Rule(_idefics3, None),
-    "SmolVLMImageProcessor": Rule(_idefics3, None),
+_RULES: dict[str, CountRule] = {
+    "Qwen2VLImageProcessor": CountRule(_qwen, "input", _qwen_grid),
+    "Siglip2ImageProcessor": CountRule(_naflex, None),
+    "Lfm2VlImageProcessor": CountRule(_lfm2, "input"),
+    "PixtralImageProcessor": CountRule(_pixtral, "input"),
+    "LlavaNextImageProcessor": CountRule(_llava_next, "input"),
+    "LlavaOnevisionImageProcessor": CountRule(_onevision, "input"),
+    "CLIPImageProcessor": CountRule(_llava, "target"),
+    "LlavaImageProcessor": CountRule(_llava, "target"),
+    "GotOcr2ImageProcessor": CountRule(_internvl, None),
+    "Idefics3ImageProcessor": CountRule(_idefics3, None),
+    "SmolVLMImageProcessor": CountRule(_idefics3, None),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control how and when a process imports torch: OpenMP settings, and imports on first use."""
+"""Control of the torch import: OpenMP settings, and loading on first use."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _HIDDEN = ("torch", "torchvision")
 _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
-def calm_threads() -> None:
-    """Let OpenMP's threads sleep while they wait, unless the user's environment says otherwise.
+def set_passive_threads() -> None:
+    """Let idle OpenMP threads sleep, unless the environment sets GOMP_SPINCOUNT.
 
-    Threads that spin take the cores from whatever else runs, and count as CPU time. libgomp reads the variable once,
-    when torch loads it: afterwards this changes nothing.
+    Spinning threads block cores and count as CPU time. libgomp reads the variable when torch is loaded; later changes
+    have no effect.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
 class _Deferred(ModuleType):
-    """A module that loads itself the first time anything of it is read."""
+    """Module that loads itself on first attribute access."""
 
     def __getattr__(self, name: str) -> Any:
         spec = self.__spec__
-        assert spec is not None and spec.loader is not None  # `defer_torch` found them
-        self.__class__ = ModuleType  # type: ignore[assignment]  # from now on a plain module
+        assert spec is not None and spec.loader is not None  # set by `defer_torch`
+        self.__class__ = ModuleType  # type: ignore[assignment]  # a plain module from now on
         self.__path__ = spec.submodule_search_locations or []
         spec.loader.exec_module(self)
         return getattr(self, name)
 
 
 def defer_torch() -> None:
-    """Let `import torch` load torch when it is first used, for commands that describe models and methods and run none.
+    """Make `import torch` load torch on first use, for commands that only describe models and methods.
 
-    Only for a process of our own: `from torch import ...` still loads it at once, and transformers goes without it
-    (`torch_hidden`).
+    Use only in a command line process: `from torch import ...` still loads torch immediately, and transformers runs
+    without it (`hide_torch`).
     """
     if "torch" in sys.modules or (spec := importlib.util.find_spec("torch")) is None:
         return
@@ -51,18 +51,18 @@ def defer_torch() -> None:
 
 
 @contextmanager
-def torch_hidden() -> Iterator[None]:
-    """Have transformers do without torch from its first import on, if torch is deferred; else change nothing.
+def hide_torch() -> Iterator[None]:
+    """Hide deferred torch from the first import of transformers. No effect if torch is loaded.
 
-    To read a config it would load torch, and to look for model classes all that generates text.
+    transformers would load torch to read a config, and all generation code to find model classes.
     """
     deferred = sys.modules.get("torch")
     if not isinstance(deferred, _Deferred) or "transformers" in sys.modules:
         yield
         return
     before = {name: sys.modules.get(name) for name in _HIDDEN}
-    os.environ.setdefault(_QUIET, "1")  # it would report torch as missing
-    sys.modules.update(dict.fromkeys(_HIDDEN, cast(ModuleType, None)))  # None: not to be found
+    os.environ.setdefault(_QUIET, "1")  # suppress the warning about missing torch
+    sys.modules.update(dict.fromkeys(_HIDDEN, cast(ModuleType, None)))  # None makes the import fail
     try:
         yield
     finally:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closed-form FLOPs of a vision tower and of what projects its patches, from the model's config and the patches that it
-is fed."""
+"""Closed-form FLOPs of a vision tower and its projector, from the model's config and the number of patches."""
 
 from __future__ import annotations
 
@@ -16,10 +15,12 @@ from tokenprune.models.families import TOWERS, TowerRow
 
 @dataclass(frozen=True)
 class _Join:
-    """The way a family joins patches into visual tokens.
+    """Conversion of patches to visual tokens in a family.
 
-    unit: how many patches become one, from its config. projector: multiply-adds for one of them after the tower, from
-    the config and the unit. sized: whether images have their own size (else all are squares of one, or tiles of it).
+    Args:
+        unit: Function of the config: number of patches per visual token.
+        projector: Function of config and unit: multiply-adds per visual token after the tower.
+        sized: Images have individual sizes. Otherwise, all images are squares of one size, or tiles of it.
     """
 
     unit: Callable[[Any], int]
@@ -28,7 +29,7 @@ class _Join:
 
 
 def _wide(config: Any) -> int:
-    """Numbers of a patch after the tower, over all layers that are read."""
+    """Return the width of a patch after the tower, over all feature layers."""
     read = getattr(config, "vision_feature_layer", None)
     return _hidden(config.vision_config) * (len(read) if isinstance(read, (list, tuple)) else 1)
 
@@ -55,12 +56,12 @@ _INTERNVL = _Join(
 _IDEFICS = _Join(
     lambda config: config.scale_factor**2, lambda config, unit: unit * _hidden(config.vision_config) * _text(config)
 )
-_GEMMA = _Join(  # averages patches before it projects them
+_GEMMA = _Join(  # pools patches before the projection
     lambda config: _square(config.vision_config) // config.mm_tokens_per_image,
     lambda config, unit: _hidden(config.vision_config) * _text(config),
 )
 _QWEN = _Join(lambda config: config.vision_config.spatial_merge_size**2, _qwen, sized=True)
-FAMILIES = (
+FAMILY_JOINS = (
     dict.fromkeys(("llava", "llava_next", "llava_onevision"), _LLAVA)
     | dict.fromkeys(("smolvlm", "idefics3"), _IDEFICS)
     | dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _QWEN)
@@ -73,21 +74,27 @@ def _sides(value: Any) -> tuple[int, int]:
 
 
 def _square(vision: Any) -> int:
-    """Patches of an image of the size that the config names."""
+    """Return the number of patches of an image with the size in the config."""
     return math.prod(side // of for side, of in zip(_sides(vision.image_size), _sides(vision.patch_size), strict=True))
 
 
 @dataclass(frozen=True)
 class TowerShape:
-    """The sizes that the closed form of a vision tower needs; `from_config` reads them from a model's config.
+    """Sizes of a vision tower for closed-form costs.
 
-    layers, hidden: how many blocks, and the width of what goes through them.
-    attention: heads times their width. intermediate: width of the MLP; mlp_matrices: 3 where it is gated, else 2.
-    patch_numbers: numbers of a patch before it is embedded. protected: class tokens of a view.
-    unit: patches that become one visual token. projector: multiply-adds for each of those, after the tower.
-    window: patches that attend to each other in the first `windowed` of the blocks, in any order; None: there are no
-    windows.
-    view: patches of a view, where all have the same number; None: views have their own sizes.
+    Args:
+        layers: Number of blocks.
+        hidden: Width of the hidden states.
+        attention: Number of heads times their width.
+        intermediate: Width of the MLP.
+        mlp_matrices: Weight matrices of an MLP: 3 with a gate, 2 without.
+        patch_numbers: Values per patch before the embedding.
+        unit: Patches per visual token.
+        projector: Multiply-adds per visual token after the tower.
+        protected: Class tokens per view.
+        window: Patches per attention window. None without windows.
+        windowed: Number of blocks with windows.
+        view: Patches per view. None if views have individual sizes.
     """
 
     layers: int
@@ -105,21 +112,24 @@ class TowerShape:
 
     @classmethod
     def from_config(cls, config: Any) -> TowerShape:
-        """config: of the whole model. Raises UnsupportedModelError for a family whose tower has no closed form here,
-        and for a config with fewer patches than visual tokens."""
-        join = FAMILIES.get(config.model_type)
+        """Create the shape from a model's config.
+
+        Raises:
+            UnsupportedModelError: If the family has no closed form, or the config has fewer patches than visual tokens.
+        """
+        join = FAMILY_JOINS.get(config.model_type)
         if join is None:
             raise UnsupportedModelError(
-                f"the FLOPs of the vision tower of {config.model_type!r} are not known in closed form; they are for "
-                f"{', '.join(sorted(FAMILIES))}"
+                f"the vision tower of {config.model_type!r} has no closed form of FLOPs. Supported are models of the "
+                "LLaVA, InternVL, Idefics3, Gemma 3 and Qwen-VL families."
             )
         vision = config.vision_config
         known = TOWERS.get(vision.model_type) or TowerRow(vision.model_type, "")
         hidden, unit = _hidden(vision), join.unit(config)
         if unit < 1:
             raise UnsupportedModelError(
-                f"this config of {config.model_type!r} asks for more visual tokens than its vision tower has patches: "
-                "take that of a real checkpoint"
+                f"this config of {config.model_type!r} has more visual tokens than its vision tower has patches. "
+                "Use the config of a checkpoint."
             )
         layers = getattr(vision, "depth", None) or vision.num_hidden_layers
         heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
@@ -143,19 +153,22 @@ class TowerShape:
         )
 
     def flops(self, views: Sequence[float], shares: Sequence[float] | None = None) -> float:
-        """Return multiply-adds x 2 of encoding and projecting `views`: numbers of patches that attend to each other,
-        one for each image, tile or frame. As in `DecoderShape`, norms, rotary embedding and softmax are left out.
+        """Return the FLOPs (2 per multiply-add) of encoding and projecting `views`.
 
-        Windows are counted as full ones, which overstates those at the rims of an image. shares: of a merge inside the
-        tower, what is left of a view's tokens where it enters each block, and (last) where it leaves the last one; the
-        merge sits between a block's attention and its MLP. Only blocks without windows are counted so exactly.
+        Excludes norms, rotary embedding and softmax. Windows count as full windows, which overestimates windows at
+        image borders.
+
+        Args:
+            views: Number of patches of each image, tile or frame.
+            shares: For a merge inside the tower, the share of tokens that enter each block, and (last) that leave the
+                last block. The merge is between attention and MLP of a block. Exact only for blocks without windows.
         """
         shares = [1.0] * (self.layers + 1) if shares is None else list(shares)
         patches, tokens = sum(views), sum(view + self.protected for view in views)
         total = 2 * patches * self.patch_numbers * self.hidden + 2 * patches / self.unit * self.projector * shares[-1]
         square = sum((view + self.protected) ** 2 for view in views)
         inside = sum((view + self.protected) * min(view, self.window or view) for view in views)
-        # Which blocks have windows is not known: the mean of both kinds is the sum over all of them.
+        # The config does not contain the order of windowed blocks, so all blocks count with the mean of both kinds.
         pairs = (self.windowed * inside + (self.layers - self.windowed) * square) / self.layers
         for entering, leaving in itertools.pairwise(shares):
             total += 2 * tokens * entering * 4 * self.hidden * self.attention
@@ -164,20 +177,24 @@ class TowerShape:
         return total
 
     @property
-    def weights(self) -> int:
-        """Numbers in the matrices of all blocks, of what embeds patches, and of the projector; norms and positions are
-        left out."""
+    def num_weights(self) -> int:
+        """Number of weights in the blocks, the patch embedding and the projector, without norms and positions."""
         block = self.hidden * (4 * self.attention + self.mlp_matrices * self.intermediate)
         return self.layers * block + self.patch_numbers * self.hidden + self.projector
 
     def visual_tokens(self, views: Sequence[int]) -> int:
-        """Return how many visual tokens the tower makes of `views`, without separators that a family adds."""
+        """Return the number of visual tokens of `views`, without separators."""
         return sum(view // self.unit for view in views)
 
 
-def views_of(config: Any, inputs: Mapping[str, Any]) -> list[int]:
-    """Return the patches of each image, tile or frame that a model's tower is fed, from what its processor made
-    (`pixel_values` or `image_grid_thw`, and the same of videos); tiles of zeros, which fill a batch, are left out."""
+def count_view_patches(config: Any, inputs: Mapping[str, Any]) -> list[int]:
+    """Return the number of patches of each image, tile or frame in processor outputs.
+
+    Args:
+        config: Config of the model.
+        inputs: Processor outputs: `pixel_values` or `image_grid_thw`, and the same for videos. All-zero tiles are batch
+            padding and are skipped.
+    """
     views: list[int] = []
     patch = _sides(config.vision_config.patch_size)
     for grids, pixels in (("image_grid_thw", "pixel_values"), ("video_grid_thw", "pixel_values_videos")):
@@ -186,6 +203,6 @@ def views_of(config: Any, inputs: Mapping[str, Any]) -> list[int]:
                 views += [height * width] * frames
         elif inputs.get(pixels) is not None:
             tiles = inputs[pixels].flatten(0, -4)
-            real = int(tiles.flatten(1).any(1).sum())
-            views += [math.prod(side // of for side, of in zip(tiles.shape[-2:], patch, strict=True))] * real
+            num_tiles = int(tiles.flatten(1).any(1).sum())
+            views += [math.prod(side // of for side, of in zip(tiles.shape[-2:], patch, strict=True))] * num_tiles
     return views

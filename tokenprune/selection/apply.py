@@ -27,10 +27,10 @@ def validate_selection(selection: Selection, segments: Segments, method: Method)
         counts = found.tolist()
         if valid is not None and not counts.pop():
             raise TokenPruneError(_BAD_ASSIGN.format(method.name))
-    if method.least and not all(counts):
+    if method.min_tokens and not all(counts):
         raise TokenPruneError(
             f"{method.name}.select() keeps nothing of an image: keep at least one token "
-            "of each, or declare least = 0 in the method"
+            "of each, or declare min_tokens = 0 in the method"
         )
     if stated is not None and list(stated) != counts:
         raise TokenPruneError(
@@ -65,7 +65,7 @@ def checked_form(selection: Selection, segments: Segments, method: Method) -> Te
             found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             wanted = f"{str(dtypes[0]).removeprefix('torch.')} {tuple(shape)}"
             raise TokenPruneError(f"{method.name}.select(): {part} must be {wanted}, not {found}")
-    return selection.keep & segments.mask if segments.padded else selection.keep
+    return selection.keep & segments.mask if segments.has_padding else selection.keep
 
 
 def _with_validity(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, Tensor | None]:

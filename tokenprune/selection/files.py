@@ -48,7 +48,7 @@ class File(str):
         return file
 
     @classmethod
-    def of(cls, path: str | Path) -> File:
+    def from_path(cls, path: str | Path) -> File:
         """Return `path` if it was read already, else read it; raises OSError."""
         return path if isinstance(path, cls) else cls.read(path)
 
@@ -81,7 +81,7 @@ def check_output(*paths: Path | None) -> None:
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise OptionError(f"cannot write {path}: you may not write there, name another place")
         except OSError as error:  # such as a name that is too long
-            raise OptionError(f"cannot write {path}: {reason(error)}") from error
+            raise OptionError(f"cannot write {path}: {describe_error(error)}") from error
 
 
 def check_output_folder(path: Path | None) -> None:
@@ -94,12 +94,12 @@ def check_output_folder(path: Path | None) -> None:
             why = "you may not write there" if there.is_dir() else f"{there} is a file"
             raise OptionError(f"cannot use the folder {path}: {why}, name another place")
     except OSError as error:
-        raise OptionError(f"cannot use the folder {path}: {reason(error)}") from error
+        raise OptionError(f"cannot use the folder {path}: {describe_error(error)}") from error
 
 
-def reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return in words why a file could not be read."""
     return getattr(error, "strerror", None) or str(error)
 
 
-__all__ = ["LIMIT", "File", "check_output", "check_output_folder", "reason"]
+__all__ = ["LIMIT", "File", "check_output", "check_output_folder", "describe_error"]

@@ -28,9 +28,9 @@ class Visual:
     frames: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(modality: str, positions: Sequence[int], frames: int) -> Visual | None:
-        """Return the visual whose tokens stand at `positions`, split into `frames` by `frame_counts`, or None."""
-        counts = frame_counts(len(positions), frames)
+    def from_positions(modality: str, positions: Sequence[int], frames: int) -> Visual | None:
+        """Return the visual whose tokens stand at `positions`, split into `frames` by `split_into_frames`, or None."""
+        counts = split_into_frames(len(positions), frames)
         if counts is None:
             return None
         end = list(accumulate(counts))
@@ -39,14 +39,14 @@ class Visual:
         )
 
 
-def tokens_per_frame(tokens: int, frames: int, behind: int = 0) -> list[int] | None:
+def count_tokens_per_frame(tokens: int, frames: int, behind: int = 0) -> list[int] | None:
     """Return how many of a video's `tokens` each of its `frames` has, or None if they do not split evenly. behind:
     tokens that follow the last frame and are in none (the newline of LLaVA-OneVision)."""
     size, rest = divmod(tokens - behind, frames) if frames > 0 else (0, 0)
     return [size] * frames if size > 0 and rest == 0 else None
 
 
-def frame_and_place(frames: Sequence[Sequence[int]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def compute_frame_indices(frames: Sequence[Sequence[int]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return long `[S, width]` twice: the index of each token's frame in its segment, and of the token in its frame; -1
     for what is in no frame (a newline after a video, padding).
 
@@ -63,7 +63,7 @@ def frame_and_place(frames: Sequence[Sequence[int]], width: int, device: torch.d
     return frame, place
 
 
-def frame_counts(tokens: int, frames: int) -> list[int] | None:
+def split_into_frames(tokens: int, frames: int) -> list[int] | None:
     """Return how many of a video's `tokens` each of its `frames` has, or None if they do not split evenly. A rest, the
     newline after a video of LLaVA-OneVision, belongs to the last."""
     size = tokens // frames if frames > 0 else 0

@@ -31,7 +31,7 @@ class InputImage:
     image: Any
     channels: str | None = None
     prompt: int = 0
-    companions: int = 1
+    num_prompt_images: int = 1
     count: Callable[[int, int], int] | None = None
     question: str = ""
 
@@ -84,7 +84,7 @@ class InputImage:
         found = self.channels or infer_channel_dimension_format(self.image)
         return bool(ChannelDimension(found) == ChannelDimension.LAST)
 
-    def resized(self, height: int, width: int) -> Any:
+    def resize(self, height: int, width: int) -> Any:
         """Return the image in another size, as the same kind of object; itself, if it has that size."""
         if (height, width) == self.size:
             return self.image
@@ -106,7 +106,7 @@ class InputImage:
         return small.contiguous() if isinstance(self.image, Tensor) else small.contiguous().numpy()
 
 
-def collect(
+def collect_images(
     images: Any, make: Callable[[Any, int, int], InputImage]
 ) -> tuple[list[InputImage], Callable[[list[Any]], Any]]:
     """Return the images of a call, and a function that puts other images in their places.

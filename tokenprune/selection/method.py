@@ -14,7 +14,7 @@ import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.kernels.take import top_mask
-from tokenprune.selection.options import ReprIsCall, check_options
+from tokenprune.selection.options import CallRepr, check_options
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,7 +42,7 @@ class Site(enum.StrEnum):
         return list(Site).index(self)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The place in plain words: "before the language model"."""
         return _WORDS[self]
 
@@ -85,7 +85,7 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Method(ReprIsCall):
+class Method(CallRepr):
     """Base of all methods: a frozen dataclass whose fields are the method's options.
 
     It says who a method is. What a method does is said by the base class of its site, which a method of yours derives
@@ -98,7 +98,7 @@ class Method(ReprIsCall):
     default_keep: the `keep` of a user who gives none.
     query_free:   options, by name, under which the choice no longer depends on the question; empty if there are none.
     fallback_options: options, by name, under which it reads less of a model than it may; empty if there are none.
-    asks_device:  choosing reads values on the host, which waits for the device, in one of its stages at least.
+    syncs_device:  choosing reads values on the host, which waits for the device, in one of its stages at least.
     removes:      False if the decoder gets as many visual tokens as without it.
     least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
     reconstruction: True if it is written from other sources than its authors' full text or code, so that parts of it
@@ -118,9 +118,9 @@ class Method(ReprIsCall):
     query_free: ClassVar[Mapping[str, Any]] = {}
     fallback_options: ClassVar[Mapping[str, Any]] = {}
     reconstruction: ClassVar[bool] = False
-    asks_device: ClassVar[bool] = False
+    syncs_device: ClassVar[bool] = False
     removes: ClassVar[bool] = True
-    least: ClassVar[int] = 1
+    min_tokens: ClassVar[int] = 1
     fit: ClassVar[Callable[..., Any] | None] = None
     fit_limit: ClassVar[int | None] = 48
     fit_question: ClassVar[str | None] = "Describe this image."
@@ -137,7 +137,7 @@ class Method(ReprIsCall):
         return frozenset()
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         """True if the method chooses the count at run time: it runs even where its budget is all tokens, as a stage
         that only observes and remembers does. With `keep=1.0` no stage runs."""
         return False
@@ -177,7 +177,7 @@ class Method(ReprIsCall):
     def check_model(self, decoder: nn.Module) -> None:
         """Raise OptionError if the method was fitted to another decoder than this one."""
 
-    def budget(self, count: int, keep: int) -> int:
+    def resolve_count(self, count: int, keep: int) -> int:
         """Return how many of `count` tokens to keep when the user asked for `keep`; most methods keep exactly that."""
         return keep
 
@@ -186,7 +186,7 @@ class Method(ReprIsCall):
             raise OptionError(f"{self.name}: {message}")
 
 
-SIZES = "sizes"  # see `Pruner.weighs`
+SIZES = "sizes"  # see `Pruner.weighs_attention`
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Pruner(Method):
     never_nan: ClassVar[bool] = False
 
     @property
-    def weighs(self) -> bool:
+    def weighs_attention(self) -> bool:
         """True if the language model's attention is weighed by how many tokens each stands for, float32 `[S, N]`, which
         the method remembers as `SIZES`; see attention/weighing.py."""
         return False

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from tokenprune.kernels.drawn import normal, uniform
+from tokenprune.kernels.host_random import normal, uniform
 from tokenprune.kernels.transfer import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from tokenprune.models.families import Family
-    from tokenprune.selection.segments import SeenAttention, Segments, Sizes, TextView
+    from tokenprune.selection.segments import ObservedAttention, Segments, Sizes, TextView
     from tokenprune.selection.source import TokenSource
 
 
@@ -92,28 +92,28 @@ class Observable:
     rotary: ClassVar[bool] = False
     absolute: ClassVar[bool] = False
 
-    def declared(self, needs: frozenset[str]) -> bool:
+    def is_declared(self, needs: frozenset[str]) -> bool:
         """Return whether a method of these `needs` may read it."""
         return self.where is ObservedAt.CUT or self.name in needs
 
-    def obstacle(self, row: Family) -> str | None:
+    def find_obstacle(self, row: Family) -> str | None:
         """Return, as a noun phrase, what a family lacks, so that this cannot be observed on it; None if it can."""
         return "cosines and sines of rotary positions" if self.rotary and row.complex_rotation else None
 
     def attach(self, adapter: Any, layer: int) -> Recorder:
         """Return what to record for a cut at the input of decoder layer `layer`, where `where` is OWN.
 
-        `of_visual` finds the values by `source.recorded(self.name)`, in the order of the modules.
+        `compute_visual` finds the values by `source.get_recorded(self.name)`, in the order of the modules.
 
         adapter: finds modules of any family: `decoder.layers`, `attention_of(layer)`, `modules_of(layer)`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement attach()")
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Any:
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Any:
         """Return the value for the visual tokens of `segments`, `[S, N, ...]`. layer: if `by_layer`."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement of_visual()")
+        raise NotImplementedError(f"{type(self).__name__} does not implement compute_visual()")
 
-    def of_text(self, source: TokenSource, text: TextView) -> Any:
+    def compute_text(self, source: TokenSource, text: TextView) -> Any:
         """Return the value for the text tokens after each segment, `[S, M, ...]`; raise AttributeError if there is
         none, as here."""
         raise AttributeError(f"the text after an image has no {self.name!r}")
@@ -130,15 +130,15 @@ class Observable:
 class PerToken(Observable):
     """Base of what each token of the sequence has one of; the text after an image has it too."""
 
-    def values(self, source: TokenSource) -> Tensor:
+    def read_values(self, source: TokenSource) -> Tensor:
         """Return `[B, W, ...]`, one for each slot of the sequence as it is at the cut."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement values()")
+        raise NotImplementedError(f"{type(self).__name__} does not implement read_values()")
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        return source.at(self.values(source), segments.position, segments)
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        return source.gather(self.read_values(source), segments.position, segments)
 
-    def of_text(self, source: TokenSource, text: TextView) -> Tensor:
-        return source.at(self.values(source), text.position, text.segments)
+    def compute_text(self, source: TokenSource, text: TextView) -> Tensor:
+        return source.gather(self.read_values(source), text.position, text.segments)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return normal(sizes.segments, sizes.text, sizes.width, generator=generator)
@@ -150,15 +150,15 @@ class AttentionToTokens(Observable):
     axes = "SHN"
     whole = True
 
-    def columns(self, source: TokenSource) -> Tensor:
+    def read_columns(self, source: TokenSource) -> Tensor:
         """Return float32 `[B, H, W]`, over the slots of the sequence as it is at the cut."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement columns()")
+        raise NotImplementedError(f"{type(self).__name__} does not implement read_columns()")
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        columns = self.columns(source)
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        columns = self.read_columns(source)
         if segments.row != list(range(len(columns))):
             columns = columns[segments.row_index.squeeze(1)]
-        slots = source.slots(segments.position, segments)
+        slots = source.find_slots(segments.position, segments)
         return columns.gather(2, slots[:, None, :].expand(-1, columns.shape[1], -1))
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
@@ -170,27 +170,27 @@ def add_up(parts: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, parts)
 
 
-class AttentionOfText(Observable):
+class AttentionFromText(Observable):
     """Base of what the attention of a decoder layer pays from the text after an image, by head."""
 
     axes = "SHMN"
     whole = True
 
-    def observed(self, source: TokenSource) -> SeenAttention:
+    def get_attention(self, source: TokenSource) -> ObservedAttention:
         """Return what the attention of the layer saw."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement observed()")
+        raise NotImplementedError(f"{type(self).__name__} does not implement get_attention()")
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        position, mask = source.text_after(segments)
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        position, mask = source.find_text_after(segments)
         found = self._to(source, segments, position, segments.position)
         return found.mul_((mask[:, None, :, None] & segments.mask[:, None, None, :]).float())
 
-    def of_text(self, source: TokenSource, text: TextView) -> Tensor:
+    def compute_text(self, source: TokenSource, text: TextView) -> Tensor:
         """float32 `[S, H, M, M]`, 0 at padding."""
         found = self._to(source, text.segments, text.position, text.position)
         return found.mul_((text.mask[:, None, :, None] & text.mask[:, None, None, :]).float())
 
-    def weighted(self, source: TokenSource, text: TextView, weights: Tensor) -> Tensor:
+    def sum_rows(self, source: TokenSource, text: TextView, weights: Tensor) -> Tensor:
         """Return float32 `[S, H, N]`, the sum of the text's rows. weights: `[S, M]` or `[S, H, M]`, of each row."""
         weights = weights.float().masked_fill(~(text.mask if weights.ndim == 2 else text.mask[:, None]), 0)
         weights = weights.unsqueeze(1) if weights.ndim == 2 else weights
@@ -217,9 +217,9 @@ class AttentionOfText(Observable):
         Images of a row share its text: each token's row is made once, and of it each image takes its own columns. Rows
         that are made in one go are kept for all who read them.
         """
-        seen, device = self.observed(source), position.device
+        seen, device = self.get_attention(source), position.device
         batch, heads, width, most = seen.query.shape[0], seen.query.shape[1], source.width, max(segments.ordinal) + 1
-        asked, columns = source.slots(position, segments), source.slots(to, segments)
+        asked, columns = source.find_slots(position, segments), source.find_slots(to, segments)
         if not (alone := segments.row == list(range(batch))):  # else each row has one image
             row, place = to_device(segments.row, device), to_device(segments.ordinal, device)
             firsts = to_device([place for place, ordinal in enumerate(segments.ordinal) if ordinal == 0], device)
@@ -238,8 +238,8 @@ class AttentionOfText(Observable):
 
     def _rows(self, source: TokenSource, segments: Segments, position: Tensor) -> Iterator[tuple[Tensor, slice]]:
         """Yield `[S, H, R, W]`, the attention of R of the tokens at `position` to all slots, and which R they are."""
-        seen = self.observed(source)
-        slots, device = source.slots(position, segments), position.device
+        seen = self.get_attention(source)
+        slots, device = source.find_slots(position, segments), position.device
         batch, heads, width = seen.query.shape[0], seen.query.shape[1], seen.key.shape[2]
         most = max(segments.ordinal) + 1  # segments of a row ask for their rows side by side
         row, place = to_device(segments.row, device), to_device(segments.ordinal, device)
@@ -265,14 +265,14 @@ class TowerBlock(Observable):
     backends = frozenset({Backend.HF, Backend.VLLM})
     by_layer = True
 
-    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
+    def compute_per_patch(self, seen: ObservedAttention, protected: int) -> Tensor:
         """Return `[rows, H, patches]` or `[rows, H, patches, Dh]`, class tokens left out. seen: queries and keys of one
         block, with `protected` class tokens in front of the patches of each row."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement of_patches()")
+        raise NotImplementedError(f"{type(self).__name__} does not implement compute_per_patch()")
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         """float32 `[S, N, C]`."""
-        return source.of_tower((self.name, *layer), segments)
+        return source.read_tower((self.name, *layer), segments)
 
 
 class TowerOutput(Observable):
@@ -280,14 +280,14 @@ class TowerOutput(Observable):
 
     where = ObservedAt.TOWER
 
-    def of_features(self, features: Tensor, protected: int) -> Tensor:
+    def compute_from_features(self, features: Tensor, protected: int) -> Tensor:
         """Return `[rows, patches, C]`, class tokens left out. features: `[rows, tokens, Dv]`, with `protected` class
         tokens in front."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement of_features()")
+        raise NotImplementedError(f"{type(self).__name__} does not implement compute_from_features()")
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         """float32 `[S, N, C]`; a token made of several patches gets their mean, what is no patch 0."""
-        return source.of_tower((self.name,), segments)
+        return source.read_tower((self.name,), segments)
 
 
 class TowerInput(Observable):
@@ -296,17 +296,17 @@ class TowerInput(Observable):
 
     where = ObservedAt.TOWER
 
-    def obstacle(self, row: Family) -> str | None:
+    def find_obstacle(self, row: Family) -> str | None:
         packed = row.tower_rows == "all images" and row.patches == "runs"
         return None if packed else "pixels that are packed token by token"
 
-    def of_colours(self, colours: Tensor) -> Tensor:
+    def compute_from_colors(self, colours: Tensor) -> Tensor:
         """Return float32 `[tokens, C]`. colours: float32 `[tokens, patches, channels, P]`, from 0 to 1."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement of_colours()")
+        raise NotImplementedError(f"{type(self).__name__} does not implement compute_from_colors()")
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         """float32 `[S, N, C]`, 0 for padding."""
-        return source.of_tower((self.name,), segments)
+        return source.read_tower((self.name,), segments)
 
 
 class TowerScores(TowerBlock):
@@ -314,8 +314,8 @@ class TowerScores(TowerBlock):
 
     axes = "SHN"
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        return super().of_visual(source, segments, *layer).transpose(1, 2)
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        return super().compute_visual(source, segments, *layer).transpose(1, 2)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return uniform(sizes.segments, sizes.heads, sizes.tokens, generator=generator)

@@ -16,7 +16,7 @@ from tokenprune.selection.observable import Backend, Observable, ObservedAt
 O = TypeVar("O", bound=type[Observable])  # noqa: E741
 
 _OBSERVABLES: dict[str, Observable] = {}
-TAKEN_NAMES: set[str] = set()  # attributes that `VisualTokens` has of itself
+RESERVED_NAMES: set[str] = set()  # attributes that `VisualTokens` has of itself
 _loaded = False
 
 
@@ -48,7 +48,7 @@ def _problem(name: str, cls: type) -> str | None:
         return f"unknown backends {sorted(map(str, unknown))}; known are {', '.join(Backend)}"
     if not (cls.__dict__.get("__doc__") or "").strip():
         return "the class needs a docstring"
-    if name in TAKEN_NAMES:
+    if name in RESERVED_NAMES:
         return "VisualTokens has an attribute of this name"
     present = type(_OBSERVABLES.get(name))
     if name in _OBSERVABLES and (present.__module__, present.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -80,31 +80,31 @@ def find_observable(name: str) -> Observable | None:
     return _OBSERVABLES.get(name)
 
 
-def observable(name: str) -> Observable:
+def get_observable(name: str) -> Observable:
     """Return the observable registered under `name`, or under the name that it has in the text after an image
     ("text.keys"); raise RegistrationError if there is none."""
-    (found,) = observables_of([need_of(name)])
+    (found,) = select_observables([resolve_need(name)])
     return found
 
 
-def find_observable_of_text(name: str) -> Observable | None:
+def find_text_observable(name: str) -> Observable | None:
     """Return the observable that the text after an image has under `name`, None if there is none."""
     _load()
     return next((one for one in _OBSERVABLES.values() if one.text_name == name), None)
 
 
-def need_of(name: str) -> str:
+def resolve_need(name: str) -> str:
     """Return the name of the observable that a need means, which may be written as it is read: "text.embeddings", or
     "text_embeddings", is what the text after an image has of "embeddings"."""
     _load()
     of_text = next((name.removeprefix(start) for start in ("text.", "text_") if name.startswith(start)), None)
     if name in _OBSERVABLES or of_text is None:
         return name
-    found = find_observable_of_text(of_text)
+    found = find_text_observable(of_text)
     return name if found is None else found.name
 
 
-def observables_of(needs: Iterable[str], *where: ObservedAt) -> list[Observable]:
+def select_observables(needs: Iterable[str], *where: ObservedAt) -> list[Observable]:
     """Return those of `needs` that are observed at one of the places `where` (anywhere, if none is given), sorted by
     name; raise RegistrationError for an unknown one."""
     _load()
@@ -116,21 +116,21 @@ def observables_of(needs: Iterable[str], *where: ObservedAt) -> list[Observable]
 
 def compares_frames(method: Any) -> bool:
     """Return True for a method that reads which frame of a video tokens are of, and so acts on videos alone."""
-    return method is not None and bool(observables_of(method.needs, ObservedAt.FRAMES))
+    return method is not None and bool(select_observables(method.needs, ObservedAt.FRAMES))
 
 
-def not_served(needs: Iterable[str], backend: Backend) -> list[str]:
+def list_unserved(needs: Iterable[str], backend: Backend) -> list[str]:
     """Return those of `needs` that `backend` does not serve, sorted."""
-    return [one.name for one in observables_of(needs) if backend not in one.backends]
+    return [one.name for one in select_observables(needs) if backend not in one.backends]
 
 
-def served_by(backend: Backend) -> list[str]:
+def list_served(backend: Backend) -> list[str]:
     """Return the names of the observables, to be declared, that `backend` serves."""
     return [name for name in available_observables() if backend in (one := _OBSERVABLES[name]).backends
             and one.where is not ObservedAt.CUT]  # fmt: skip
 
 
-def close_names(name: str) -> str:
+def suggest_names(name: str) -> str:
     """Return the start of a sentence that offers observables spelled almost like `name`, empty if none is."""
     close = difflib.get_close_matches(name, available_observables(), n=2, cutoff=0.75)
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""

@@ -31,7 +31,7 @@ _WORDS = {
 _MANY: dict[Any, tuple[Any, str]] = {tuple: (tuple, "a tuple"), Sequence: ((list, tuple), "a list")}
 
 
-def option_types(cls: type) -> dict[str, Any]:
+def get_option_types(cls: type) -> dict[str, Any]:
     """Return the declared type of each option of a method's class, with its bounds."""
     return _option_types(cast(Any, cls))  # of classes mypy reads the hash of their instances
 
@@ -51,53 +51,53 @@ def _option_types(cls: Any) -> dict[str, Any]:
 def check_options(method: Any) -> None:
     """Raise OptionError for an option of a configured method whose value is not of the type that its field declares.
     A list of an option that is a sequence becomes a tuple, so that it can be hashed, and is equal whoever made it."""
-    for name, hint in option_types(type(method)).items():
+    for name, hint in get_option_types(type(method)).items():
         value = getattr(method, name)
-        if isinstance(value, list) and _is_sequence(hint) and fits(tuple(value), hint):
+        if isinstance(value, list) and _is_sequence(hint) and matches_type(tuple(value), hint):
             object.__setattr__(method, name, tuple(value))
-        elif not fits(value, hint):
-            raise OptionError(f"{method.name}: {name}={value!r} must be {in_words(hint)}")
+        elif not matches_type(value, hint):
+            raise OptionError(f"{method.name}: {name}={value!r} must be {describe_type(hint)}")
 
 
 def _is_sequence(hint: Any) -> bool:
     return get_origin(hint) in _MANY or any(map(_is_sequence, get_args(hint)))
 
 
-def file_options(cls: type) -> set[str]:
+def get_file_options(cls: type) -> set[str]:
     """Return the options of a method that name a file: those with `field(metadata={"file": True})`, and those that
     are typed as a path."""
     fields = dataclasses.fields(cast(Any, cls))
     return {one.name for one in fields if one.metadata.get("file") or "Path" in str(one.type)}
 
 
-def fits(value: Any, hint: Any) -> bool:
+def matches_type(value: Any, hint: Any) -> bool:
     """Return whether a value is of a type, and within its bounds. True is no number, and NaN is within no bounds."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return fits(value, parts[0]) and all(holds(value, bound) for _, holds, bound in _bounds(parts))
+        return matches_type(value, parts[0]) and all(holds(value, bound) for _, holds, bound in _bounds(parts))
     if origin is Literal:
         return any(value == one and type(value) is type(one) for one in parts)
     if origin in (Union, types.UnionType):
-        return any(fits(value, part) for part in parts)
+        return any(matches_type(value, part) for part in parts)
     if origin in _MANY:
-        return isinstance(value, _MANY[origin][0]) and all(fits(one, parts[0]) for one in value)
+        return isinstance(value, _MANY[origin][0]) and all(matches_type(one, parts[0]) for one in value)
     if hint in (int, float):
         return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
     kind: Any = origin or hint
     return hint is Any or isinstance(value, kind)
 
 
-def in_words(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """Return what a type allows: "an int >= 1", "'evict' or 'mask'", "a list, each entry an int"."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return in_words(parts[0]) + " and".join(f" {sign} {bound:g}" for sign, _, bound in _bounds(parts))
+        return describe_type(parts[0]) + " and".join(f" {sign} {bound:g}" for sign, _, bound in _bounds(parts))
     if origin is Literal:
         return " or ".join(filter(None, (", ".join(map(repr, parts[:-1])), repr(parts[-1]))))
     if origin in (Union, types.UnionType):
-        return " or ".join(map(in_words, parts))
+        return " or ".join(map(describe_type, parts))
     if origin in _MANY:
-        return f"{_MANY[origin][1]}, each entry {in_words(parts[0])}"
+        return f"{_MANY[origin][1]}, each entry {describe_type(parts[0])}"
     return _WORDS.get(origin or hint, f"a {getattr(hint, '__name__', hint)}")
 
 
@@ -108,10 +108,10 @@ def _bounds(parts: tuple[Any, ...]) -> list[tuple[str, Any, Any]]:
     return [(*_BOUNDS[type(one)], getattr(one, type(one).__name__.lower())) for one in found]
 
 
-__all__ = ["check_options", "file_options", "fits", "in_words", "option_types"]
+__all__ = ["check_options", "describe_type", "get_file_options", "get_option_types", "matches_type"]
 
 
-class ReprIsCall:
+class CallRepr:
     """Base of dataclasses whose repr is `name(option=value, ...)`, with those options alone that differ from their
     defaults."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tokenprune.budgets.video import Clip
-from tokenprune.kernels.transfer import Recent, to_device
+from tokenprune.kernels.transfer import FIFOCache, to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,22 +55,22 @@ class Segments:
         return dataclasses.replace(self, position=self.position.to(device), mask=self.mask.to(device))
 
     @cached_property
-    def recent(self) -> Recent:
+    def cache(self) -> FIFOCache:
         """Values that follow from these segments and their key alone: prompts that share the segments share them."""
-        return Recent()
+        return FIFOCache()
 
     @cached_property
-    def padded(self) -> bool:
+    def has_padding(self) -> bool:
         """True if some segments are shorter than others."""
         return min(self.counts, default=0) < self.mask.shape[1]
 
-    def places(self, width: int) -> Tensor:
+    def flat_indices(self, width: int) -> Tensor:
         """Return long `[S, N]`, places of the tokens in rows of `width` tokens, laid end to end."""
-        return self.recent.get(("places", width), lambda: self.position + self.row_starts(width))
+        return self.cache.get(("places", width), lambda: self.position + self.row_starts(width))
 
     def row_starts(self, width: int) -> Tensor:
         """Return long `[S, 1]`, the place of the first token of each segment's row among such rows."""
-        return self.recent.get(("starts", width), lambda: self.row_index * width)
+        return self.cache.get(("starts", width), lambda: self.row_index * width)
 
     @cached_property
     def row_index(self) -> Tensor:
@@ -106,9 +106,9 @@ class Patches:
     tiles: int
 
     @cached_property
-    def recent(self) -> Recent:
+    def cache(self) -> FIFOCache:
         """Values that follow from these places and their key alone: prompts that share the places share them."""
-        return Recent()
+        return FIFOCache()
 
 
 class TextView(Protocol):
@@ -155,7 +155,7 @@ class LayerInput:
     rotation: tuple[Tensor, Tensor] | None = None
 
 
-class SeenAttention(Protocol):
+class ObservedAttention(Protocol):
     """Queries and keys of one attention call, after rotary embedding: `[B, H, Q, Dh]` and `[B, Hkv, K, Dh]`, of which
     the last Q keys belong to the queries; and values, `[B, Hkv, K, Dv]`, if they were read.
 
@@ -183,10 +183,10 @@ class SeenAttention(Protocol):
     def rows(self, index: Tensor) -> Tensor:
         """Return float32 `[B, H, R, K]`, softmax attention of the queries at `index`, long `[B, R]`."""
 
-    def visible(self, index: Tensor) -> Tensor:
+    def visible_keys(self, index: Tensor) -> Tensor:
         """Return bool `[B, 1 or H, R, K]`, which keys these queries may attend to."""
 
-    def received(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+    def column_means(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Return float32 `[B, H, Q]`, the mean attention that each token receives from the queries that are `valid`,
         bool `[B, Q]`, and see it."""
 

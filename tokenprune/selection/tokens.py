@@ -12,8 +12,13 @@ import torch
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.kernels.transfer import to_device
-from tokenprune.selection.observable import AttentionOfText, Observable
-from tokenprune.selection.observable_registry import TAKEN_NAMES, close_names, find_observable, find_observable_of_text
+from tokenprune.selection.observable import AttentionFromText, Observable
+from tokenprune.selection.observable_registry import (
+    RESERVED_NAMES,
+    find_observable,
+    find_text_observable,
+    suggest_names,
+)
 from tokenprune.selection.segments import Patches, Segments
 from tokenprune.selection.source import TokenSource
 
@@ -61,7 +66,7 @@ class TextTokens(_OfText):
     _source: TokenSource = field(repr=False)
 
     def __getattr__(self, name: str) -> Any:
-        seen = _declared(name, find_observable_of_text, self._source, "the text after an image")
+        seen = _declared(name, find_text_observable, self._source, "the text after an image")
         value = self._source.read_text(seen, self)
         self.__dict__[name] = value
         return value
@@ -108,12 +113,12 @@ class VisualTokens(_OfVisual):
     @cached_property
     def budget(self) -> Tensor:
         make = partial(to_device, self.keep, self.mask.device)
-        return self.segments.recent.get(("budget", *self.keep), make)
+        return self.segments.cache.get(("budget", *self.keep), make)
 
     @cached_property
     def text(self) -> TextTokens:
         """The text tokens after each segment, later images and padding left out."""
-        position, mask = self._source.text_after(self.segments)
+        position, mask = self._source.find_text_after(self.segments)
         return TextTokens(mask, position, self.segments, self._source)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -125,7 +130,7 @@ class VisualTokens(_OfVisual):
         `weights`, `[S, M]` or `[S, H, M]`; memory does not grow with the length of the text. name: "text_attention",
         which the method has to need, or "next_text_attention"."""
         seen = _declared(name, find_observable, self._source, "text")
-        if not isinstance(seen, AttentionOfText):
+        if not isinstance(seen, AttentionFromText):
             raise TokenPruneError(f"{name!r} is no attention of the text: use text_attention or next_text_attention")
         return self._source.attention_from(seen, self, weights)
 
@@ -172,9 +177,9 @@ def _declared(name: str, find: Callable[[str], Observable | None], source: Token
     """Return the observable `name`; raise AttributeError if there is none, TokenPruneError if it was not declared."""
     seen = None if name.startswith("_") else find(name)
     if seen is None:
-        hint = "" if name.startswith("_") else close_names(name)
+        hint = "" if name.startswith("_") else suggest_names(name)
         raise AttributeError(f"{of}: there is no observable {name!r}{f': {hint}' if hint else ''}".rstrip())
-    if not seen.declared(source.needs):
+    if not seen.is_declared(source.needs):
         raise TokenPruneError(
             f"{seen.name!r} was read but not declared: add it to the method's needs in @register(...)"
         )
@@ -188,4 +193,4 @@ def require(value: T | None, what: str) -> T:
     return value
 
 
-TAKEN_NAMES.update(dir(VisualTokens))
+RESERVED_NAMES.update(dir(VisualTokens))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.kernels.take import top_mask
-from tokenprune.kernels.temporal import by_frame
+from tokenprune.kernels.temporal import group_by_frame
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.tokens import VisualTokens
 
@@ -36,7 +36,7 @@ class Videos:
     keep: list[int]
 
     @staticmethod
-    def of(tokens: VisualTokens, several_frames: bool = False) -> Videos | None:
+    def from_tokens(tokens: VisualTokens, several_frames: bool = False) -> Videos | None:
         """Return those of the segments of which something has to go, as videos; None if there is none such.
         several_frames: and those of more than one frame, of which all may stay.
 
@@ -67,12 +67,12 @@ class Videos:
         return to_device([[*sizes, *[0] * (longest - len(sizes))] for sizes in self.frames], self.mask.device)
 
     @cached_property
-    def number(self) -> Tensor:
+    def num_frames(self) -> Tensor:
         """long `[V]`: how many frames each video has."""
         return to_device([len(sizes) for sizes in self.frames], self.mask.device)
 
     @property
-    def x(self) -> Tensor:
+    def hidden(self) -> Tensor:
         """float32 `[V, F, P, D]`: the tokens as they arrive at the cut; zeros for padding, and for a token with NaN."""
         return self._laid_out[0]
 
@@ -83,16 +83,16 @@ class Videos:
 
     @cached_property
     def _laid_out(self) -> tuple[Tensor, Tensor]:
-        hidden, mask = self.by_frame(self.tokens.hidden)
+        hidden, mask = self.group_by_frame(self.tokens.hidden)
         hidden = hidden.float()
         return hidden.masked_fill(~hidden.isfinite().all(-1, keepdim=True), 0), mask
 
-    def by_frame(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def group_by_frame(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return `[V, F, P, ...]`, the values `[S, N, ...]` of the videos' tokens, zeros for padding, and `mask`."""
         most = max(map(max, self.frames))
-        return by_frame(self._rows(values), *self._frame_and_place, max(map(len, self.frames)), most)
+        return group_by_frame(self._rows(values), *self._frame_and_place, max(map(len, self.frames)), most)
 
-    def by_token(self, values: Tensor) -> Tensor:
+    def ungroup(self, values: Tensor) -> Tensor:
         """Return `[V, N]`, the values `[V, F, P]` in the order of the tokens; 0 for what is in no frame."""
         frame, place = self._frame_and_place
         spot = frame.clamp(min=0) * values.shape[2] + place.clamp(min=0)
@@ -104,12 +104,12 @@ class Videos:
         keep = top_mask(score.flatten(1), self.mask.flatten(1), self.budget, max(self.keep))
         return keep.view_as(self.mask)
 
-    def top_of_frames(self, score: Tensor, counts: Tensor) -> Tensor:
+    def top_per_frame(self, score: Tensor, counts: Tensor) -> Tensor:
         """bool `[V, F, P]`: the highest scores of each frame, as many as `counts` (long `[V, F]`) says."""
         keep = top_mask(score.flatten(0, 1), self.mask.flatten(0, 1), counts.flatten(), score.shape[2])
         return keep.view_as(self.mask)
 
-    def at(self, places: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+    def mask_from_indices(self, places: Sequence[Sequence[Sequence[int]]]) -> Tensor:
         """bool `[V, F, P]`: the places that are listed for each frame of each video."""
         made = torch.zeros(self.mask.shape, dtype=torch.bool, device="cpu")
         for video, of_video in enumerate(places):
@@ -117,12 +117,12 @@ class Videos:
                 made[video, frame, list(of_frame)] = True
         return to_device(made, self.mask.device)
 
-    def kept(self, keep: Tensor) -> Tensor:
+    def to_token_mask(self, keep: Tensor) -> Tensor:
         """Return bool `[S, N]`, what stays of all segments, where `keep`, bool `[V, F, P]`, stays of the videos."""
         frame, _ = self._frame_and_place
         outside = self._rows(self.tokens.mask) & (frame < 0)
         room = to_device([self.tokens.keep[i] for i in self.segments], keep.device) - self.budget
-        stays = self.by_token(keep) | (outside & (outside.cumsum(1) <= room[:, None]))
+        stays = self.ungroup(keep) | (outside & (outside.cumsum(1) <= room[:, None]))
         if self._whole:
             return stays
         return self.tokens.mask.index_copy(0, to_device(self.segments, keep.device), stays)

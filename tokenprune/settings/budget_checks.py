@@ -19,7 +19,7 @@ def check_scope(method: Method, budget: Budget) -> None:
     if budget.ages is not None:
         _check_age(method, once and method.site is Site.PRE_LLM)
     if budget.video is not None and (not once or method.site is Site.DECODE):
-        why = "cuts more than once" if isinstance(method, Pruner) else f"acts {method.site.words}"
+        why = "cuts more than once" if isinstance(method, Pruner) else f"acts {method.site.description}"
         raise BudgetError(
             f"{method.name} {why}, and {budget} is for one cut at the decoder: use a method such as divprune, fastv or "
             "visionzip, or say keep="

@@ -11,7 +11,7 @@ from typing import Any
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune.models.tower_shape import TowerShape, views_of
+from tokenprune.models.tower_shape import TowerShape, count_view_patches
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.selection.sites.units import UnitDropper
@@ -35,7 +35,7 @@ class Load:
     text: int = TEXT
 
     @classmethod
-    def of_config(cls, config: Any, *, tokens: int | None = None, tiles: int | None = None, text: int = TEXT) -> Load:
+    def from_config(cls, config: Any, *, tokens: int | None = None, tiles: int | None = None, text: int = TEXT) -> Load:
         """Return the load of one image.
 
         tokens: visual tokens, where images have their own size (Qwen); tiles: how many views it is cut into, where they
@@ -56,9 +56,9 @@ class Load:
         return cls(views, tower.visual_tokens(views), text)
 
     @classmethod
-    def of_inputs(cls, config: Any, inputs: Any, visual: int) -> Load:
+    def from_inputs(cls, config: Any, inputs: Any, visual: int) -> Load:
         """Return the load of a prompt that a processor made; `visual` of its slots are visual tokens."""
-        return cls(tuple(views_of(config, inputs)), visual, inputs["input_ids"].numel() - visual)
+        return cls(tuple(count_view_patches(config, inputs)), visual, inputs["input_ids"].numel() - visual)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class CostModel:
         """config: of the whole model. Raises UnsupportedModelError for a tower that is not known."""
         return cls(DecoderShape.from_config(config.get_text_config()), TowerShape.from_config(config))
 
-    def cost(
+    def compute_cost(
         self,
         load: Load,
         *,
@@ -148,7 +148,7 @@ class CostModel:
                     continue
                 visual = min(visual, self._left(own, visual, stage.cut_layer, load.text, arrived))
                 per_layer[stage.cut_layer :] = [visual] * (layers - stage.cut_layer)
-        return self.cost(load, pixels=pixels, merged=merged, per_layer=per_layer or [visual] * layers)
+        return self.compute_cost(load, pixels=pixels, merged=merged, per_layer=per_layer or [visual] * layers)
 
     def _left(self, budget: Budget, count: float, layer: int, text: int, original: float | None = None) -> int:
         return budget.resolve(
@@ -179,13 +179,13 @@ class Limit:
     limit: float
 
 
-def site_limits(model: CostModel, load: Load, keep: float, layer: int = IN_LLM_LAYER) -> list[Limit]:
+def compute_site_limits(model: CostModel, load: Load, keep: float, layer: int = IN_LLM_LAYER) -> list[Limit]:
     """Return what each site can save at most, in the order in which data meets them. layer: of a cut in the decoder.
 
     What choosing costs is left out, and a method may cut later than here: nothing is faster than this by its FLOPs.
-    Of a step of decoding, which reads rather than computes, see `decode_limit`.
+    Of a step of decoding, which reads rather than computes, see `compute_decode_limit`.
     """
-    whole, layers = model.cost(load).flops, model.decoder.layers
+    whole, layers = model.compute_cost(load).flops, model.decoder.layers
     blocks = 0 if model.tower is None else model.tower.layers
     layer = min(layer, layers - 1)
 
@@ -193,31 +193,31 @@ def site_limits(model: CostModel, load: Load, keep: float, layer: int = IN_LLM_L
         return whole / cost(keep).flops, whole / cost(0.0).flops
 
     def inside(share: float) -> Cost:
-        return model.cost(load, per_layer=[load.visual] * layer + [share * load.visual] * (layers - layer))
+        return model.compute_cost(load, per_layer=[load.visual] * layer + [share * load.visual] * (layers - layer))
 
     return [
-        Limit(Site.PRE_ENCODER, "smaller images", *ratios(lambda share: model.cost(load, pixels=share))),
+        Limit(Site.PRE_ENCODER, "smaller images", *ratios(lambda share: model.compute_cost(load, pixels=share))),
         Limit(
             Site.IN_ENCODER,
             "a merge in the tower's first block",
-            *ratios(lambda share: model.cost(load, merged=[1.0] + [share] * blocks)),
+            *ratios(lambda share: model.compute_cost(load, merged=[1.0] + [share] * blocks)),
         ),
         Limit(
             Site.PRE_LLM,
             "a cut at the decoder's entry",
-            *ratios(lambda share: model.cost(load, per_layer=[share * load.visual] * layers)),
+            *ratios(lambda share: model.compute_cost(load, per_layer=[share * load.visual] * layers)),
         ),
         Limit(Site.IN_LLM, f"a cut at decoder layer {layer}", *ratios(inside)),
     ]
 
 
-def decode_limit(model: CostModel, load: Load, keep: float, rows: int = 1) -> tuple[float, float]:
+def compute_decode_limit(model: CostModel, load: Load, keep: float, rows: int = 1) -> tuple[float, float]:
     """Return by what ratio a step of decoding can get faster at most, at `keep` and without visual tokens, where it
     takes as long as reading weights and cache: weights once, the cache of each of `rows` prompts."""
-    weights = model.decoder.weights
+    weights = model.decoder.num_weights
 
     def read(share: float) -> float:
-        return weights + rows * model.cost(load, per_layer=[share * load.visual] * model.decoder.layers).cache
+        return weights + rows * model.compute_cost(load, per_layer=[share * load.visual] * model.decoder.layers).cache
 
     return read(1.0) / read(keep), read(1.0) / read(0.0)
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from tokenprune.budgets import Budget
 from tokenprune.budgets.checks import TARGETS
-from tokenprune.errors import BudgetError, OptionError, short
+from tokenprune.errors import BudgetError, OptionError, shorten
 from tokenprune.methods.registry import did_you_mean, method_class
-from tokenprune.settings.json_values import plain
+from tokenprune.settings.json_values import to_plain_json
 from tokenprune.settings.keys import IN_LLM, LIMIT, SCOPE
 
 _EXAMPLE = '{"method": "divprune", "keep": 0.25}'
@@ -25,8 +25,8 @@ def read_setting(value: Any, where: str) -> dict[str, Any]:
         OptionError, UnknownMethodError, BudgetError: If a key or a value is invalid.
     """
     if not isinstance(value, Mapping):
-        raise OptionError(f'{where} must be an object like {_EXAMPLE} or {{"off": true}}, not {short(value)}')
-    value = plain(value, where)
+        raise OptionError(f'{where} must be an object like {_EXAMPLE} or {{"off": true}}, not {shorten(value)}')
+    value = to_plain_json(value, where)
     _check_scope(value, where)
     options = {name: one for name, one in value.items() if name not in SCOPE}
     _check_options(options, where)
@@ -44,13 +44,13 @@ def read_setting(value: Any, where: str) -> dict[str, Any]:
 def _check_scope(value: Mapping[str, Any], where: str) -> None:
     off, in_llm, per = value.get("off"), value.get(IN_LLM), value.get("per")
     if "off" in value and not isinstance(off, bool):
-        raise OptionError(f"{where}: off must be true or false, not {short(off)}")
+        raise OptionError(f"{where}: off must be true or false, not {shorten(off)}")
     if off and len(value) > 1:
         raise OptionError(f"{where}: off stands alone; leave out {', '.join(sorted(set(value) - {'off'}))}")
     if IN_LLM in value and not isinstance(in_llm, bool):
-        raise OptionError(f"{where}: {IN_LLM} must be true or false, not {short(in_llm)}")
+        raise OptionError(f"{where}: {IN_LLM} must be true or false, not {shorten(in_llm)}")
     if "per" in value and not isinstance(per, str):
-        raise OptionError(f'{where}: per must be "image" or "frame", not {short(per)}')
+        raise OptionError(f'{where}: per must be "image" or "frame", not {shorten(per)}')
     if "keep" in value and value["keep"] is None:
         Budget.from_keep(None)  # raises, because null is not the same as no keep
 
@@ -68,7 +68,9 @@ def _check_options(options: Mapping[str, Any], where: str) -> None:
         )
     for name in TARGETS[1:]:
         if name in options:
-            raise BudgetError(f'{where}: {name} is a kind of keep: write "keep": {{"{name}": {short(options[name])}}}')
+            raise BudgetError(
+                f'{where}: {name} is a kind of keep: write "keep": {{"{name}": {shorten(options[name])}}}'
+            )
     if "age" in options:  # `step` alone is an option of a method
         raise BudgetError(f'{where}: age and step belong to keep: write "keep": {_BY_AGE}, for example')
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenprune.errors import BudgetError, OptionError, short
+from tokenprune.errors import BudgetError, OptionError, shorten
 
 _LONGEST = 2048  # characters of a text
 _LONGEST_NAME = 100  # characters of a key
@@ -18,7 +18,7 @@ _DEEPEST = 6  # lists and objects within each other
 _LARGEST = 2**63  # no number is larger
 
 
-def plain(value: Any, name: str) -> Any:
+def to_plain_json(value: Any, name: str) -> Any:
     """Return `value` as json.loads would have made it; `name` is what messages call it. Raises OptionError, or
     BudgetError of "keep", for what JSON cannot hold, or what is too long, too deep or no finite number."""
     return _plain(value, name, _DEEPEST, iter(range(_MOST)))
@@ -36,7 +36,7 @@ def _plain(value: Any, name: str, deeper: int, left: Iterator[int]) -> Any:
         if len(text) > _LONGEST:
             raise OptionError(f"{name} is {len(text)} characters long; at most {_LONGEST} are read")
         if any("\ud800" <= letter <= "\udfff" for letter in text):  # an answer that quoted it could not be sent
-            raise OptionError(f"{name} is no text: {short(text)}")
+            raise OptionError(f"{name} is no text: {shorten(text)}")
         return text
     if not isinstance(value, (list, tuple, Mapping)):
         raise OptionError(f"{name} must be what JSON can hold: a {type(value).__name__} is nothing of that")
@@ -47,7 +47,7 @@ def _plain(value: Any, name: str, deeper: int, left: Iterator[int]) -> Any:
     made = {}
     for key, one in value.items():
         if not isinstance(key, str) or len(key) > _LONGEST_NAME or not key.isprintable():
-            raise OptionError(f"{name} must be an object whose keys are names of options, not {short(key)}")
+            raise OptionError(f"{name} must be an object whose keys are names of options, not {shorten(key)}")
         made[key] = _plain(one, key, deeper - 1, left)
     return made
 

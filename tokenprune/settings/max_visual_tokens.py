@@ -15,13 +15,13 @@ from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.methods.registry import build, method_class
 from tokenprune.selection.method import Method, Site
-from tokenprune.selection.options import fits, in_words
+from tokenprune.selection.options import describe_type, matches_type
 
 LIMITER = "downsample"
 _MOST = Annotated[int, Ge(1)]
 
 
-def limited(
+def apply_limit(
     methods: Sequence[Method], budgets: Sequence[Budget], most: int | None
 ) -> tuple[list[Method], list[Budget]]:
     """Return methods and their budgets with the limit in front, the same where there is none; raises what
@@ -34,9 +34,10 @@ def limited(
 
 def check_limit(most: int, methods: Sequence[str]) -> None:
     """Raise BudgetError for a limit that is no number of tokens, OptionError beside a method that acts on pixels."""
-    if not fits(most, _MOST):
+    if not matches_type(most, _MOST):
         raise BudgetError(
-            f"max_visual_tokens={most!r} must be the most tokens of an image, {in_words(_MOST)}; keep= takes shares"
+            f"max_visual_tokens={most!r} must be the most tokens of an image, {describe_type(_MOST)}; "
+            "keep= takes shares"
         )
     pixels = [name for name in methods if method_class(name).site is Site.PRE_ENCODER]
     if LIMITER in pixels:

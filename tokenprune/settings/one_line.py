@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tokenprune.errors import OptionError, short
+from tokenprune.errors import OptionError, shorten
 from tokenprune.methods.registry import build, method_class
-from tokenprune.selection.options import file_options, fits, option_types
+from tokenprune.selection.options import get_file_options, get_option_types, matches_type
 
 _OPTION = re.compile(r"\s*\w+\s*=")
 _METHOD = re.compile(r"\s*[a-z_]")
@@ -26,11 +26,11 @@ _CONSTANTS = {"True": True, "False": False, "None": None}
 
 def format_method(name: str, options: Mapping[str, Any]) -> str:
     """Return a method with its options on one line; `read_line` reads it."""
-    types: Mapping[str, Any] = option_types(method_class(name)) if options else {}
+    types: Mapping[str, Any] = get_option_types(method_class(name)) if options else {}
     parts = []
     for option, value in options.items():
         plain = isinstance(value, str) and value.strip() == value and not re.search(r'[,+"\[\]{}()]', value)
-        plain = plain and value_of(value, types.get(option)) == value
+        plain = plain and parse_value(value, types.get(option)) == value
         parts.append(f"{option}={value if plain else json.dumps(value, ensure_ascii=False)}")
     return name + (":" + ",".join(parts) if parts else "")
 
@@ -59,7 +59,7 @@ def read_line(text: str) -> list[tuple[str, dict[str, Any]]]:
 def _read_method(part: str, text: str) -> tuple[str, dict[str, Any]]:
     name, colon, rest = (one.strip() for one in part.partition(":"))
     if not name or "=" in name:
-        raise OptionError(f"{short(text)}: write methods and their options as in 'divprune+fastv:layer=3,query=all'")
+        raise OptionError(f"{shorten(text)}: write methods and their options as in 'divprune+fastv:layer=3,query=all'")
     cls = method_class(name)
     options: dict[str, Any] = {}
     for one in _split(rest, ",") if colon else ():
@@ -70,19 +70,25 @@ def _read_method(part: str, text: str) -> tuple[str, dict[str, Any]]:
             raise OptionError(f"{text!r}: keep is no option of a method: give it with --keep")
         if key in options:
             raise OptionError(f"{text!r}: {key} of {name} stands there twice")
-        options[key] = value_of(value, option_types(cls).get(key))
-    build(name, {} if options.keys() & file_options(cls) else options)  # raises for an unknown option or a wrong value
+        options[key] = parse_value(value, get_option_types(cls).get(key))
+    build(
+        name, {} if options.keys() & get_file_options(cls) else options
+    )  # raises for an unknown option or a wrong value
     return name, options
 
 
-def value_of(text: str, hint: Any) -> Any:
+def parse_value(text: str, hint: Any) -> Any:
     """Return what a text means for an option of type `hint`: JSON, or Python's True, False and None, or else a text."""
     try:
         read = _CONSTANTS[text] if text in _CONSTANTS else json.loads(text)
     except (ValueError, RecursionError):
         return text
     asked = tuple(read) if isinstance(read, list) else read
-    return text if hint is not None and not (fits(read, hint) or fits(asked, hint)) and fits(text, hint) else read
+    return (
+        text
+        if hint is not None and not (matches_type(read, hint) or matches_type(asked, hint)) and matches_type(text, hint)
+        else read
+    )
 
 
 def _split(text: str, sign: str, before: re.Pattern[str] | None = None) -> list[str]:
@@ -99,11 +105,11 @@ def _split(text: str, sign: str, before: re.Pattern[str] | None = None) -> list[
             parts.append(text[start:place])
             start = place + 1
     if quoted or depth:
-        raise OptionError(f"{short(text)}: a bracket or a quote is left open")
+        raise OptionError(f"{shorten(text)}: a bracket or a quote is left open")
     return [*parts, text[start:]]
 
 
-def number(text: str) -> Any:
+def parse_number(text: str) -> Any:
     """Return the number that a text of a command line means, whole numbers as int, or the text where it is none."""
     for kind in (int, float):
         try:
@@ -113,4 +119,4 @@ def number(text: str) -> Any:
     return text
 
 
-__all__ = ["format_method", "number", "read_line", "split_methods", "value_of"]
+__all__ = ["format_method", "parse_number", "parse_value", "read_line", "split_methods"]

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokenprune.errors import ConfigError, short
-from tokenprune.selection.files import File, reason
+from tokenprune.errors import ConfigError, shorten
+from tokenprune.selection.files import File, describe_error
 from tokenprune.settings import Setting
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,9 @@ def check_tuned_model(setting: Setting, model: Any) -> None:
     promised = setting.tuned.get("model") or {}
     if "fingerprint" not in promised:
         return
-    from tokenprune.models.fingerprint import fingerprint
+    from tokenprune.models.fingerprint import compute_fingerprint
 
-    if fingerprint(model) != promised["fingerprint"]:
+    if compute_fingerprint(model) != promised["fingerprint"]:
         logger.warning(
             "%s was tuned on %s with other weights or another dtype than this %s: what it promises was not measured "
             "on this model; run `tokenprune tune` again",
@@ -55,7 +55,7 @@ def read_config(source: str | Path | Mapping[str, Any] | Setting) -> Setting:
         file = File.read(source, _LARGEST)
         content = json.loads(file.content)  # in UTF-8, or as Windows may save it: with a mark in front, in UTF-16
     except OSError as error:
-        raise ConfigError(f"cannot read {source}: {reason(error)}") from error
+        raise ConfigError(f"cannot read {source}: {describe_error(error)}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is damaged, or no text in UTF-8: save it as UTF-8") from error
     except (ValueError, RecursionError) as error:
@@ -74,7 +74,7 @@ def _checked(content: Any, name: str) -> Setting:
     schema = content["schema"]
     if schema != SCHEMA or isinstance(schema, bool):
         raise ConfigError(
-            f"{name} has the schema {short(schema)}, and this version of tokenprune reads {SCHEMA}: update "
+            f"{name} has the schema {shorten(schema)}, and this version of tokenprune reads {SCHEMA}: update "
             "tokenprune, or run `tokenprune tune` again"
         )
     value, tuned = content.get("setting"), content.get("tuned", {})
@@ -84,13 +84,13 @@ def _checked(content: Any, name: str) -> Setting:
         raise ConfigError(f"{name} has unknown entries {', '.join(unknown)}: options go into setting")
     model = tuned.get("model") or {}
     if not isinstance(model, Mapping):
-        raise ConfigError(f"{name} is damaged: model in tuned must be an object, not {short(model)}")
+        raise ConfigError(f"{name} is damaged: model in tuned must be an object, not {shorten(model)}")
     for key in ("fingerprint", "type", "name"):
         if not isinstance(model.get(key, ""), str):
-            raise ConfigError(f"{name} is damaged: {key} of the model must be a text, not {short(model[key])}")
+            raise ConfigError(f"{name} is damaged: {key} of the model must be a text, not {shorten(model[key])}")
     guard = content.get("guard")
     if "guard" in content and guard not in _GUARDS:
-        raise ConfigError(f"{name}: guard is one of {', '.join(_GUARDS)}, not {short(guard)}")
+        raise ConfigError(f"{name}: guard is one of {', '.join(_GUARDS)}, not {shorten(guard)}")
     setting = replace(Setting.from_json(value, name), tuned=dict(tuned), guard=guard)
     if not setting.off:
         setting.steps()

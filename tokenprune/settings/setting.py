@@ -14,13 +14,13 @@ from functools import cached_property
 from typing import Any
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.by_age import left
+from tokenprune.budgets.by_age import count_kept
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.methods.registry import build, method_class
-from tokenprune.selection.files import File, reason
+from tokenprune.selection.files import File, describe_error
 from tokenprune.selection.method import Method
-from tokenprune.selection.options import file_options, option_types
-from tokenprune.selection.sites import check_places
+from tokenprune.selection.options import get_file_options, get_option_types
+from tokenprune.selection.sites import check_sites
 from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.settings.from_json import describe_ambiguity, describe_missing_method, read_setting
 from tokenprune.settings.keys import IN_LLM, SCOPE
@@ -138,7 +138,7 @@ class Setting:
 
     def validate(self) -> Setting:
         """Return this setting; raises OptionError if two methods act at one place, or a file cannot be read."""
-        check_places(self.methods)
+        check_sites(self.methods)
         return self
 
     @cached_property
@@ -182,7 +182,7 @@ class Setting:
             f"{option} of {name}"
             for name, options in self._methods_with_options()
             for option in options
-            if option in file_options(method_class(name))
+            if option in get_file_options(method_class(name))
         ]
 
     def without_files(self) -> Setting:
@@ -199,13 +199,15 @@ class Setting:
 
     def _read_files(self, name: str, options: Options, read: Callable[[str], File]) -> Options:
         options = dict(options)
-        for option in file_options(method_class(name)):
+        for option in get_file_options(method_class(name)):
             value = options.get(option)
             if isinstance(value, str) and not isinstance(value, File):  # not read yet
                 try:
                     options[option] = read(value)
                 except OSError as error:
-                    raise OptionError(f"{self.where}: cannot read {option}={value!r}: {reason(error)}") from error
+                    raise OptionError(
+                        f"{self.where}: cannot read {option}={value!r}: {describe_error(error)}"
+                    ) from error
         return options
 
     # -- settings for vLLM: at most one method that resizes images, and one other method
@@ -245,7 +247,7 @@ class Setting:
     def joint_keep(self) -> float | int:
         """The share or the number of tokens that `pixel_method` and `method` together keep of a new image."""
         if isinstance(self.budget.keep, int):
-            return left(self.budget.keep, self.bounds)
+            return count_kept(self.budget.keep, self.bounds)
         counts = [bound for bound in self.bounds if isinstance(bound, int)]
         return min(counts) if counts else round(self.joint_share, 4)
 
@@ -310,7 +312,7 @@ class Setting:
 
 
 def _lacks_seed(name: str, options: Options) -> bool:
-    return "seed" in option_types(method_class(name)) and "seed" not in options
+    return "seed" in get_option_types(method_class(name)) and "seed" not in options
 
 
 def _without_content(options: Options) -> Options:

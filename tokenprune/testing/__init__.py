@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Try a method, or a policy of sessions, without a model: make the view that it gets from plain tensors, and check that
-it keeps its word. Try a model that no table knows: check that pruning is right on it."""
+"""Checks for methods, session policies and models.
+
+`check_method` and `check_policy` need no model. `visual_tokens` builds the input of a method from plain tensors.
+`check_model` checks that pruning is correct on any model.
+"""
 
 from tokenprune.errors import ConformanceError
 from tokenprune.testing.conformance import check_method

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for methods that choose among visual tokens."""
+"""Rules of methods that select visual tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenprune.errors import ConformanceError, TokenPruneError
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import available_observables, observable
+from tokenprune.selection.observable_registry import available_observables, get_observable
 from tokenprune.selection.segments import Sizes
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.testing.rules import require
@@ -27,74 +27,85 @@ _TEXT = 7
 
 @dataclass(frozen=True)
 class _Case:
-    """Tokens that a method is tried on. given: observables by name; text: those of the text after each image."""
+    """Tokens that a method is checked with.
+
+    Args:
+        counts: Number of tokens per image.
+        keep: Budget of each image.
+        observables: Values by observable name.
+        text: Text after each image, by observable name.
+    """
 
     counts: list[int]
     keep: list[int]
-    given: dict[str, Any]
+    observables: dict[str, Any]
     text: dict[str, Tensor]
 
     def view(self, method: Pruner, carry: Mapping[str, Any]) -> VisualTokens:
-        """Return what `method` may see, of what it declared. carry: what earlier stages remember."""
-        given = {name: one for name, one in self.given.items() if observable(name).declared(method.needs)}
-        hidden, text = given.pop("hidden"), self.text if method.query_aware else {}
-        text = {name: one for name, one in text.items() if observable(f"text.{name}").declared(method.needs)}
-        return visual_tokens(hidden, self.counts, keep=self.keep, text=text or None, carry=carry, **given)
+        """Return the input of `method`, limited to its declared observables."""
+        visible = {
+            name: value for name, value in self.observables.items() if get_observable(name).is_declared(method.needs)
+        }
+        hidden, text = visible.pop("hidden"), self.text if method.query_aware else {}
+        text = {name: value for name, value in text.items() if get_observable(f"text.{name}").is_declared(method.needs)}
+        return visual_tokens(hidden, self.counts, keep=self.keep, text=text or None, carry=carry, **visible)
 
     def alone(self, segment: int) -> _Case:
-        """Return one segment without its padding."""
+        """Return one segment without padding."""
         count = self.counts[segment]
 
         def cut(name: str, value: Any) -> Any:
             if isinstance(value, Mapping):
-                return {layer: cut(name, one) for layer, one in value.items()}
+                return {layer: cut(name, item) for layer, item in value.items()}
             if is_dataclass(value) and not isinstance(value, type):  # of tensors `[S]` or `[S, N]`
                 parts = {n: x[segment : segment + 1] for n, x in vars(value).items() if isinstance(x, Tensor)}
                 return replace(value, **{n: x if x.ndim == 1 else x[:, :count] for n, x in parts.items()})
             if isinstance(value, tuple):
-                return tuple(cut(name, one) for one in value)
-            one, axis = value[segment : segment + 1], _axis(name)
-            return one.narrow(axis, 0, count) if isinstance(one, Tensor) and axis >= 0 else one
+                return tuple(cut(name, item) for item in value)
+            item, axis = value[segment : segment + 1], _axis(name)
+            return item.narrow(axis, 0, count) if isinstance(item, Tensor) and axis >= 0 else item
 
-        given = {name: cut(name, value) for name, value in self.given.items()}
-        own = slice(segment, segment + 1)
+        cut_observables = {name: cut(name, value) for name, value in self.observables.items()}
+        row = slice(segment, segment + 1)
         text = {
-            name: tuple(one[own] for one in value) if isinstance(value, tuple) else value[own]
+            name: tuple(item[row] for item in value) if isinstance(value, tuple) else value[row]
             for name, value in self.text.items()
         }
-        return _Case([count], [self.keep[segment]], given, text)
+        return _Case([count], [self.keep[segment]], cut_observables, text)
 
     def mapped(self, change: Callable[[Tensor, int], Tensor]) -> _Case:
-        """Return the case with each float tensor of visual tokens changed. change: of it, and its axis of tokens."""
+        """Return a case with `change(tensor, token_axis)` applied to each float tensor of visual tokens."""
 
-        def of(value: Any, axis: int) -> Any:
+        def apply(value: Any, axis: int) -> Any:
             if isinstance(value, Mapping):
-                return {layer: of(one, axis) for layer, one in value.items()}
+                return {layer: apply(item, axis) for layer, item in value.items()}
             if isinstance(value, tuple):
-                return tuple(of(one, axis) for one in value)
+                return tuple(apply(item, axis) for item in value)
             by_token = isinstance(value, Tensor) and value.is_floating_point() and axis >= 0
             return change(value, axis) if by_token else value
 
-        return replace(self, given={name: of(value, _axis(name)) for name, value in self.given.items()})
+        return replace(self, observables={name: apply(value, _axis(name)) for name, value in self.observables.items()})
 
 
 def _axis(name: str) -> int:
-    """Return which axis of an observable is that of the visual tokens; -1 where it has none."""
-    return observable(name).axes.find("N")
+    """Return the token axis of an observable; -1 without one."""
+    return get_observable(name).axes.find("N")
 
 
 def check_choices(stages: Sequence[Pruner]) -> None:
-    """Raise ConformanceError if what the last of a method's `stages` chooses among visual tokens breaks a rule; those
-    before it are asked first, for what they remember."""
+    """Raise ConformanceError if the selection of the last stage breaks a rule.
+
+    Earlier stages run first, for the values that they remember.
+    """
     method = stages[-1]
     if not method.query_aware:
         _check_blind(method)
-    for number, counts in enumerate(_COUNTS):
+    for case_index, counts in enumerate(_COUNTS):
         for share in _SHARES:
-            case = _case(stages, counts, share, seed=number)
+            case = _case(stages, counts, share, seed=case_index)
             keep = _kept(stages, case, f"of {counts} tokens")
-            again = _kept(stages, case, f"of {counts} tokens, the second time")
-            require(torch.equal(keep, again), "it chooses other tokens the second time: draw by tokens.generator(...)")
+            again = _kept(stages, case, f"of {counts} tokens, called again")
+            require(torch.equal(keep, again), "it selects other tokens when called again. Use tokens.generator(...).")
             _check_rows(stages, case, keep)
             _check_padding(stages, case, keep)
     case = _case(stages, [24, 17, 9, 1], 0.25, seed=7)
@@ -109,25 +120,25 @@ def _case(stages: Sequence[Pruner], counts: list[int], share: float, seed: int) 
     needs = frozenset().union(*(stage.needs for stage in stages))
     layers = list(dict.fromkeys(layer for stage in stages for layer in stage.encoder_layers))
     sizes = Sizes(tuple(counts), _TEXT, width=40, heads=2)
-    given, text = {}, {}
+    observables, text = {}, {}
     for name in available_observables():
-        seen = observable(name)
-        if not seen.declared(needs) or (seen.where is ObservedAt.CUT and name != "hidden"):
+        reading = get_observable(name)
+        if not reading.is_declared(needs) or (reading.where is ObservedAt.CUT and name != "hidden"):
             continue
-        if seen.by_layer:
-            given[name] = {layer: seen.example(sizes, generator) for layer in layers}
+        if reading.by_layer:
+            observables[name] = {layer: reading.example(sizes, generator) for layer in layers}
         else:
-            given[name] = seen.example(sizes, generator)
-        of_text = seen.text_example(sizes, generator)
+            observables[name] = reading.example(sizes, generator)
+        of_text = reading.text_example(sizes, generator)
         if of_text is not None:
-            text[seen.text_name] = of_text
-    wanted = [min(n, max(1, round(share * n))) for n in counts]
-    keep = [min(n, max(1, method.budget(n, one))) for n, one in zip(counts, wanted, strict=True)]
-    return _Case(counts, keep, given, text)
+            text[reading.text_name] = of_text
+    requested = [min(n, max(1, round(share * n))) for n in counts]
+    keep = [min(n, max(1, method.resolve_count(n, count))) for n, count in zip(counts, requested, strict=True)]
+    return _Case(counts, keep, observables, text)
 
 
 def _kept(stages: Sequence[Pruner], case: _Case, when: str) -> Tensor:
-    """Return what a method keeps, bool `[S, N]`, checked."""
+    """Run the stages, check the last selection, and return its kept tokens, bool `[S, N]`."""
     method, carry = stages[-1], cast(Mapping[str, Any], {})
     try:
         with torch.no_grad():
@@ -140,15 +151,16 @@ def _kept(stages: Sequence[Pruner], case: _Case, when: str) -> Tensor:
     keep = selection.keep
     fine = isinstance(keep, Tensor) and keep.dtype == torch.bool and keep.shape == tokens.mask.shape
     require(fine, f"{when}: Selection.keep must be bool [S, N] = {list(tokens.mask.shape)}")
-    require(not bool((keep & ~tokens.mask).any()), f"{when}: it keeps padding; look at tokens.mask")
+    require(not bool((keep & ~tokens.mask).any()), f"{when}: it keeps padding. Use tokens.mask.")
     counts = keep.sum(1).tolist()
-    if method.by_content_count:
-        fine = all(method.least <= count <= most for count, most in zip(counts, case.counts, strict=True))
-        require(fine, f"{when} it keeps {counts}, and fewer than {method.least} of an image is not allowed")
+    if method.chooses_count:
+        fine = all(method.min_tokens <= count <= limit for count, limit in zip(counts, case.counts, strict=True))
+        require(fine, f"{when}: it keeps {counts}, but fewer than {method.min_tokens} per image are not allowed")
     else:
-        require(counts == case.keep, f"{when} it keeps {counts}, and its budget is {case.keep}; look at tokens.keep")
-    said = selection.counts
-    require(said is None or list(said) == counts, f"{when}: Selection.counts says {said}, and it keeps {counts}")
+        require(counts == case.keep, f"{when}: it keeps {counts}, but its budget is {case.keep}. Use tokens.keep.")
+    stated_counts = selection.counts
+    same = stated_counts is None or list(stated_counts) == counts
+    require(same, f"{when}: Selection.counts is {stated_counts}, but it keeps {counts}")
     if selection.assign is not None:
         _check_merge(method, selection, tokens, when)
     return keep
@@ -159,18 +171,18 @@ def _to(dtype: torch.dtype, x: Tensor, axis: int) -> Tensor:
 
 
 def _check_merge(method: Pruner, selection: Selection, tokens: VisualTokens, when: str) -> None:
-    require(method.merges, f"{when}: it merges tokens; say merges=True in @register(...)")
+    require(method.merges, f"{when}: it merges tokens. Pass merges=True to @register(...).")
     assign, places = selection.assign, torch.arange(tokens.mask.shape[1], device="cpu")
-    assert assign is not None  # the caller looks
+    assert assign is not None  # checked by the caller
     require(assign.dtype == torch.long and assign.shape == tokens.mask.shape, f"{when}: assign must be long [S, N]")
     target = assign.masked_fill(~tokens.mask, -1)
     inside = bool(((target >= -1) & (target < len(places))).all())
     require(
         inside and bool(((target < 0) | selection.keep.gather(1, target.clamp(min=0))).all()),
-        f"{when}: assign must hold -1 or the index of a token that is kept",
+        f"{when}: assign must contain -1 or the index of a kept token",
     )
     itself = (target == places) | ~selection.keep
-    require(bool(itself.all()), f"{when}: a token that is kept must be assigned to itself")
+    require(bool(itself.all()), f"{when}: a kept token must be assigned to itself")
 
 
 def _check_rows(stages: Sequence[Pruner], case: _Case, keep: Tensor) -> None:
@@ -178,7 +190,7 @@ def _check_rows(stages: Sequence[Pruner], case: _Case, keep: Tensor) -> None:
         alone = _kept(stages, case.alone(segment), f"of one image of {count} tokens")
         require(
             torch.equal(alone[0], keep[segment, :count]),
-            f"image {segment} of a batch of {case.counts} tokens keeps other tokens than alone",
+            f"image {segment} of a batch of {case.counts} tokens keeps other tokens than as a single image",
         )
 
 
@@ -190,7 +202,7 @@ def _check_padding(stages: Sequence[Pruner], case: _Case, keep: Tensor) -> None:
         return value.masked_fill(~mask.view(shape), 1e4)
 
     other = _kept(stages, case.mapped(filled), "with other values at padding")
-    require(torch.equal(other, keep), "what stands at padding changes its choice; look at tokens.mask")
+    require(torch.equal(other, keep), "values at padding change the selection. Use tokens.mask.")
 
 
 def _check_nan(stages: Sequence[Pruner], case: _Case) -> None:
@@ -203,13 +215,12 @@ def _check_nan(stages: Sequence[Pruner], case: _Case) -> None:
 def _check_untouched(stages: Sequence[Pruner], case: _Case) -> None:
     copy = case.mapped(lambda x, axis: x.clone())
     _kept(stages, copy, "")
-    for name, value in case.given.items():
+    for name, value in case.observables.items():
         if isinstance(value, Tensor):
-            require(torch.equal(value, copy.given[name]), f"it changes {name}, which it may only read")
+            require(torch.equal(value, copy.observables[name]), f"it modifies its input {name}")
 
 
 def _check_blind(method: Pruner) -> None:
-    """Raise if a method that is not query_aware reads the text: it was given none, and may not read the attention of
-    the prompt's end."""
-    asks = [name for name in sorted(method.needs) if observable(name).whole]
-    require(not asks, f"it reads {', '.join(asks)}, which the question changes: its property query_aware must be True")
+    """Raise if a method without `query_aware` reads observables that depend on the question."""
+    asks = [name for name in sorted(method.needs) if get_observable(name).whole]
+    require(not asks, f"it reads {', '.join(asks)}, which depend on the question. Set query_aware to True.")

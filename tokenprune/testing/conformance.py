@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that a method keeps the word that every method gives, on made-up tokens: no model is needed."""
+"""Conformance check of methods on random tokens, without a model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.selection.sites.units import UnitDropper
 from tokenprune.testing import others
 from tokenprune.testing.choices import check_choices
-from tokenprune.testing.rules import check_dataclass, made, naming, require
+from tokenprune.testing.rules import check_dataclass, prefix_errors, require, resolve_instance
 
-LAYERS = 32  # of the decoder that a method hears of
-_STAGES = 6  # of a method are checked; what has more does the same at each
+LAYERS = 32  # decoder layers passed to `Method.stages`
+_STAGES = 6  # number of checked stages; methods with more stages repeat them
 _CHECKS: dict[type[Method], Any] = {
     FrameMerger: others.check_frames, UnitDropper: others.check_units, ResizeMethod: others.check_shares,
     ImageChooser: others.check_chosen_images, AttentionPattern: others.check_blocks,
@@ -29,31 +29,42 @@ _CHECKS: dict[type[Method], Any] = {
 
 
 def check_method(method: str | Method | type[Method], *, tower: Tower | None = None) -> None:
-    """Raise ConformanceError, which is an AssertionError, if a method breaks a rule that all methods keep.
+    """Raise ConformanceError (an AssertionError) if a method breaks a rule of the method interface.
 
-    method: a registered name, a class (its default options are checked) or an instance.
-    tower:  for a method that merges in the vision tower, the one that it is checked on; None: a made-up one.
+    Every method must be a frozen dataclass with a docstring and a name, derive from the base class of its site, and
+    need existing observables. A method that selects visual tokens must:
 
-    Of all: it is a frozen dataclass with a docstring, has a name, derives from the base class of its site, and needs
-    observables that there are. Of one that chooses among visual tokens: it keeps exactly its budget in every image, no
-    padding and all tokens where everything is to be kept; it chooses for an image in a batch what it chooses for it
-    alone, whatever the padding holds; the same twice; in float32, float16 and bfloat16, and with a NaN among its
-    values; it changes nothing that it reads, reads nothing that it did not declare, and not the question unless it says
-    `query_aware`. Of others what goes for them: see `tokenprune.testing.others`.
+    - keep exactly its budget in every image, no padding, and all tokens with `keep=1.0`;
+    - select the same tokens when called again, and for a single image or in a batch, for any values at padding;
+    - work in float32, float16 and bfloat16, and with NaN values;
+    - modify no input, and read only declared observables, the question only with `query_aware`.
+
+    `tokenprune.testing.others` lists the rules of other methods.
+
+    Args:
+        method: A registered name, a class (checked with default options) or an instance.
+        tower: Tower for a method that merges inside the vision tower. None uses a small random one.
+
+    Raises:
+        ConformanceError: If the method breaks a rule.
+
+    Example:
+        >>> from tokenprune.testing import check_method
+        >>> check_method("divprune")
     """
-    one = made(method, Method, lambda name: build(name, {}))
-    with naming(one.name or type(one).__name__):
-        _check_class(one)
-        if isinstance(one, EncoderMethod):
-            others.check_merges(one, tower)
-        elif check := next((check for base, check in _CHECKS.items() if isinstance(one, base)), None):
-            check(one)
+    instance = resolve_instance(method, Method, lambda name: build(name, {}))
+    with prefix_errors(instance.name or type(instance).__name__):
+        _check_class(instance)
+        if isinstance(instance, EncoderMethod):
+            others.check_merges(instance, tower)
+        elif check := next((check for base, check in _CHECKS.items() if isinstance(instance, base)), None):
+            check(instance)
         else:
-            stages: list[Any] = [stage for stage, _ in one.stages(Budget.from_keep(0.5), LAYERS)]
-            for number in range(min(_STAGES, len(stages))):
-                check_choices(stages[: number + 1])
-        if isinstance(one, DecodeMethod):
-            others.check_rates(one)
+            stages: list[Any] = [stage for stage, _ in instance.stages(Budget.from_keep(0.5), LAYERS)]
+            for index in range(min(_STAGES, len(stages))):
+                check_choices(stages[: index + 1])
+        if isinstance(instance, DecodeMethod):
+            others.check_rates(instance)
 
 
 def _check_class(method: Method) -> None:
@@ -61,13 +72,13 @@ def _check_class(method: Method) -> None:
     problem = find_missing_base(type(method), method.site)
     require(problem is None, problem)
     unknown = sorted(set(method.needs) - set(available_observables()))
-    require(not unknown, f"it needs {unknown}, which are no observables; known are {available_observables()}")
-    own = [field.name for field in dataclasses.fields(method)]
-    require(set(method.query_free) <= set(own), f"query_free={dict(method.query_free)} names options that it has not")
+    require(not unknown, f"it needs unknown observables {unknown}. See available_observables().")
+    options = [field.name for field in dataclasses.fields(method)]
+    require(set(method.query_free) <= set(options), f"query_free={dict(method.query_free)} contains unknown options")
     less = dict(method.fallback_options)
-    require(set(less) <= set(own), f"fallback_options={less} names options that it has not")
+    require(set(less) <= set(options), f"fallback_options={less} contains unknown options")
     needs = dataclasses.replace(method, **less).needs
     require(not less or needs <= method.needs, f"with {less} it needs {sorted(needs - set(method.needs))} too")
     if method.query_free and method.query_aware:
         free = dataclasses.replace(method, **method.query_free)
-        require(not free.query_aware, f"with {dict(method.query_free)} it still says query_aware")
+        require(not free.query_aware, f"query_aware must be False with {dict(method.query_free)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that a policy of sessions keeps the word that every policy gives, on made-up entries: no model is needed."""
+"""Conformance check of session policies on random cache entries, without a model."""
 
 from __future__ import annotations
 
@@ -11,54 +11,62 @@ from torch import Tensor
 from tokenprune.errors import ConformanceError, SessionError
 from tokenprune.integrations.hf.sessions.policies.base import PROXY_ATTENTION, Policy, PolicyView, check_choice
 from tokenprune.integrations.hf.sessions.policies.registry import policy as registered
-from tokenprune.kernels.drawn import normal, uniform
-from tokenprune.testing.rules import check_dataclass, made, naming, require
+from tokenprune.kernels.host_random import normal, uniform
+from tokenprune.testing.rules import check_dataclass, prefix_errors, require, resolve_instance
 
 _HEADS, _GROUP, _WIDTH = 2, 3, 8
-_SHARES = (0.0, 0.25, 0.7, 1.0)  # of what may stay
+_SHARES = (0.0, 0.25, 0.7, 1.0)  # shares of the entries that can be kept
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_policy(policy: str | Policy | type[Policy]) -> None:
-    """Raise ConformanceError, which is an AssertionError, if a policy breaks a rule that all policies keep.
+    """Raise ConformanceError (an AssertionError) if a policy breaks a rule of the policy interface.
 
-    policy: a registered name, a class (its default options are checked) or an instance.
+    A policy must be a frozen dataclass with a docstring and a name. It must:
 
-    It is a frozen dataclass with a docstring and a name, and needs what there is. It returns exactly the places that it
-    is to keep, long and ascending, for all heads or for each: of one frame, of many, of tokens that wrap frames, of
-    heads that hold other entries, with one axis of positions or three, in float32, float16 and bfloat16, and with a NaN
-    among the values. It chooses the same twice, whatever it saw between and whatever the global seed, and changes
-    nothing that it reads.
+    - return exactly `keep` indices, long and ascending, for all heads or for each head;
+    - support one or many frames, text around frames, heads with different entries, one or three position axes,
+      float32, float16 and bfloat16, and NaN values;
+    - select the same entries when called again, for any global seed and any calls between;
+    - modify no input.
+
+    Args:
+        policy: A registered name, a class (checked with default options) or an instance.
+
+    Raises:
+        ConformanceError: If the policy breaks a rule.
+
+    Example:
+        >>> from tokenprune.testing import check_policy
+        >>> check_policy("window")
     """
-    one = made(policy, Policy, registered)
-    with naming(one.name or type(one).__name__):
-        _check_class(one)
-        for view in _views(one):
+    instance = resolve_instance(policy, Policy, registered)
+    with prefix_errors(instance.name or type(instance).__name__):
+        _check_class(instance)
+        for view in _views(instance):
             for share in _SHARES:
                 keep = 1 + round(share * (view.count - 2))
-                _check_view(one, view, keep)
+                _check_view(instance, view, keep)
 
 
 def _check_class(policy: Policy) -> None:
     check_dataclass(policy, "register_policy")
     unknown = sorted(set(policy.needs) - {PROXY_ATTENTION})
-    require(not unknown, f"it needs {unknown}: there is only {PROXY_ATTENTION!r}")
+    require(not unknown, f"it needs {unknown}, but only {PROXY_ATTENTION!r} is available")
     require(type(policy.pinned) is int and policy.pinned >= 0, f"pinned={policy.pinned!r} must be an int >= 0")
 
 
 def _check_view(policy: Policy, view: PolicyView, keep: int) -> None:
-    before = {name: one.clone() for name, one in vars(view).items() if isinstance(one, Tensor)}
+    before = {name: value.clone() for name, value in vars(view).items() if isinstance(value, Tensor)}
     chosen = _chosen(policy, view, keep)
-    changed = [name for name, one in before.items() if not torch.equal(_bits(one), _bits(getattr(view, name)))]
-    require(not changed, f"it changes {', '.join(changed)}, which it may only read")
+    changed = [name for name, value in before.items() if not torch.equal(_bits(value), _bits(getattr(view, name)))]
+    require(not changed, f"it modifies its input {', '.join(changed)}")
     _chosen(policy, _view(policy, frames=3, seed=7), 5)
     for seed in (1, 2):
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
             same = torch.equal(_chosen(policy, view, keep), chosen)
-        require(
-            same, "it chooses otherwise when it is asked again: keep no state, and draw from view.generator() alone"
-        )
+        require(same, "it selects other entries when called again. Keep no state, and use only view.generator().")
 
 
 def _chosen(policy: Policy, view: PolicyView, keep: int) -> Tensor:
@@ -66,7 +74,7 @@ def _chosen(policy: Policy, view: PolicyView, keep: int) -> Tensor:
     try:
         check_choice(policy, chosen, view, keep)
     except SessionError as error:
-        raise ConformanceError(f"of {view.count} entries, {keep} of which stay: {error}") from error
+        raise ConformanceError(f"with {view.count} entries and keep={keep}: {error}") from error
     return chosen
 
 
@@ -89,7 +97,7 @@ def _view(
     policy: Policy, frames: int = 6, axes: int = 1, wrapped: bool = False, dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> PolicyView:  # fmt: skip
-    """Return the entries of whole frames of 5 cells. wrapped: with a token before and one after each."""
+    """Return the entries of frames with 5 cells. `wrapped` adds a text token before and after each frame."""
     g = torch.Generator("cpu").manual_seed(seed)
     cells = [-1, 0, 1, 2, 3, 4, -1] if wrapped else [0, 1, 2, 3, 4]
     n = frames * len(cells)
@@ -104,7 +112,7 @@ def _view(
 
 
 def _ragged(view: PolicyView) -> PolicyView:
-    """Return a view as after a compression: each head holds other entries, and as many."""
+    """Return the view after a compression: each head holds different entries, and the same number of them."""
     g = torch.Generator("cpu").manual_seed(1)
     few = view.count * 2 // 3
     places = torch.stack(

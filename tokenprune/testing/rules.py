@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broken rules of methods and policies, as errors, and the rules that both keep."""
+"""Helpers of the conformance checks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Kind = TypeVar("Kind")
 
 
 def require(condition: Any, message: str | None) -> None:
-    """Raise ConformanceError with `message` unless `condition`."""
+    """Raise ConformanceError with `message` unless `condition` is true."""
     if not condition:
         raise ConformanceError(message)
 
 
 @contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Raise what a method or policy does wrong, or fails with, as ConformanceError with its name."""
+def prefix_errors(name: str) -> Iterator[None]:
+    """Re-raise errors of a method or policy as ConformanceError, prefixed with its name."""
     try:
         yield
     except ConformanceError as error:
@@ -30,28 +30,28 @@ def naming(name: str) -> Iterator[None]:
         raise ConformanceError(f"{name} raises {type(error).__name__}: {error}") from error
 
 
-def made(given: Any, kind: type[Kind], registered: Callable[[str], Kind]) -> Kind:
-    """Return an instance of a class of `kind`, of a registered name, or what is one; raises ConformanceError."""
-    if isinstance(given, str):
-        return registered(given)
-    if inspect.isclass(given) and issubclass(given, kind):
+def resolve_instance(method: Any, kind: type[Kind], registered: Callable[[str], Kind]) -> Kind:
+    """Return an instance of `kind` from an instance, a class or a registered name. Raises ConformanceError."""
+    if isinstance(method, str):
+        return registered(method)
+    if inspect.isclass(method) and issubclass(method, kind):
         try:
-            return given()
+            return method()
         except TypeError as error:
             raise ConformanceError(
-                f"{given.__name__}() fails: {error}. Every option needs a default; or check an instance"
+                f"{method.__name__}() fails: {error}. Give every option a default, or pass an instance."
             ) from error
-    if isinstance(given, kind):
-        return given
+    if isinstance(method, kind):
+        return method
     word = kind.__name__
-    raise ConformanceError(f"{given!r} is neither the name of a {word.lower()}, nor a {word}, nor a class of them")
+    raise ConformanceError(f"{method!r} is neither a registered name, nor a {word}, nor a subclass of {word}")
 
 
-def check_dataclass(one: Any, decorator: str) -> None:
+def check_dataclass(instance: Any, decorator: str) -> None:
     """Raise ConformanceError unless a method or policy is a frozen dataclass with a docstring and a name."""
-    cls = type(one)
-    own = cls.__dict__.get("__dataclass_params__")
-    require(own is not None and own.frozen, "decorate the class with @dataclass(frozen=True)")
+    cls = type(instance)
+    params = cls.__dict__.get("__dataclass_params__")
+    require(params is not None and params.frozen, "decorate the class with @dataclass(frozen=True)")
     doc = (cls.__dict__.get("__doc__") or "").strip()
-    require(doc and not doc.startswith(f"{cls.__name__}("), "its class needs a docstring")
-    require(one.name, f"it has no name: decorate its class with @{decorator}(...)")
+    require(doc and not doc.startswith(f"{cls.__name__}("), "the class needs a docstring")
+    require(instance.name, f"the name is missing. Decorate the class with @{decorator}(...).")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Visual tokens made of plain tensors, as a method sees them."""
+"""Visual tokens from plain tensors, as methods receive them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import close_names, find_observable, find_observable_of_text
+from tokenprune.selection.observable_registry import find_observable, find_text_observable, suggest_names
 from tokenprune.selection.segments import Segments, TextView, VisualView
 from tokenprune.selection.source import Readable, ReadableByRow, TokenSource
 from tokenprune.selection.tokens import VisualTokens
@@ -34,67 +34,79 @@ def visual_tokens(
     carry: Mapping[str, Any] | None = None,
     **observables: Any,
 ) -> VisualTokens:
-    """Return the view that a method gets, made of plain tensors.
+    """Create the input of a method from plain tensors.
 
-    hidden:  `[S, N, D]`, the visual tokens of S images; `[N, D]` is one image.
-    counts:  how many of the N tokens each image has; None is all. What stands behind them is padding.
-    keep:    what the method has to keep: a share, a number, a `Budget` of these, or a list of a number for each image.
-    text:    the text after each image: `hidden` `[S, M, D]` and, if the method reads them, `keys` and others by the
-             names that `VisualTokens.text` has; `mask`, bool `[S, M]`, is all True if it is left out. `text_hidden=`,
-             `text_keys=` and so on are another way to say it, where no observable has that name.
-    rows:    the prompt that each image stands in, in order; None: each in one of its own.
-    grids:   (frames, height, width) of each image, None where it is not known.
-    modality: "image" or "video", of all or of each.
-    final_norm: stands for the decoder's final norm; None leaves hidden states as they are.
-    carry:   what earlier stages of the method remember.
-    observables: by their names (`selection.available_observables()`), the tensors that the method reads, each
-             `[S, N, ...]` or as its documentation says; of one that is read by block of the vision tower a dict
-             {layer: tensor}, or a tensor for every layer.
+    The method can read only the given observables. Reading another one raises TokenPruneError, as in the engine.
 
-    The method may read what was given: anything else raises TokenPruneError as in the engine. Raises OptionError for a
-    name that is no observable, and for shapes that do not fit `hidden`.
+    Args:
+        hidden: Visual tokens of S images, `[S, N, D]`, or of one image, `[N, D]`.
+        counts: Number of tokens per image; the others are padding. None if all tokens are valid.
+        keep: Budget: a share, a number, a `Budget` of these, or one number per image.
+        text: Text after each image: `hidden` `[S, M, D]`, observables by their names in `VisualTokens.text`, and
+            `mask`, bool `[S, M]`, True by default. `text_hidden=`, `text_keys=` and so on are equivalent.
+        rows: Index of the prompt of each image, ascending. None: each image has its own prompt.
+        grids: (frames, height, width) of each image, or None if unknown.
+        modality: "image" or "video", for all images or one per image.
+        final_norm: Final norm of the decoder. None does not normalize.
+        carry: Values remembered by earlier stages of the method.
+        observables: Observables by name (`selection.available_observables()`), `[S, N, ...]` or as documented.
+            Observables of tower blocks are a dict {layer: tensor}, or one tensor for every layer.
+
+    Returns:
+        The input of `Method.select`.
+
+    Raises:
+        OptionError: If a name is not an observable, or a shape does not fit `hidden`.
+
+    Example:
+        >>> from tokenprune.testing import visual_tokens
+        >>> tokens = visual_tokens(torch.randn(2, 16, 8), keep=0.25)
+        >>> tokenprune.method("divprune").select(tokens).keep.sum(1).tolist()
+        [4, 4]
     """
     hidden = hidden[None] if hidden.ndim == 2 else hidden
     if hidden.ndim != 3:
         raise OptionError(f"hidden must be [S, N, D] or [N, D], not {list(hidden.shape)}")
     counts = [hidden.shape[1]] * len(hidden) if counts is None else list(counts)
     if len(counts) != len(hidden) or not all(1 <= count <= hidden.shape[1] for count in counts):
-        raise OptionError(f"counts={counts} do not fit hidden {list(hidden.shape)}: give 1 .. N for each of the S")
+        raise OptionError(f"counts={counts} do not fit hidden {list(hidden.shape)}. Pass S numbers in [1, N].")
     segments = _segments(hidden, counts, rows, grids, modality, observables.get("frames"))
     of_text = dict(text or {})
     for name in [name for name in observables if name.startswith("text_") and find_observable(name) is None]:
         of_text[name.removeprefix("text_")] = observables.pop(name)
     for name, value in observables.items():
         _check(name, value, hidden)
-    source = _GivenSource(observables | {"hidden": hidden}, of_text, final_norm)
+    source = _TensorSource(observables | {"hidden": hidden}, of_text, final_norm)
     source.carry.update(carry or {})
     return VisualTokens(segments, _kept(keep, counts), source)
 
 
 def _check(name: str, value: Any, hidden: Tensor) -> None:
-    seen = find_observable(name)
-    if seen is None:
-        raise OptionError(f"there is no observable {name!r}: {close_names(name)}see available_observables()")
-    if isinstance(value, Mapping) and not seen.by_layer:
-        raise OptionError(f"{name} is not read by layer: give a tensor, not a dict")
-    for one in value.values() if isinstance(value, Mapping) else [value]:
-        if not isinstance(one, Tensor) or not seen.axes:
+    reading = find_observable(name)
+    if reading is None:
+        raise OptionError(f"unknown observable {name!r}: {suggest_names(name)}see available_observables()")
+    if isinstance(value, Mapping) and not reading.by_layer:
+        raise OptionError(f"{name} is not read by layer. Pass a tensor, not a dict.")
+    for tensor in value.values() if isinstance(value, Mapping) else [value]:
+        if not isinstance(tensor, Tensor) or not reading.axes:
             continue
-        sizes = dict(zip(seen.axes, one.shape, strict=False))
-        if one.ndim != len(seen.axes) or (sizes["S"], sizes.get("N", hidden.shape[1])) != tuple(hidden.shape[:2]):
-            wanted = f"[{', '.join(seen.axes)}] with S, N = {list(hidden.shape[:2])}"
-            raise OptionError(f"{name} must be {wanted}, not {list(one.shape)}")
+        sizes = dict(zip(reading.axes, tensor.shape, strict=False))
+        if tensor.ndim != len(reading.axes) or (sizes["S"], sizes.get("N", hidden.shape[1])) != tuple(hidden.shape[:2]):
+            expected = f"[{', '.join(reading.axes)}] with S, N = {list(hidden.shape[:2])}"
+            raise OptionError(f"{name} must be {expected}, not {list(tensor.shape)}")
 
 
 def _kept(keep: Any, counts: list[int]) -> list[int]:
     if isinstance(keep, (list, tuple)):
-        fine = len(keep) == len(counts) and all(1 <= one <= count for one, count in zip(keep, counts, strict=True))
+        fine = len(keep) == len(counts) and all(
+            1 <= budget_ <= count for budget_, count in zip(keep, counts, strict=True)
+        )
         if not fine:
-            raise OptionError(f"keep={list(keep)} does not fit counts={counts}: give 1 .. count for each segment")
+            raise OptionError(f"keep={list(keep)} does not fit counts={counts}. Pass a number in [1, count] per image.")
         return list(keep)
     budget = Budget.from_keep(keep)
     if budget.keep is None:
-        raise OptionError(f"{budget} is of a whole decoder, and there is none here: give keep as a number or a list")
+        raise OptionError(f"{budget} is a budget of a whole decoder. Pass keep as a number or a list.")
     return [budget.resolve_keep(count) for count in counts]
 
 
@@ -106,39 +118,39 @@ def _segments(
     modality: str | Sequence[str],
     frames: Sequence[list[int] | None] | None,
 ) -> Segments:
-    number, width = hidden.shape[:2]
-    rows = list(range(number)) if rows is None else list(rows)
-    if len(rows) != number or rows != sorted(rows):
-        raise OptionError(f"rows={rows} must name the row of each of the {number} segments, in order")
-    ordinals = [place for _, group in itertools.groupby(rows) for place, _ in enumerate(group)]
-    place = torch.arange(width, device=hidden.device)
-    # Segments of one row stand behind each other.
+    num_segments, width = hidden.shape[:2]
+    rows = list(range(num_segments)) if rows is None else list(rows)
+    if len(rows) != num_segments or rows != sorted(rows):
+        raise OptionError(f"rows={rows} must be {num_segments} row indices in order")
+    ordinals = [token_index for _, group in itertools.groupby(rows) for token_index, _ in enumerate(group)]
+    token_index = torch.arange(width, device=hidden.device)
+    # Segments of one row are consecutive.
     start = torch.tensor([ordinal * width for ordinal in ordinals], device=hidden.device)[:, None]
-    mask = place < torch.tensor(counts, device=hidden.device)[:, None]
-    grids = list(grids) if grids is not None else [None] * number
-    modality = [modality] * number if isinstance(modality, str) else list(modality)
+    mask = token_index < torch.tensor(counts, device=hidden.device)[:, None]
+    grids = list(grids) if grids is not None else [None] * num_segments
+    modality = [modality] * num_segments if isinstance(modality, str) else list(modality)
     return Segments(
         row=rows,
         ordinal=ordinals,
         counts=counts,
-        position=start + place * mask,
+        position=start + token_index * mask,
         mask=mask,
         grids=grids,
         modality=modality,
-        frames=list(frames or []) or [_frames(*one) for one in zip(counts, grids, modality, strict=True)],
+        frames=list(frames or []) or [_frames(*facts) for facts in zip(counts, grids, modality, strict=True)],
     )
 
 
 def _frames(count: int, grid: tuple[int, int, int] | None, modality: str) -> list[int] | None:
-    """Return how many tokens each frame has: an image is one frame, and the grid of a video tells of its frames."""
+    """Return the number of tokens per frame. An image is one frame, and a video needs a grid."""
     if modality == "image":
         return [count]
     return [grid[1] * grid[2]] * grid[0] if grid is not None and math.prod(grid) == count else None
 
 
 @dataclass
-class _GivenSource(TokenSource):
-    """Backs a `VisualTokens` with tensors that somebody gave, by name of the observable, and those of the text."""
+class _TensorSource(TokenSource):
+    """Source of `VisualTokens` with given tensors, by name of the observable."""
 
     visual: dict[str, Any]
     of_text: dict[str, Any]
@@ -149,38 +161,38 @@ class _GivenSource(TokenSource):
 
     def __post_init__(self) -> None:
         self.hidden = self.visual["hidden"]
-        text = {seen.name for name in self.of_text if (seen := find_observable_of_text(name)) is not None}
-        self.needs = frozenset(self.visual.keys() | text | {"frames"})  # which are known of images at least
+        text = {reading.name for name in self.of_text if (reading := find_text_observable(name)) is not None}
+        self.needs = frozenset(self.visual.keys() | text | {"frames"})  # always known for images
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm is None else self.norm(hidden)
 
-    def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
-        if seen.name == "normed" and "normed" not in self.visual:
+    def read(self, reading: Readable, tokens: VisualView, *layer: int | float) -> Any:
+        if reading.name == "normed" and "normed" not in self.visual:
             return self.final_norm(tokens.hidden)
-        if seen.where is ObservedAt.FRAMES and seen.name not in self.visual:
-            return super().read(seen, tokens)
-        value = _given(self.visual, seen.name, seen.name)
+        if reading.where is ObservedAt.FRAMES and reading.name not in self.visual:
+            return super().read(reading, tokens)
+        value = _given(self.visual, reading.name, reading.name)
         if isinstance(value, Mapping):
-            return _given(value, layer[0], f"{seen.name} of block {layer[0]}")
+            return _given(value, layer[0], f"{reading.name} of block {layer[0]}")
         return value
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def attention_from(self, seen: ReadableByRow, tokens: VisualView, weights: Tensor) -> Tensor:
-        rows = self.read(seen, tokens)
+    def attention_from(self, reading: ReadableByRow, tokens: VisualView, weights: Tensor) -> Tensor:
+        rows = self.read(reading, tokens)
         weights = weights if weights.ndim == 3 else weights[:, None]
         return torch.einsum("shm,shmn->shn", weights.float().expand(rows.shape[:3]), rows.float())
 
-    def read_text(self, seen: Readable, text: TextView) -> Any:
-        if seen.text_name == "normed" and "normed" not in self.of_text:
+    def read_text(self, reading: Readable, text: TextView) -> Any:
+        if reading.text_name == "normed" and "normed" not in self.of_text:
             return self.final_norm(text.hidden)
-        return _given(self.of_text, seen.text_name, f"text.{seen.text_name}")
+        return _given(self.of_text, reading.text_name, f"text.{reading.text_name}")
 
-    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+    def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         if not self.of_text:
-            raise TokenPruneError("it reads the text after an image, and none was given: pass text=")
+            raise TokenPruneError("The method reads the text after an image. Pass text= to visual_tokens().")
         mask = self.of_text.get("mask")
         if mask is None:
             mask = torch.ones(next(iter(self.of_text.values())).shape[:2], dtype=torch.bool, device=self.hidden.device)
@@ -189,5 +201,5 @@ class _GivenSource(TokenSource):
 
 def _given(values: Mapping[Any, Any], key: Any, what: str) -> Any:
     if key not in values:
-        raise TokenPruneError(f"it reads {what}, which visual_tokens() was not given")
+        raise TokenPruneError(f"The method reads {what}, which was not passed to visual_tokens().")
     return values[key]

@@ -23,8 +23,8 @@ from kernel_cases import CASES, Case
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tokenprune.kernels.dispatch import Operation, has_triton, operations
-from tokenprune_bench.profiling.timing import quantiles
+from tokenprune.kernels.dispatch import Operation, has_triton, list_operations
+from tokenprune_bench.profiling.timing import compute_quantiles
 
 COMPILING = 20.0  # seconds that a case may take for it
 SECONDS = 0.2  # for each thing that is timed
@@ -52,7 +52,7 @@ class Meter:
             begin = self.marks.now()
             run()
             taken.append(self.marks.ms(begin, self.marks.now()))
-        return quantiles(taken)
+        return compute_quantiles(taken)
 
     def memory(self, run: Callable[[], Any]) -> int | None:
         """Return the peak bytes that a run takes on a GPU beside its input."""
@@ -103,7 +103,7 @@ def _obstacle(operation: Operation, case: Case) -> str | None:
     """Return why the kernel cannot run a case: its own reason, or, without a GPU, Triton's interpreter."""
     from triton.runtime.errors import InterpreterError
 
-    if (reason := operation.obstacle(*case.args, **case.kwargs)) is None:
+    if (reason := operation.get_unsupported_reason(*case.args, **case.kwargs)) is None:
         try:
             operation.triton(*case.args, **case.kwargs)
         except InterpreterError as error:
@@ -162,7 +162,7 @@ def main(given: Sequence[str] | None = None) -> int:
     sheet = Sheet("e_kernels", "Kernels", "7 B models", COLUMNS, __doc__, given)
     if not has_triton():
         raise SystemExit("Triton is not installed: pip install triton")
-    known = operations()
+    known = list_operations()
     if missing := known.keys() - CASES.keys():
         raise SystemExit(f"no cases for {', '.join(sorted(missing))}: add a function with @cases(...) to kernel_cases")
     meter = Meter(Clocks(sheet.device, sheet.tiny))

@@ -31,7 +31,7 @@ import tokenprune
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.graphs import Graphs
 from tokenprune.integrations.hf.graphs.prefill import GraphedPrefill, graphed_prefill
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachment import get_attachment
 
 METHODS = ("random", "divprune", "visionzip", "cdpruner", "fastv", "dart")
 ANSWER, ROUNDS = 64, 3  # tokens; runs of each turn
@@ -56,7 +56,7 @@ class Ways:
         """Patch the model, and hand out what replays its prefill."""
         if self.name != NONE:
             with tokenprune.patched(self.model, self.name, guard="off", graphs=graphs, **self.setting):
-                parts = attachment_of(self.model).engine.parts
+                parts = get_attachment(self.model).engine.parts
                 yield next((part for part in parts if isinstance(part, GraphedPrefill)), None)
             return
         parts = graphed_prefill(adapter_for(self.model), graphs)

@@ -125,7 +125,7 @@ def _matches(device: torch.device, tiny: bool) -> Iterator[Case]:
         a = _features(device, rows, one, width, tiny=tiny)
         b = _features(device, rows, other, width, tiny=tiny) if other else a
         moved, flops = size(a, *([b] if other else [])) + 12 * rows * one, 2 * rows * one * (other or one) * width
-        yield Case(name, (a, b), moved, flops, a.dtype, {"others": not other}, atol=1e-4)
+        yield Case(name, (a, b), moved, flops, a.dtype, {"exclude_self": not other}, atol=1e-4)
 
 
 @cases("farthest")

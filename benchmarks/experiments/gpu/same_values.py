@@ -23,7 +23,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.engine import cuts, engine
 from tokenprune.selection.observable_registry import available_observables, find_observable
 from tokenprune.selection.tokens import VisualTokens
-from tokenprune.testing.view import _GivenSource
+from tokenprune.testing.view import _TensorSource
 
 
 @dataclass
@@ -77,7 +77,7 @@ def on_cpu(method: Any, tokens: VisualTokens) -> VisualTokens:
     with suppress(TokenPruneError):  # where there is no text
         text = {"mask": _cpu(tokens.text.mask)}
     for seen in map(find_observable, available_observables()):
-        if not seen.declared(method.needs):
+        if not seen.is_declared(method.needs):
             continue
         with suppress(AttributeError, NotImplementedError):  # it is of the text alone
             value = getattr(tokens, seen.name)
@@ -86,7 +86,7 @@ def on_cpu(method: Any, tokens: VisualTokens) -> VisualTokens:
             with suppress(AttributeError, NotImplementedError):  # the text has none
                 text[seen.text_name] = _cpu(getattr(tokens.text, seen.text_name))
     device = tokens.hidden.device
-    source = _GivenSource(visual, text, lambda hidden: tokens.final_norm(hidden.to(device)).cpu())
+    source = _TensorSource(visual, text, lambda hidden: tokens.final_norm(hidden.to(device)).cpu())
     source.carry.update({name: _cpu(value) for name, value in tokens.carry.items()})
     return VisualTokens(tokens.segments.to(torch.device("cpu")), tokens.keep, source)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from papers.published import BUDGETS
-from papers.settings import average, cuts_of, in_words
+from papers.settings import average, cuts_of, describe_type
 from papers.tables import Table
 
 import tokenprune
@@ -37,7 +37,7 @@ class Count:
         """(layer, tokens from there on) for each cut, with what the code keeps beside what it asks for."""
         method, count, found = tokenprune.method(self.method, **self.options), 576, []
         for layer, asked in self.cuts:
-            count = min(count, method.budget(count, asked))
+            count = min(count, method.resolve_count(count, asked))
             found.append((layer, count))
         return found
 
@@ -82,10 +82,10 @@ def table() -> Table:
     lines, before = [], ""
     for one in COUNTS:
         method = tokenprune.method(one.method)
-        met = in_words(cuts_of(method, Budget(average_tokens=one.average)))
+        met = describe_type(cuts_of(method, Budget(average_tokens=one.average)))
         spent = f"{one.average:.1f} ({one.average / 576:.1%})"
         counts = "the same" if one.counts == before else one.counts
-        lines.append([f"`{one.method}`", one.called, counts, in_words(one.left), spent, met])
+        lines.append([f"`{one.method}`", one.called, counts, describe_type(one.left), spent, met])
         before = one.counts
     header = [
         "method", "its authors say", "which counts", "tokens in their code", "averaged over layers",

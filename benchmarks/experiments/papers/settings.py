@@ -35,7 +35,7 @@ UNFIT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "sizes by content",
-        lambda one: isinstance(one, ResizeMethod) and one.by_content,
+        lambda one: isinstance(one, ResizeMethod) and one.depends_on_content,
         "gives each image a number by its content: what 192 on average takes is not known before the run",
     ),
     (
@@ -45,7 +45,7 @@ UNFIT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "images withdrawn",
-        lambda one: one.least == 0,
+        lambda one: one.min_tokens == 0,
         "may withdraw all tokens at a layer: what 192 takes is not known before the run, or is met by whole layers",
     ),
 )
@@ -147,7 +147,7 @@ def _dropped(name: str, budget: int) -> Setting:
 
 def _setting(name: str, budget: int, means: str, keep: int, options: Mapping[str, Any] | None = None) -> Setting:
     cuts = cuts_of(tokenprune.method(name, **(options or {})), Budget(keep=keep))
-    return Setting(name, budget, means, keep, options or {}, average(cuts), in_words(cuts))
+    return Setting(name, budget, means, keep, options or {}, average(cuts), describe_type(cuts))
 
 
 def cuts_of(method: tokenprune.Method, budget: Budget) -> list[tuple[int, int]]:
@@ -157,7 +157,7 @@ def cuts_of(method: tokenprune.Method, budget: Budget) -> list[tuple[int, int]]:
         about = dict(layer=stage.cut_layer, shape=SHAPE, text_tokens=0, original=[PATCHES])
         if count:
             kept = own.resolve([count], **about)[0]
-            count = min(count, stage.budget(count, kept))
+            count = min(count, stage.resolve_count(count, kept))
         cuts.append((stage.cut_layer, count))
     return cuts
 
@@ -169,7 +169,7 @@ def average(cuts: Sequence[tuple[int, int]]) -> float:
     return spent / SHAPE.layers
 
 
-def in_words(cuts: Sequence[tuple[int, int]]) -> str:
+def describe_type(cuts: Sequence[tuple[int, int]]) -> str:
     """Return what cuts leave, in words; a method may look at a layer and remove nothing."""
     fewer = [cut for place, cut in enumerate(cuts) if not place or cut[1] != cuts[place - 1][1]]
     return ", ".join(f"{kept} from layer {layer} on" if layer else f"{kept}" for layer, kept in fewer)

@@ -31,7 +31,7 @@ import tokenprune
 from tokenprune.cli.common import get_console
 from tokenprune.integrations.hf.sessions.policies.most_attended import MostAttended
 from tokenprune_bench.metrics import ending
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.significance import wilson
 from tokenprune_bench.suite import Bench, BenchPlan
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "attend.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    subject = load("demo_smol", device="cpu")
+    subject = load_model("demo_smol", device="cpu")
     examples = Bench(subject, BenchPlan(("divprune",), images=args.images)).examples
     ways = [(share, how) for share in SHARES for how in ("attended", "drawn")[: 1 if share == 1 else 2]]
     right: dict[Any, list[bool]] = {way: [] for way in ways}

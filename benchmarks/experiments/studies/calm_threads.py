@@ -5,7 +5,7 @@ scripts beside them share."""
 import sys
 from pathlib import Path
 
-from tokenprune.models.torch_import import calm_threads
+from tokenprune.models.torch_import import set_passive_threads
 
 sys.path.append(str(Path(__file__).parents[1]))
-calm_threads()
+set_passive_threads()

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tokenprune.cli.common import get_console
-from tokenprune.kernels.coverage import alike, cosines, cover
+from tokenprune.kernels.coverage import cosine_products, cosines, greedy_cover
 from tokenprune.kernels.farthest import farthest
 from tokenprune.kernels.pairs import Relation
 from tokenprune.kernels.take import top_mask
@@ -35,9 +35,9 @@ from tokenprune.methods.scores import compute_saliency, rescale
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune_bench.cli.common import show_progress
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.results import read_records, summarise
-from tokenprune_bench.significance import better_p, interleaved
+from tokenprune_bench.significance import better_p, interleave_seeds
 from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_demo.heldout import load_heldout
 
@@ -59,8 +59,8 @@ def asked(tokens: VisualTokens) -> Tensor:
 
 def covering(tokens: VisualTokens, factor: Tensor) -> Tensor:
     """Return the picks, bool `[S, N]`, that cover the image best, each gain multiplied by `factor` `[S, N]`."""
-    relation = Relation(alike(tokens.hidden, tokens.mask))
-    return cover([relation], tokens.mask, tokens.budget, max(tokens.keep), factor)
+    relation = Relation(cosine_products(tokens.hidden, tokens.mask))
+    return greedy_cover([relation], tokens.mask, tokens.budget, max(tokens.keep), factor)
 
 
 def merged(tokens: VisualTokens, keep: Tensor) -> Selection:
@@ -132,8 +132,8 @@ COMBINATIONS = ("cover_merge", "cover_asked", "cover_both", "half_asked", "pool_
 def ask(out: Path, threads: int) -> None:
     """Ask the baselines, the published methods and the combinations about images 1, 5, 9 ... of demo_smol."""
     torch.set_num_threads(threads)
-    subject = load("demo_smol", device="cpu", dtype="bfloat16")
-    questions: list[Any] = [one for one in load_heldout(folder=subject.heldout) if one.number % 4 == 1]
+    subject = load_model("demo_smol", device="cpu", dtype="bfloat16")
+    questions: list[Any] = [one for one in load_heldout(folder=subject.heldout) if one.index % 4 == 1]
     plan = BenchPlan((*PUBLISHED, *COMBINATIONS), (0.25, 0.11), batch_size=16, repeats=0, seeds=(0,))
     with show_progress() as step, Rows(out, Bench(subject, plan, questions=questions).header()) as rows:
         list(Bench(subject, plan, step, questions=questions, folder=rows).records())
@@ -145,7 +145,7 @@ def table(path: Path) -> Table:
     results = summarise(read_records(path))
     table = Table("method", "keep", "right, %", "p against the best published")
     for keep in (0.25, 0.11):
-        right = {name: interleaved(one.right) for (name, at), one in results.answers.items() if at == keep}
+        right = {name: interleave_seeds(one.right) for (name, at), one in results.answers.items() if at == keep}
         best = max(PUBLISHED, key=lambda name: sum(map(int, right[name])))
         for row in (row for row in results.rows[1:] if row.keep == keep):
             share = row.overall

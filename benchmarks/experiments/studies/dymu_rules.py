@@ -24,7 +24,7 @@ from common import fill_page
 from torch import Tensor, nn
 
 from tokenprune.selection.sites.encoder import Tower
-from tokenprune_bench.calibration.merge import merges_per_block
+from tokenprune_bench.calibration.merge import count_merges
 
 PAGE = Path(__file__).parents[3] / "docs" / "methods" / "dymu.md"
 BEGIN, END = "<!-- rules:begin (benchmarks/experiments/studies/dymu_rules.py --page) -->", "<!-- rules:end -->"
@@ -142,10 +142,10 @@ def inputs(side: int | None, class_token: bool) -> tuple[Sequence[nn.Module], li
     """The demo tower's blocks, and what enters the first one of them for each held-out image."""
     from PIL import Image
 
-    from tokenprune_bench.profiling.model import load
+    from tokenprune_bench.profiling.model import load_model
     from tokenprune_demo.heldout import load_heldout
 
-    subject = load(device="cpu")
+    subject = load_model(device="cpu")
     tower: Any = copy.deepcopy(subject.model.model.vision_tower).double()
     tower = getattr(tower, "vision_model", tower)
     paths = sorted({example.path for example in load_heldout()})
@@ -175,7 +175,7 @@ def thresholds_table(keeps: Sequence[float] = KEEPS, count: int = IMAGES) -> str
         first, others = images[:half], images[half:count]
         shape = Tower(len(images[0]), protected, len(blocks), len(blocks))
         for keep in keeps:
-            plan = merges_per_block(shape, round(keep * shape.patches), "constant")
+            plan = count_merges(shape, round(keep * shape.patches), "constant")
             own = calibrated(blocks, first, protected, plan, OURS)
             apart = []
             for rules in (*(Rules(**{one.name: True}) for one in fields(Rules)[:3]), BATCH):
@@ -204,7 +204,7 @@ def schedules_table() -> str:
             for schedule in ("linear", "reverse_linear"):
                 theirs = authors_schedule(total, blocks)
                 theirs = theirs if schedule == "linear" else theirs[::-1]
-                own = merges_per_block(shape, shape.patches - total, schedule)
+                own = count_merges(shape, shape.patches - total, schedule)
                 apart = max(abs(a - b) for a, b in zip(own, theirs, strict=True))
                 lines.append(f"| {label} | {total} | {schedule} | {apart} | {sum(theirs[read:])} |")
     return "\n".join(lines)

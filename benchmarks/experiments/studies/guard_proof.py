@@ -18,7 +18,7 @@ from pathlib import Path
 import calm_threads  # noqa: F401
 
 import tokenprune
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.significance import wilson
 from tokenprune_demo.heldout import load_heldout
 from tokenprune_demo.scenes import KINDS
@@ -30,7 +30,7 @@ FIRST, LAST, BATCH = 50, 150, 25
 
 def ask(subject: Model, kind: str) -> dict[str, object]:
     """Ask all questions of one kind."""
-    examples = [one for one in load_heldout([kind], limit=LAST) if one.number >= FIRST]
+    examples = [one for one in load_heldout([kind], limit=LAST) if one.index >= FIRST]
     right, tokens, raised = "", 0.0, 0
     for at in range(0, len(examples), BATCH):
         batch = examples[at : at + BATCH]
@@ -86,7 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", action="store_true")
     if not parser.parse_args().table:
-        RESULTS.write_text("".join(json.dumps(one) + "\n" for one in records(load())), encoding="utf-8")
+        RESULTS.write_text("".join(json.dumps(one) + "\n" for one in records(load_model())), encoding="utf-8")
     sys.stdout.write(f"{table(read()[1])}\n")
     return 0
 

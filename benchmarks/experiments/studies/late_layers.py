@@ -21,10 +21,10 @@ from rich.table import Table
 
 from tokenprune.cli.common import get_console
 from tokenprune.settings import Setting
-from tokenprune_bench.backend import backend_of
-from tokenprune_bench.lines import Lines, read_lines
-from tokenprune_bench.metrics import metric_named
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.backend import get_backend
+from tokenprune_bench.json_lines import JsonLinesWriter, read_lines
+from tokenprune_bench.metrics import get_metric
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.significance import wilson
 from tokenprune_demo.heldout import load_heldout
 
@@ -39,13 +39,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=8, help="ask about each n-th held-out image")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    subject = load("demo_smol", device="cpu", dtype="bfloat16")
-    backend, metric = backend_of(subject), metric_named(subject.metric)
-    asked = [one for one in load_heldout(folder=subject.heldout) if one.number % args.every == 0]
+    subject = load_model("demo_smol", device="cpu", dtype="bfloat16")
+    backend, metric = get_backend(subject), get_metric(subject.metric)
+    asked = [one for one in load_heldout(folder=subject.heldout) if one.index % args.every == 0]
     found = read_lines(args.out)
     known = {(record["layer"], record["every"]) for record, _ in found}
     table = Table("visual tokens leave at layer", "right of", "right, %")
-    with Lines(args.out, found[-1][1] if found else 0) as lines:
+    with JsonLinesWriter(args.out, found[-1][1] if found else 0) as lines:
         for layer in LAYERS:
             if (layer, args.every) in known:
                 continue

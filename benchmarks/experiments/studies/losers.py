@@ -36,7 +36,7 @@ from torch import Tensor
 
 import tokenprune
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.suite import Bench, BenchPlan
 
 SIDE = 16  # of the shipped model's grid of patches
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=50)
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    console, subject = Console(), load(device="cpu")
+    console, subject = Console(), load_model(device="cpu")
     bench = Bench(subject, BenchPlan(images=args.images, repeats=0))
     plan = [(method, how) for method in ("tome", "dymu") for how in ("both", "tower", "after")]
     plan += [("uniform", "raster"), ("uniform", "grid")]

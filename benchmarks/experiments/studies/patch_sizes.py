@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tokenprune
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.suite import Bench, BenchPlan
 
 READINGS = ("both", "after", "tower")
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=50)
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    console, subject = Console(), load(device="cpu")
+    console, subject = Console(), load_model(device="cpu")
     bench = Bench(subject, BenchPlan(images=args.images, repeats=0))
     with args.json.open("w") as file:
         file.write(json.dumps(bench.header()) + "\n")

@@ -32,8 +32,8 @@ from tokenprune.methods.pre_llm.prumerge import PruMerge
 from tokenprune.methods.tiles import compute_patch_attention
 from tokenprune.selection.observable import TowerScores
 from tokenprune.selection.observable_registry import register_observable
-from tokenprune.selection.segments import SeenAttention
-from tokenprune_bench.profiling.model import load
+from tokenprune.selection.segments import ObservedAttention
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.suite import Bench, BenchPlan
 
 ROW = ("model", "block", "heads", "keep")
@@ -44,7 +44,7 @@ BLOCKS = {"demo_vlm": (-1, -2), "demo_qwen": (-1, 2)}
 class WideAttention(TowerScores):
     """float32 `[S, 1, N]`: the class token's attention to each patch, all heads of a block taken as one."""
 
-    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
+    def compute_per_patch(self, seen: ObservedAttention, protected: int) -> Tensor:
         query, key = (one.float().transpose(1, 2).flatten(2) for one in (seen.query, seen.key))
         products = query[:, :1] @ key.transpose(1, 2) / query.shape[2] ** 0.5
         return products.softmax(-1)[:, :, protected:]
@@ -81,7 +81,7 @@ def main() -> None:
     known = [{name: one.get(name) for name in ROW} for one in map(json.loads, lines)]
     with args.json.open("a") as file:
         for model in args.models.split(","):
-            subject = load(model, device="cpu")
+            subject = load_model(model, device="cpu")
             bench = Bench(subject, BenchPlan(images=args.images, repeats=0))
             if not any(one["model"] == model for one in known):
                 file.write(json.dumps(bench.header()) + "\n")

@@ -33,8 +33,8 @@ from PIL import Image
 
 import tokenprune
 from tokenprune.integrations.hf.sessions.anchors import reanchor
-from tokenprune_bench.evidence import tokens_of
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.evidence import find_evidence_tokens
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_demo.drawn_streams import DrawnStream, draw_stream
 from tokenprune_demo.drawn_videos import FRAMES, draw_video
 
@@ -92,7 +92,9 @@ def places_of(stream: DrawnStream, first: int) -> list[list[tuple[int, int]]]:
     side, joined = SIZE // CELL, FRAMES // 2
     found = []
     for question in stream.questions:
-        looks = tokens_of(question.looks, [stream.size] * FRAMES, [(side, side)] * joined, joined * side * side)
+        looks = find_evidence_tokens(
+            question.looks, [stream.size] * FRAMES, [(side, side)] * joined, joined * side * side
+        )
         tokens = np.flatnonzero(np.any(looks, axis=0))
         found.append([(first + int(token) // side**2, int(token) % side**2) for token in tokens])
     return found
@@ -143,7 +145,7 @@ def sessions(
 
     def begun(memory: int, policy: Any) -> tokenprune.sessions.Session:
         return tokenprune.sessions.session(
-            subject.model, subject.processor, memory=memory, policy=policy, block=FRAMES, seed=stream.number
+            subject.model, subject.processor, memory=memory, policy=policy, block=FRAMES, seed=stream.index
         )
 
     found = {(name, memory): begun(memory, policy) for memory in memories for name, policy in made.items()}
@@ -225,7 +227,7 @@ def options(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> None:
     args = options(given)
     torch.set_num_threads(1)
-    subject, memories = load("demo_video", device="cpu"), [int(one) for one in args.memories.split(",")]
+    subject, memories = load_model("demo_video", device="cpu"), [int(one) for one in args.memories.split(",")]
     same = {"code": code_version(), "threads": 1}
     rows = Rows(args.out, header(torch.device("cpu"), model="demo_video", before=BEFORE), args, **same)
     rows.measure("count", lambda: counted(subject))

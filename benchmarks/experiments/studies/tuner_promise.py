@@ -33,10 +33,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from make_heldout import ANSWERS, one_of_each
 from tokenprune.settings import Setting
-from tokenprune_bench.lines import Lines, read_lines
-from tokenprune_bench.profiling.model import load
-from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid
-from tokenprune_bench.tuning.betting import upper_bound
+from tokenprune_bench.json_lines import JsonLinesWriter, read_lines
+from tokenprune_bench.profiling.model import load_model
+from tokenprune_bench.tuning import Evaluator, Promise, Tuner, build_grid
+from tokenprune_bench.tuning.betting import compute_upper_bound
 from tokenprune_demo.scenes import draw_scene, load_photos
 
 RESULTS = Path(__file__).parents[2] / "results/cpu/tuner_promise.jsonl"
@@ -104,7 +104,7 @@ class RememberedTower(torch.nn.Module):
 
 def tune(args: argparse.Namespace, subject: Any, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
-    candidates = grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
+    candidates = build_grid(args.methods.split(","), [float(keep) for keep in args.keep.split(",")])
     panel = Evaluator(subject, draw(args.images, TUNING_SEED + seed))
     # Ranked by FLOPs: with a tower that remembers what it saw, times mean nothing.
     promise = Promise(args.max_drop, args.confidence)
@@ -139,9 +139,9 @@ def work(args: argparse.Namespace, part: Path, seeds: list[int]) -> None:
     read = read_lines(part)
     records = [record for record, _ in read]
     done = {record["seed"] for record in records if record["record"] == "tuning"}
-    subject = load(device="cpu")
+    subject = load_model(device="cpu")
     subject.model.model.vision_tower = RememberedTower(subject.model.model.vision_tower)
-    with Lines(part, read[-1][1] if read else 0) as file:
+    with JsonLinesWriter(part, read[-1][1] if read else 0) as file:
 
         def write(record: dict[str, Any]) -> None:
             records.append(record)
@@ -178,7 +178,11 @@ def collect(args: argparse.Namespace) -> None:
         if one["setting"] is not None:
             drops = base - np.array(list(map(int, fresh[json.dumps(one["setting"])])))
             spread = float(drops.std() / math.sqrt(len(drops)))
-            one["fresh"] = {"drop": float(drops.mean()), "standard_error": spread, "below": upper_bound(drops, 0.05)}
+            one["fresh"] = {
+                "drop": float(drops.mean()),
+                "standard_error": spread,
+                "below": compute_upper_bound(drops, 0.05),
+            }
             one["kept"] = bool(drops.mean() < args.max_drop)
     told = header(
         torch.device("cpu"), max_drop=args.max_drop, confidence=args.confidence, methods=args.methods, keep=args.keep,

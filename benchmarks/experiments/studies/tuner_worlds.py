@@ -179,7 +179,7 @@ def main() -> None:
         fill_page(PAGE, BEGIN, END, table(args.out))
         return
     # What a tuner only reports, and decides nothing by, would take most of the time.
-    tuner.upper_bound, tuner.questions_likely = lambda drops, level: 1.0, lambda *given: None
+    tuner.compute_upper_bound, tuner.estimate_questions_needed = lambda drops, level: 1.0, lambda *given: None
     records = read(args.out)[1] if args.out.exists() else []
     for name in args.worlds.split(","):
         made = {"search": args.search, "code": code_version()} | play(name, args.runs)

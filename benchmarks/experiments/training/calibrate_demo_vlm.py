@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from tokenprune_bench.calibration import calibrate
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_demo.scenes import draw_scene, load_photos
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("tokenprune/methods/encoder/data/demo_vlm.safetensors"))
     args = parser.parse_args()
-    subject = load(device="cpu")
+    subject = load_model(device="cpu")
     found = calibrate(
         subject.model,
         pictures(args.seed, args.pictures),

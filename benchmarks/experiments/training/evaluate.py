@@ -62,11 +62,11 @@ def main() -> None:
             tally[example.kind].append(good)
             behind[example.background].append(good)
             if not good:
-                wrong.append([example.number, example.question, example.answer, answer])
+                wrong.append([example.index, example.question, example.answer, answer])
 
     report = {
         "checkpoint": "demo/tokenprune_demo/models/demo_vlm",
-        "pictures": len({e.number for e in examples}),
+        "pictures": len({e.index for e in examples}),
         "seconds": round(time.time() - begin, 1),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -16,7 +16,7 @@ from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.app.snippets import LONGEST
 from tokenprune_bench.profiling import timing
-from tokenprune_bench.profiling.kept import keep_in_words
+from tokenprune_bench.profiling.kept_tokens import format_keep
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import patched_by
 from tokenprune_bench.show import contact_sheet, side_by_side
@@ -55,14 +55,14 @@ class Asked:
     ttft: dict[str, Any] | None = None
 
     @property
-    def keep_in_words(self) -> str:
+    def keep_text(self) -> str:
         """The keep, and of a stack what it leaves in all."""
-        return keep_in_words(self.setting.keep, len(self.setting.names), self.kept / max(1, self.tokens))
+        return format_keep(self.setting.keep, len(self.setting.names), self.kept / max(1, self.tokens))
 
     @property
     def name(self) -> str:
         """The setting as a title, "divprune 0.25"."""
-        return f"{self.setting.to_text()} {self.keep_in_words}"
+        return f"{self.setting.to_text()} {self.keep_text}"
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,6 @@ def _timed(subject: Model, prompt: PagePrompt, setting: Setting, still_wanted: C
         still_wanted()
         return patched_by(subject, setting, video)
 
-    return timing.compare(
+    return timing.compare_times(
         subject, patched, lambda: contact_sheet.asked(subject, images, question, video), REPEATS, NEW_TOKENS
     )

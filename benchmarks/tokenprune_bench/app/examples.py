@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenprune_bench.own_questions import demo
+from tokenprune_bench.demo_package import import_demo
 
 IMAGES = 6  # of the held-out set, of which those with a question of another kind are taken
 
@@ -36,13 +36,15 @@ class Examples:
         found = cls()
         if importlib.util.find_spec("tokenprune_demo") is None:
             return found
-        heldout, kinds = demo("heldout"), set()
-        for one in heldout.load_heldout(folder=heldout.heldout_of(model), limit=IMAGES):
+        heldout, kinds = import_demo("heldout"), set()
+        for one in heldout.load_heldout(folder=heldout.get_heldout_folder(model), limit=IMAGES):
             found._know(one.path, one)
             if one.kind not in kinds and all(one.path != other.file for other in found.listed):
                 kinds.add(one.kind)
                 found.listed.append(PageExample(one.path, one.question))
-        video = next(one for one in demo("drawn_sets").drawn_set("small-videos", 1).questions if one.kind == "change")
+        video = next(
+            one for one in import_demo("drawn_sets").draw_set("small-videos", 1).questions if one.kind == "change"
+        )
         file = folder / "drawn.gif"
         video.frames[0].save(file, save_all=True, append_images=list(video.frames[1:]), duration=400, loop=0)
         found._know(file, video)

@@ -48,9 +48,9 @@ class Handlers:
             subject = self.loading.get()
         except TokenPruneError as error:
             return title(str(error))
-        from tokenprune.models.model_config import known_images
+        from tokenprune.models.model_config import describe_known_images
 
-        known = f", which {known_images(subject.name)}" if subject.limits() else ""
+        known = f", which {describe_known_images(subject.name)}" if subject.describe_limits() else ""
         return title(f"`{subject.name}`{known}.")
 
     def loaded(
@@ -123,11 +123,11 @@ class Handlers:
                 session.ask(wanted, self._prompt(subject, *wanted))
             prompt, pace = session.prompt, Pace()
             parts = ["answering", *(f"timing {name}" for name in prompt.methods), ""]
-            pace.left(0, len(parts))
+            pace.format_remaining(0, len(parts))
             for place, found in enumerate(stages(subject, prompt, keep, still_wanted, self.loading.lock)):
                 still_wanted()
                 session.at[keep] = found
-                left = pace.left(place + 1, len(parts))
+                left = pace.format_remaining(place + 1, len(parts))
                 yield _all(subject, found, keep, ", ".join(filter(None, (parts[place], left))))
         except Superseded:
             yield [gr.skip()] * 6  # a generator that ends without a value empties the page

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tokenprune_bench.app import link
 from tokenprune_bench.app.headline import WHY_SLOWER, headline, slower
 from tokenprune_bench.metrics import exact
-from tokenprune_bench.profiling.machine_load import busy_note, is_busy, machine_load
+from tokenprune_bench.profiling.machine_load import format_busy_note, get_machine_load, is_busy
 
 if TYPE_CHECKING:
     from tokenprune_bench.app.comparison import Asked, Comparison
@@ -104,7 +104,7 @@ def _layers(found: Comparison) -> str:
 
 def _warnings(found: Comparison) -> list[str]:
     timed = [one.ttft["load"] or 0 for one in found.asked if one.ttft]
-    said = [found.prompt.note, busy_note(max(timed)) if timed else _busy_now(), *found.notes]
+    said = [found.prompt.note, format_busy_note(max(timed)) if timed else _busy_now(), *found.notes]
     if any(slower(one, _CORES) for one in found.asked):
         said.append(WHY_SLOWER)
     said += [f"{one.setting.to_text()}: {text}" for one in found.asked for text in one.stats.notes]
@@ -112,7 +112,7 @@ def _warnings(found: Comparison) -> list[str]:
 
 
 def _busy_now() -> str:
-    load = machine_load()
+    load = get_machine_load()
     return f"The machine is busy (load {load:.1f} on {_CORES} cores): times will say little." if is_busy(
         load, _CORES
     ) else ""  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits of the methods that need to know a model before they act in it: on images, without labels."""
+"""Fits of the methods that are calibrated to a model, on images without labels."""
 
 from __future__ import annotations
 

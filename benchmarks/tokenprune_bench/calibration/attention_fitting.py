@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit the files of `d2pruner` and `fitprune`, from a model's attention to images, without labels or gradients."""
+"""Fit the files of `d2pruner` and `fitprune` from a model's attention to images, without labels or gradients."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.methods.in_llm.d2pruner import AttentionPrior, D2Pruner, resize_table
 from tokenprune.methods.in_llm.fitprune import Recipe
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_STEPS = 50  # of how much attention may be lost, from none to all
+_STEPS = 50  # steps of the attention loss from 0 to 1
 
 
 @dataclass(frozen=True)
 class _Looker(Pruner):
-    """Hand the tokens at `layer` to `note`, and remove nothing."""
+    """Pass the tokens at `layer` to `note` and keep all tokens."""
 
     name: ClassVar[str] = "looker"
     site: ClassVar[Site] = Site.IN_LLM
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     layer: int
     note: Callable[[VisualTokens, int], None] = field(compare=False)
@@ -51,7 +51,7 @@ class _Looker(Pruner):
 
 @dataclass(frozen=True)
 class _Lookers(Pruner):
-    """Look at several layers, as one method."""
+    """Observe several layers as one method."""
 
     name: ClassVar[str] = "looker"
     site: ClassVar[Site] = Site.IN_LLM
@@ -70,12 +70,29 @@ def fit_d2pruner(
     layer: int = 2,
     progress: Callable[[int], None] | None = None,
 ) -> AttentionPrior:
-    """Return what the last token of a prompt attends to whatever an image shows, which `d2pruner` divides by.
+    """Fit the attention prior of `d2pruner`: the mean attention of the last prompt token to each image position.
 
-    samples: the model's arguments for prompts with images, as its processor makes them, with a question that asks for
-    nothing in particular. The prior has the grid of the first image; those of others are stretched to it, and images
-    whose grid is not known are left out. out: file to write. layer: as in `d2pruner`. progress: gets the number of
-    samples done. Raises AlreadyPatchedError for a patched model, and TokenPruneError if no image has a grid.
+    The prior has the grid of the first image. Maps of other grids are resized to it. Images without a known grid are
+    left out.
+
+    Args:
+        model: An unpatched model.
+        samples: Model arguments of prompts with images and a generic question, as the processor returns them.
+        out: File to write.
+        layer: Decoder layer to observe, as in `d2pruner`.
+        progress: Called with the number of finished samples.
+
+    Returns:
+        The fitted prior.
+
+    Raises:
+        AlreadyPatchedError: If the model is patched.
+        TokenPruneError: If no image has a known grid.
+
+    Example:
+        >>> prior = fit_d2pruner(model, [inputs])
+        >>> prior.table.shape
+        torch.Size([16, 16])
     """
     D2Pruner(layer=layer)  # raises for bad values
     maps: list[Tensor] = []
@@ -84,14 +101,14 @@ def fit_d2pruner(
         attention = tokens.last_row_attention.mean(1)
         for row, (count, grid) in enumerate(zip(tokens.counts, tokens.grids, strict=True)):
             if grid is not None:
-                own = attention[row, :count].view(grid).mean(0).cpu()
-                like = maps[0].shape if maps else own.shape
-                maps.append(resize_table(own, like[0] * like[1], (1, *like)).view(like))
+                attention_map = attention[row, :count].view(grid).mean(0).cpu()
+                shape = maps[0].shape if maps else attention_map.shape
+                maps.append(resize_table(attention_map, shape[0] * shape[1], (1, *shape)).view(shape))
 
     _look(model, samples, [_Looker(layer, note, frozenset({"last_row_attention"}))], progress)
     if not maps:
-        raise TokenPruneError("nothing to fit: no sample had an image whose grid of tokens is known")
-    prior = AttentionPrior(torch.stack(maps).mean(0), layer, fingerprint(adapter_for(model).decoder))
+        raise TokenPruneError("Cannot fit: no sample has an image with a known token grid.")
+    prior = AttentionPrior(torch.stack(maps).mean(0), layer, compute_fingerprint(adapter_for(model).decoder))
     if out is not None:
         prior.save(out)
     return prior
@@ -104,59 +121,79 @@ def fit_fitprune(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> Recipe:
-    """Return how many visual tokens each decoder layer can do without, which `fitprune` follows.
+    """Fit the recipe of `fitprune`: the share of visual tokens that each decoder layer needs.
 
-    For each share of attention that may be lost, in steps of a fiftieth, those tokens of a layer can go that are both
-    among the least attended to by the image and among the least attended to by the text after it, as many of each as
-    lose that share; later layers go on with the others. samples, out, progress: see `fit_d2pruner`. Raises
-    AlreadyPatchedError for a patched model, and TokenPruneError if no sample has an image.
+    For each share of attention to lose, in steps of 1/50, a layer drops the tokens that are both among the least
+    attended by the image and among the least attended by the following text. Each of the two sets may lose that share
+    of attention. Later layers continue with the remaining tokens.
+
+    Args:
+        model: An unpatched model.
+        samples: Model arguments of prompts with images, as the processor returns them.
+        out: File to write.
+        progress: Called with the number of finished samples.
+
+    Returns:
+        The fitted recipe.
+
+    Raises:
+        AlreadyPatchedError: If the model is patched.
+        TokenPruneError: If no sample has an image.
+
+    Example:
+        >>> recipe = fit_fitprune(model, [inputs])
+        >>> recipe.table.shape
+        torch.Size([51, 6])
     """
     decoder = adapter_for(model).decoder
     layers = len(decoder.layers)
-    found: list[list[Tensor]] = []  # of each image, of each layer: `[2, n]`
+    maxima: list[list[Tensor]] = []  # per image and layer, shape (2, tokens)
 
     def note(tokens: VisualTokens, layer: int) -> None:
         if layer == 1:
-            found.extend([] for _ in tokens.counts)
-        for one, row, count in zip(found[-len(tokens.counts) :], tokens.head_maxima.cpu(), tokens.counts, strict=True):
-            one.append(row[:, :count].double())
+            maxima.extend([] for _ in tokens.counts)
+        batch = maxima[-len(tokens.counts) :]
+        for image, row, count in zip(batch, tokens.head_maxima.cpu(), tokens.counts, strict=True):
+            image.append(row[:, :count].double())
 
     parts = [_Looker(layer, note, frozenset({"head_maxima"})) for layer in range(1, layers)]
     _look(model, samples, parts, progress)
-    if not found:
-        raise TokenPruneError("nothing to fit: no sample had an image")
+    if not maxima:
+        raise TokenPruneError("Cannot fit: no sample has an image.")
     rows = [
-        torch.tensor([left_over(one, step / _STEPS) for one in found], dtype=torch.float64, device="cpu")
+        torch.tensor([compute_kept_shares(image, step / _STEPS) for image in maxima], dtype=torch.float64, device="cpu")
         .mean(0)
         .float()
         for step in range(_STEPS + 1)
     ]
-    recipe = Recipe(torch.stack(rows), 0, fingerprint(decoder))
+    recipe = Recipe(torch.stack(rows), 0, compute_fingerprint(decoder))
     if out is not None:
         recipe.save(out)
     return recipe
 
 
-def left_over(attention: Sequence[Tensor], loss: float) -> list[float]:
-    """Return which share of an image's n tokens each layer sees if each may lose `loss` of the attention to them.
+def compute_kept_shares(attention: Sequence[Tensor], loss: float) -> list[float]:
+    """Return the share of the image tokens that each layer keeps if it may lose `loss` of the attention.
 
-    attention: of each layer but the last, float64 `[2, n]`, by the image and by the text.
+    Args:
+        attention: For each layer but the last, attention by the image and by the text, float64, shape (2, tokens).
+        loss: Share of the attention to lose.
     """
     count = attention[0].shape[1]
     alive = torch.ones(count, dtype=torch.bool, device="cpu")
-    left = [1.0]
+    shares = [1.0]
     for layer in attention:
-        gone = torch.ones(count, dtype=torch.bool, device="cpu")
+        dropped = torch.ones(count, dtype=torch.bool, device="cpu")
         for row in layer:
             order = row.masked_fill(~alive, torch.inf).argsort(stable=True)[: int(alive.sum())]
-            behind = row[alive].sum() - row[order].cumsum(0)
-            number = int((behind >= row.sum() * (1 - loss) - 1e-12).cumprod(0).sum())
-            least = torch.zeros(count, dtype=torch.bool, device="cpu")
-            least[order[:number]] = True
-            gone &= least
-        alive = alive & ~gone
-        left.append(float(alive.sum()) / count)
-    return left
+            remaining = row[alive].sum() - row[order].cumsum(0)
+            num_dropped = int((remaining >= row.sum() * (1 - loss) - 1e-12).cumprod(0).sum())
+            candidates = torch.zeros(count, dtype=torch.bool, device="cpu")
+            candidates[order[:num_dropped]] = True
+            dropped &= candidates
+        alive = alive & ~dropped
+        shares.append(float(alive.sum()) / count)
+    return shares
 
 
 @torch.no_grad()
@@ -164,7 +201,7 @@ def _look(
     model: Any, samples: Iterable[dict[str, Any]], parts: Sequence[_Looker], progress: Callable[[int], None] | None
 ) -> None:
     if is_patched(model):
-        raise AlreadyPatchedError("the model is patched: call tokenprune.unpatch(model) before fitting to it")
+        raise AlreadyPatchedError("The model is patched. Call tokenprune.unpatch(model) before fitting.")
     layers = len(adapter_for(model).decoder.layers)
     if parts[-1].layer >= layers:
         raise OptionError(f"layer={parts[-1].layer} is out of range: this decoder has {layers} layers")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit a method to a model by its own `fit`: find it, check its options, and give it images and questions."""
+"""Fit a method to a model with the method's `fit`: find it, check its options, and provide images and questions."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from PIL import Image
 
 from tokenprune.errors import OptionError, require
 from tokenprune.methods.registry import available_methods, method_class
-from tokenprune.selection.options import file_options, fits, in_words
-from tokenprune.settings.one_line import value_of
+from tokenprune.selection.options import describe_type, get_file_options, matches_type
+from tokenprune.settings.one_line import parse_value
 from tokenprune_bench.calibration.images import ImageFiles, read_image
 from tokenprune_bench.profiling.model import Model
 
-# Other scenes than those that are held out for the benchmark.
+# Differs from the seed of the held-out scenes.
 _SEED = 7
 _QUESTION = "Describe this image."
-_GIVEN = ("model", "samples", "out", "progress")  # arguments of every `fit`, which are no options
+_COMMON = ("model", "samples", "out", "progress")  # arguments of every `fit`, not options
 
 
 class FitSamples:
-    """Hold images with a question each, and iterate over the model's arguments for them.
+    """Images with one question each. Iterating yields the model's arguments.
 
-    asked: images, paths or PIL images where they were drawn, with their questions. processor: of the model.
+    Args:
+        subject: The model to fit to.
+        asked: Pairs of an image (path or PIL image) and its question.
     """
 
     def __init__(self, subject: Model, asked: list[tuple[Any, str]]) -> None:
@@ -47,35 +49,55 @@ class FitSamples:
 
 
 class Fitter:
-    """Fit the method `name`. options: the options of its `fit`, as texts, by name; True for a flag without a value.
+    """Fit the method `name`.
 
-    Raises OptionError for a method that has no `fit`, and for options that its `fit` does not take.
+    Args:
+        name: Name of a method that has a `fit`.
+        options: Options of its `fit` by name, as texts. True for a flag without a value.
+
+    Raises:
+        OptionError: If the method has no `fit`, or its `fit` does not take an option.
     """
 
     def __init__(self, name: str, options: Mapping[str, str | bool]) -> None:
-        if name not in fittable():
-            raise OptionError(f"{name!r} is no method that is fitted: use one of {', '.join(fittable())}")
+        if name not in list_fittable():
+            raise OptionError(f"{name!r} cannot be fitted. Use one of {', '.join(list_fittable())}.")
         self.name, self.cls = name, method_class(name)
         self.options = {option: self._value(option, value) for option, value in options.items()}
 
     @property
-    def out(self) -> Path:
-        """The file that is written where the user names none: it is called as the method's option for it."""
-        return Path(f"{next(iter(sorted(file_options(self.cls))), self.name)}.safetensors")
+    def default_out(self) -> Path:
+        """Default output file, named after the method's file option."""
+        return Path(f"{next(iter(sorted(get_file_options(self.cls))), self.name)}.safetensors")
 
-    def asked(self, images: Path | None, question: str | None, limit: int | None) -> list[tuple[Any, str]]:
-        """Return images with a question each: those of a folder, or drawn scenes. question, limit: None for the
-        method's own. Raises TokenPruneError where there are none."""
+    def load_samples(self, images: Path | None, question: str | None, limit: int | None) -> list[tuple[Any, str]]:
+        """Return pairs of image and question, from a folder or drawn.
+
+        Args:
+            images: Folder of images. None draws scenes.
+            question: Question about each image. None selects the method's own.
+            limit: Maximum number of images. None selects the method's own.
+
+        Raises:
+            TokenPruneError: If no images are available.
+        """
         limit, question = limit or self.cls.fit_limit, question or self.cls.fit_question
         if images is not None:
-            return [(one, question or _QUESTION) for one in islice(ImageFiles(images), limit)]
+            return [(image, question or _QUESTION) for image in islice(ImageFiles(images), limit)]
         if limit is None:
-            raise OptionError(f"{self.name} is fitted on images like yours: name a folder with --images, or say how "
-                              "many scenes to draw with --limit")  # fmt: skip
-        return [(scene, question or own) for scene, own in _scenes(limit)]
+            raise OptionError(f"{self.name} is fitted on images like yours. Pass a folder with --images, or the number "
+                              "of scenes to draw with --limit.")  # fmt: skip
+        return [(scene, question or scene_question) for scene, scene_question in _scenes(limit)]
 
     def run(self, subject: Model, samples: FitSamples, out: Path, step: Callable[[str, int, int], None]) -> Any:
-        """Return what the method's `fit` returns, which writes `out`. step: gets a label, the samples done, and all."""
+        """Run the method's `fit`, which writes `out`, and return its result.
+
+        Args:
+            subject: The model to fit to.
+            samples: Images and questions.
+            out: File to write.
+            step: Progress callback with a label, the number of finished samples, and their total.
+        """
         progress = partial(_tell, step, f"fit {self.name}", len(samples))
         assert self.cls.fit is not None  # see `__init__`
         return self.cls.fit(subject.model, samples, out, progress=progress, **self.options)
@@ -83,40 +105,47 @@ class Fitter:
     def _value(self, option: str, text: str | bool) -> Any:
         known = fit_options(self.name)
         if option not in known:
-            raise OptionError(f"fitting {self.name} has no option {option!r}: its options are {listed(self.name)}")
+            raise OptionError(
+                f"The fit of {self.name} has no option {option!r}. Options: {format_fit_options(self.name)}"
+            )
         hint, _ = known[option]
-        value = text if isinstance(text, bool) else value_of(text, hint)
-        if not fits(value, hint) and isinstance(text, str) and "," in text:
-            value = value_of(f"[{text}]", hint)
-        if not fits(value, hint):
-            raise OptionError(f"fitting {self.name}: {option}={text!r} must be {in_words(hint)}")
+        value = text if isinstance(text, bool) else parse_value(text, hint)
+        if not matches_type(value, hint) and isinstance(text, str) and "," in text:
+            value = parse_value(f"[{text}]", hint)
+        if not matches_type(value, hint):
+            raise OptionError(f"The fit of {self.name} needs {describe_type(hint)} for {option}, not {text!r}.")
         return value
 
 
-def fittable() -> list[str]:
-    """Return the names of the methods that have a `fit`, sorted."""
+def list_fittable() -> list[str]:
+    """Return the sorted names of the methods that have a `fit`."""
     return [name for name in available_methods() if method_class(name).fit is not None]
 
 
 def fit_options(name: str) -> dict[str, tuple[Any, Any]]:
-    """Return the type and the default of each option of a method's `fit`: its keyword arguments."""
-    own = method_class(name).fit
-    if own is None:
-        raise OptionError(f"{name!r} is no method that is fitted: use one of {', '.join(fittable())}")
-    fit = inspect.unwrap(own)
-    found = {
-        one.name: one
-        for one in inspect.signature(fit).parameters.values()
-        if one.kind is one.KEYWORD_ONLY and one.name not in _GIVEN
+    """Return the type and the default of each option (keyword argument) of a method's `fit`."""
+    method_fit = method_class(name).fit
+    if method_fit is None:
+        raise OptionError(f"{name!r} cannot be fitted. Use one of {', '.join(list_fittable())}.")
+    fit = inspect.unwrap(method_fit)
+    parameters = {
+        parameter.name: parameter
+        for parameter in inspect.signature(fit).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in _COMMON
     }
-    written = {option: one.annotation for option, one in found.items() if one.annotation is not one.empty}
-    holder = SimpleNamespace(__annotations__=written)  # of other arguments, a type may be known to checkers alone
+    annotations = {
+        name: parameter.annotation
+        for name, parameter in parameters.items()
+        if parameter.annotation is not parameter.empty
+    }
+    # Only the options are resolved: types of other arguments may be imported under TYPE_CHECKING only.
+    holder = SimpleNamespace(__annotations__=annotations)
     hints = get_type_hints(holder, getattr(fit, "__globals__", {}), include_extras=True)
-    return {option: (hints.get(option, Any), one.default) for option, one in found.items()}
+    return {option: (hints.get(option, Any), parameter.default) for option, parameter in parameters.items()}
 
 
-def listed(name: str) -> str:
-    """Return the options of a method's `fit` with their defaults, as a command line has them."""
+def format_fit_options(name: str) -> str:
+    """Format the options of a method's `fit` with their defaults, as on a command line."""
     options = [f"--{option.replace('_', '-')} {default}" for option, (_, default) in fit_options(name).items()]
     return ", ".join(options) or "(none)"
 
@@ -127,7 +156,7 @@ def _tell(step: Callable[[str, int, int], None], label: str, total: int, done: i
 
 def _scenes(limit: int) -> Iterator[tuple[Image.Image, str]]:
     draw_scene = require(
-        "tokenprune_demo.scenes", "drawn images need another package (or name a folder with --images)"
+        "tokenprune_demo.scenes", "drawn images need another package (or pass a folder with --images)"
     ).draw_scene
     rng = np.random.default_rng(_SEED)
     for _ in range(limit):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit the weights of heads of `hawk`, from what a model's own answers lose without each head."""
+"""Fit the head weights of `hawk`: the loss of likelihood of a model's own answers without each head."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tokenprune.api import is_patched
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.methods.pre_llm.hawk import Hawk, HeadWeights
-from tokenprune.models.fingerprint import fingerprint
-from tokenprune_bench.calibration.rate_fitting import Forced, ended, greedy
+from tokenprune.models.fingerprint import compute_fingerprint
+from tokenprune_bench.calibration.rate_fitting import ForcedTokens, build_greedy_options, mark_ended
 
 
 @torch.no_grad()
@@ -28,22 +28,38 @@ def fit_hawk(
     max_new_tokens: int = 16,
     progress: Callable[[int], None] | None = None,
 ) -> HeadWeights:
-    """Return how much each attention head matters to a model's answers, which `hawk` weighs the first layer's heads by.
+    """Fit the weight of each attention head, for the first-layer scores of `hawk`.
 
-    The model answers each sample greedily. A head's weight is how much the log-likelihood of that answer falls without
-    what the head of this index adds in all layers, mean over the samples, less that of the head whose loss costs least;
-    the weights sum to 1. That is our measure: the authors take the accuracy on benchmarks. As many passes as heads.
-    samples, out, progress: see `fit_d2pruner`. max_new_tokens: of an answer. Raises AlreadyPatchedError for a patched
-    model, OptionError for a decoder that `hawk` cannot act in, and TokenPruneError if there is no sample.
+    The model answers each sample greedily. A head's weight is the mean drop of the answer's log-likelihood if the head
+    with this index is silenced in all layers, minus the smallest such drop. The weights sum to 1. The fit runs one pass
+    per head and sample.
+
+    Args:
+        model: An unpatched model.
+        samples: Model arguments of prompts with images, as the processor returns them.
+        out: File to write.
+        max_new_tokens: Maximum length of an answer.
+        progress: Called with the number of finished samples.
+
+    Returns:
+        The fitted weights.
+
+    Raises:
+        AlreadyPatchedError: If the model is patched.
+        OptionError: If `hawk` does not support the decoder.
+        TokenPruneError: If there is no sample.
+
+    Differences from the paper:
+        - The authors measure benchmark accuracy instead of log-likelihood.
     """
     if is_patched(model):
-        raise AlreadyPatchedError("the model is patched: call tokenprune.unpatch(model) before fitting to it")
+        raise AlreadyPatchedError("The model is patched. Call tokenprune.unpatch(model) before fitting.")
     if max_new_tokens < 1:
-        raise OptionError(f"fitting hawk: max_new_tokens={max_new_tokens} must be an int >= 1")
+        raise OptionError(f"max_new_tokens={max_new_tokens} is not valid. Pass an int >= 1.")
     decoder = adapter_for(model).decoder
     Hawk().check_model(decoder)
     attention = decoder.layers[0].self_attn
-    heads, options = attention.q_proj.out_features // attention.head_dim, greedy(max_new_tokens)
+    heads, options = attention.q_proj.out_features // attention.head_dim, build_greedy_options(max_new_tokens)
     drops: list[Tensor] = []
     for done, sample in enumerate(samples, 1):
         full = model.generate(**sample, **options)
@@ -52,38 +68,44 @@ def fit_hawk(
         without = []
         for head in range(heads):
             with _without(decoder, head):
-                forced = model.generate(**sample, **options, logits_processor=[Forced(answer)])
+                forced = model.generate(**sample, **options, logits_processor=[ForcedTokens(answer)])
             without.append(_likelihood(forced.logits, answer, model.generation_config.eos_token_id))
         drops.append((base - torch.stack(without, 1)).cpu())
         if progress is not None:
             progress(done)
     if not drops:
-        raise TokenPruneError("nothing to fit: there was no sample")
+        raise TokenPruneError("Cannot fit without samples.")
     drop = torch.cat(drops).mean(0)
     weight = drop - drop.min()
-    # Where no head matters more than another, all weigh the same.
+    # If all drops are equal, all heads get the same weight.
     weight = weight / weight.sum() if weight.sum() > 0 else torch.full_like(weight, 1 / heads)
-    fitted = HeadWeights(weight.float(), 0, fingerprint(decoder))
+    fitted = HeadWeights(weight.float(), 0, compute_fingerprint(decoder))
     if out is not None:
         fitted.save(out)
     return fitted
 
 
 def _likelihood(logits: tuple[Tensor, ...], answer: Tensor, eos: int | list[int] | None) -> Tensor:
-    """float64 `[B]`: the log-likelihood of each row's answer, long `[B, T]`, with its end. logits: T of `[B, V]`."""
+    """Return the log-likelihood of each answer including its end token, float64, shape (batch,).
+
+    Args:
+        logits: One (batch, vocabulary) tensor per token.
+        answer: Token ids, int64, shape (batch, tokens).
+        eos: End token ids.
+    """
     likely = torch.stack(logits, 1).double().log_softmax(-1).gather(2, answer.unsqueeze(2)).squeeze(2)
-    over = torch.nn.functional.pad(ended(answer, eos), (1, 0), value=False)
+    over = torch.nn.functional.pad(mark_ended(answer, eos), (1, 0), value=False)
     return likely.masked_fill(over, 0).sum(1)
 
 
 @contextmanager
 def _without(decoder: nn.Module, head: int) -> Iterator[None]:
-    """Have no layer of the decoder add what the head of this index found."""
+    """Silence the head with this index in all layers."""
 
-    def silence(projection: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        found = given[0].clone()
-        found[..., head * size : (head + 1) * size] = 0
-        return found, *given[1:]
+    def silence(projection: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        outputs = inputs[0].clone()
+        outputs[..., head * size : (head + 1) * size] = 0
+        return outputs, *inputs[1:]
 
     hooks = []
     for layer in decoder.layers:  # type: ignore[union-attr]

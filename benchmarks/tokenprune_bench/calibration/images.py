@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images of a calibration: read one by one, and made into what the vision tower takes."""
+"""Images of a calibration, and their conversion to inputs of the vision tower."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
 class ImageFiles:
-    """Iterate over images, PIL or tensors. total: how many, 0 if that is unknown.
+    """Iterable of images: paths, PIL images or tensors.
 
-    digest: tells one set of files from another, None if these are not files.
+    Attributes:
+        total: Number of images, 0 if unknown.
+        digest: Hash of the file names and sizes. None if the images are not files.
     """
 
     def __init__(self, images: str | Path | Iterable[Any]) -> None:
@@ -32,10 +34,10 @@ class ImageFiles:
         elif isinstance(images, Iterable):
             self.items = images
         else:
-            raise OptionError(f"images={images!r} must be a folder, or paths, PIL images or tensors")
+            raise OptionError(f"images={images!r} is not valid. Pass a folder, paths, PIL images or tensors.")
         self.total = len(self.items) if isinstance(self.items, Sized) else 0
         if isinstance(self.items, Sized) and not self.total:
-            raise OptionError("images is empty: calibration takes images like those that the model will see")
+            raise OptionError("images is empty. Pass images like the model's real inputs.")
         if isinstance(self.items, (list, tuple)) and all(isinstance(item, (str, Path)) for item in self.items):
             self.items = [Path(item) for item in self.items]
             names = [f"{path.name}:{path.stat().st_size if path.is_file() else None}" for path in self.items]
@@ -47,15 +49,15 @@ class ImageFiles:
 
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise OptionError(f"images={str(folder)!r} is no folder: name one with images in it")
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
-    if not found:
-        raise OptionError(f"there are no images in {folder}: looked for {' '.join(SUFFIXES)}")
-    return found
+        raise OptionError(f"images={str(folder)!r} is not a folder. Pass a folder of images.")
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    if not files:
+        raise OptionError(f"{folder} has no images ({' '.join(SUFFIXES)}).")
+    return files
 
 
 class Pixels:
-    """Make of a batch of images the input of a tower: a float tensor `[tiles, 3, H, W]`."""
+    """Convert a batch of images to the tower's input, a float tensor of shape (tiles, 3, height, width)."""
 
     def __init__(self, model: nn.Module, tower: nn.Module, processor: Any) -> None:
         self.model, self.weights = model, next(tower.parameters())
@@ -64,7 +66,7 @@ class Pixels:
     def __call__(self, batch: list[Any]) -> tuple[Tensor, ...]:
         tiles = [self._tiles(item) for item in batch]
         if len({tile.shape[1:] for tile in tiles}) > 1:
-            raise OptionError(f"images of different sizes, {sorted({tuple(t.shape[2:]) for t in tiles})}: resize them")
+            raise OptionError(f"Images differ in size: {sorted({tuple(t.shape[2:]) for t in tiles})}. Resize them.")
         return (torch.cat(tiles).to(self.weights.device, self.weights.dtype),)
 
     def _tiles(self, item: Any) -> Tensor:
@@ -73,8 +75,10 @@ class Pixels:
         if isinstance(item, Image.Image):
             item = self._process(item.convert("RGB"))
         if not isinstance(item, Tensor) or item.ndim not in (3, 4):
-            what = f"a tensor of shape {tuple(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
-            raise OptionError(f"images holds {what}: use paths, PIL images, or tensors [3, H, W] or [tiles, 3, H, W]")
+            kind = f"a tensor of shape {tuple(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
+            raise OptionError(
+                f"images contains {kind}. Use paths, PIL images, or tensors [3, H, W] or [tiles, 3, H, W]."
+            )
         return item if item.ndim == 4 else item[None]
 
     def _process(self, image: Image.Image) -> Tensor:
@@ -87,34 +91,38 @@ class Pixels:
                 self.processor = create_transform(**resolve_model_data_config(self.model))
             return self.processor(image)
         if self.processor is None:
-            raise OptionError("images need the model's processor to become pixels: pass processor=")
-        # One by one: images of different shapes give different numbers of tiles.
+            raise OptionError("Images need the model's processor. Pass processor=...")
+        # One image at a time: images of different shapes have different numbers of tiles.
         pixels = self.processor(images=[image], return_tensors="pt")["pixel_values"]
         return pixels.flatten(0, -4)
 
 
 class PackedPixels(Pixels):
-    """Make of a batch of images the input of a packed tower: patches of all of them, and each one's grid."""
+    """Convert a batch of images to the input of a packed tower: all patches, and the grid of each image."""
 
     def __call__(self, batch: list[Any]) -> tuple[Tensor, ...]:
-        """Return float `[patches, values]` and long `[images, 3]`."""
+        """Return the patches, float, shape (patches, values), and the grids, int64, shape (images, 3)."""
         opened = [read_image(Path(item)) if isinstance(item, (str, Path)) else item for item in batch]
         for item in opened:
             if not isinstance(item, Image.Image):
                 raise OptionError(
-                    f"images holds a {type(item).__name__}: this tower takes images of any size, so that only the "
-                    "processor can make its patches: use paths or PIL images"
+                    f"images contains a {type(item).__name__}, but only the processor can make patches for this "
+                    "tower. Use paths or PIL images."
                 )
         if self.processor is None:
-            raise OptionError("images need the model's processor to become pixels: pass processor=")
-        made = self.processor(images=[item.convert("RGB") for item in opened], return_tensors="pt")
+            raise OptionError("Images need the model's processor. Pass processor=...")
+        inputs = self.processor(images=[item.convert("RGB") for item in opened], return_tensors="pt")
         device = self.weights.device
-        return made["pixel_values"].to(device, self.weights.dtype), made["image_grid_thw"].to(device)
+        return inputs["pixel_values"].to(device, self.weights.dtype), inputs["image_grid_thw"].to(device)
 
 
 def read_image(path: Path) -> Image.Image:
-    """Return the image in a file; raises TokenPruneError for what is none."""
+    """Read an image file.
+
+    Raises:
+        TokenPruneError: If the file is not a readable image.
+    """
     try:
         return media.read_image(media.Source(str(path), 0, lambda: path))
-    except media.BadRow as error:
-        raise TokenPruneError(f"{error}; repair it or take it away") from error
+    except media.RowError as error:
+        raise TokenPruneError(f"{error}; repair or remove the file") from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit the rate predictor of `dyrate` to a frozen model: no gradient goes through the model."""
+"""Fit the rate predictor of `dyrate` to a frozen model, without gradients of the model."""
 
 from __future__ import annotations
 
@@ -20,27 +20,31 @@ from tokenprune.integrations.hf.engine.decode_state import DecodeState
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.methods.decode.dyrate import DyRate
 from tokenprune.methods.decode.rate_predictor import RatePredictor
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 
-# Weight decay that makes the optimum unique, also where a rate is never the label.
+# The weight decay makes the optimum unique, also if a rate is never the label.
 _DECAY = 1e-4
 
 
 @dataclasses.dataclass
 class Fit:
-    """Counts of one fit. labels: how many decode steps had each rate as their label; accuracy: of the classifier on
-    them, in 0..1."""
+    """Statistics of a fit.
+
+    Attributes:
+        labels: Number of decode steps per rate label.
+        accuracy: Accuracy of the classifier on these steps, in [0, 1].
+    """
 
     labels: list[int]
     accuracy: float
 
     def __str__(self) -> str:
-        rates = ", ".join(f"{number / len(self.labels):g}: {count}" for number, count in enumerate(self.labels))
-        return f"{sum(self.labels)} decode steps; right on {self.accuracy:.1%} of them; steps a rate:\n{rates}"
+        rates = ", ".join(f"{index / len(self.labels):g}: {count}" for index, count in enumerate(self.labels))
+        return f"{sum(self.labels)} decode steps; {self.accuracy:.1%} correct; steps per rate:\n{rates}"
 
 
 class FittedRate(NamedTuple):
-    """The classifier that `fit_dyrate` fitted, and what the fit saw."""
+    """The classifier fitted by `fit_dyrate`, and the statistics of the fit."""
 
     predictor: RatePredictor
     fit: Fit
@@ -61,26 +65,40 @@ def fit_dyrate(
     divergence: float = 0.05,
     progress: Callable[[int], None] | None = None,
 ) -> FittedRate:
-    """Fit the classifier that `dyrate` with rate="predictor" uses, and return it with what the fit saw.
+    """Fit the classifier of `dyrate` with rate="predictor".
 
-    samples: the model's arguments for prompts with images, as its processor makes them. The model answers each
-    greedily, unpruned; the answer is then forced under each rate in turn, from the first decode step on, after a
-    prefill cut to `keep`. The label of a step is the highest rate whose next-token distribution is within `divergence`
-    (KL, nats, full against pruned) of the full one, or rate 0. The classifier is a multinomial logistic regression on
-    the attention masses of each step. Takes `grid` + 1 generations a sample; the same input gives the same file.
+    The model answers each sample greedily, unpruned. The answer is then forced under each rate, from the first decode
+    step on, after a prefill cut to `keep`. The label of a step is the highest rate with a next-token distribution
+    within `divergence` of the unpruned one, or 0. The classifier is a multinomial logistic regression on the attention
+    masses of each step. The fit takes `grid` + 1 generations per sample and is deterministic.
 
-    out: file to write. layer, grid: as in `dyrate`. max_new_tokens: longest answer. progress: gets the number of
-    samples done. Raises AlreadyPatchedError for a patched model, and TokenPruneError if there is nothing to fit.
+    Args:
+        model: An unpatched model.
+        samples: Model arguments of prompts with images, as the processor returns them.
+        out: File to write.
+        keep: Share of the visual tokens to keep in prefill.
+        layer: As in `dyrate`.
+        grid: As in `dyrate`.
+        max_new_tokens: Maximum length of an answer.
+        divergence: Largest KL divergence (nats, unpruned against pruned).
+        progress: Called with the number of finished samples.
+
+    Returns:
+        The classifier and the statistics of the fit.
+
+    Raises:
+        AlreadyPatchedError: If the model is patched.
+        TokenPruneError: If no sample has an image that `keep` cuts and an answer of two tokens.
     """
     if is_patched(model):
-        raise AlreadyPatchedError("the model is patched: call tokenprune.unpatch(model) before fitting to it")
+        raise AlreadyPatchedError("The model is patched. Call tokenprune.unpatch(model) before fitting.")
     if not 0 < keep < 1:
-        raise OptionError(f"keep={keep!r} must be a share below 1: with keep=1 dyrate prunes nothing")
+        raise OptionError(f"keep={keep!r} is not valid. Pass a share between 0 and 1.")
     if max_new_tokens < 2:
-        raise OptionError(f"max_new_tokens={max_new_tokens!r}: the first decode step writes the second token")
+        raise OptionError(f"max_new_tokens={max_new_tokens!r} is too small. Pass at least 2.")
     DyRate(layer=layer, grid=grid)  # raises for bad values
     methods = [
-        DyRate(rate="schedule", schedule=(number / grid,), layer=layer, grid=grid, k_min=0.0) for number in range(grid)
+        DyRate(rate="schedule", schedule=(index / grid,), layer=layer, grid=grid, k_min=0.0) for index in range(grid)
     ]
     features, labels = [], []
     for done, sample in enumerate(samples, 1):
@@ -92,12 +110,12 @@ def fit_dyrate(
             progress(done)
     if not labels:
         raise TokenPruneError(
-            "nothing to fit: no sample had an image that keep cuts and an answer of two tokens or more; ask for "
-            "longer answers, for example a description"
+            "Cannot fit: no sample has an image that keep cuts and an answer of two or more tokens. Ask for longer "
+            "answers, such as a description."
         )
     x, y = torch.cat(features).flatten(1).double(), torch.cat(labels)
     weight, bias = _regress(x, y, grid)
-    predictor = RatePredictor(weight.float(), bias.float(), layer, fingerprint(adapter_for(model).decoder))
+    predictor = RatePredictor(weight.float(), bias.float(), layer, compute_fingerprint(adapter_for(model).decoder))
     if out is not None:
         predictor.save(out)
     right = (x @ weight.T + bias).argmax(1) == y
@@ -108,47 +126,47 @@ def fit_dyrate(
 def _label(
     model: Any, sample: dict[str, Any], methods: list[DyRate], keep: float, tokens: int, divergence: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the masses (float32 `[n, H, 4]`) and the labels (long `[n]`) of the decode steps of one sample."""
-    options = greedy(tokens)
+    """Return attention masses, float32, shape (steps, heads, 4), and labels, int64, shape (steps,), of one sample."""
+    options = build_greedy_options(tokens)
     none = torch.zeros(0, dtype=torch.long, device="cpu")
     full = model.generate(**sample, **options)
     if len(full.logits) < 2:
         return none, none
     answer = full.sequences[:, full.sequences.shape[1] - len(full.logits) :]
-    wanted = torch.stack(full.logits[1:], 1).float().log_softmax(-1)
-    labels = torch.zeros(wanted.shape[:2], dtype=torch.long, device=wanted.device)
+    reference = torch.stack(full.logits[1:], 1).float().log_softmax(-1)
+    labels = torch.zeros(reference.shape[:2], dtype=torch.long, device=reference.device)
     state: DecodeState | None = None
-    for number, method in enumerate(methods):
+    for index, method in enumerate(methods):
         with patched(model, method, keep=keep, guard="off"):
-            forced = model.generate(**sample, **options, logits_processor=[Forced(answer)])
+            forced = model.generate(**sample, **options, logits_processor=[ForcedTokens(answer)])
         reduction = reduction_of(getattr(forced, compat.CACHE))
         if reduction is None or not isinstance(reduction.decode, DecodeState):
-            return none, none  # no image, or one so small that `keep` keeps all of it
+            return none, none  # no image, or `keep` keeps all of its tokens
         state = reduction.decode
-        got = torch.stack(forced.logits[1:], 1).float().log_softmax(-1)
-        near = (wanted.exp() * (wanted - got)).nan_to_num(0.0).sum(-1) <= divergence
-        labels[near] = number
+        pruned = torch.stack(forced.logits[1:], 1).float().log_softmax(-1)
+        is_close = (reference.exp() * (reference - pruned)).nan_to_num(0.0).sum(-1) <= divergence
+        labels[is_close] = index
     assert state is not None  # there is a method for each rate
-    # The layers that are observed keep every token: the masses are the same under each rate.
+    # The observed layers keep all tokens, so the masses are equal under each rate.
     rows = (state.start < state.visual).to(labels.device)
-    used = rows[:, None] & ~ended(answer, model.generation_config.eos_token_id)
+    used = rows[:, None] & ~mark_ended(answer, model.generation_config.eos_token_id)
     return state.masses[:, 1:][used.to(state.masses.device)].cpu(), labels[used].cpu()
 
 
-def greedy(tokens: int) -> dict[str, Any]:
-    """Return the arguments of `generate` for an answer of up to so many tokens, with the logits of each."""
+def build_greedy_options(tokens: int) -> dict[str, Any]:
+    """Return `generate` arguments for a greedy answer of at most `tokens` tokens, with logits."""
     fixed = {"do_sample": False, "num_beams": 1, "output_logits": True, "return_dict_in_generate": True}
     return {"max_new_tokens": tokens, **fixed}
 
 
-def ended(answer: Tensor, eos: int | list[int] | None) -> Tensor:
-    """bool `[B, T - 1]`: at which decode steps a row of `[B, T]` tokens has ended already."""
+def mark_ended(answer: Tensor, eos: int | list[int] | None) -> Tensor:
+    """Return a mask of decode steps after the end of a row, bool, shape (batch, tokens - 1)."""
     ends = torch.tensor([eos] if isinstance(eos, int) else eos or [], dtype=torch.long, device=answer.device)
     return torch.isin(answer, ends).cumsum(1)[:, :-1] > 0
 
 
 def _regress(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Return weight `[classes, F]` and bias `[classes]` of the multinomial logistic regression of y on x."""
+    """Fit a multinomial logistic regression. Return weights (classes, features) and biases (classes,)."""
     weight = torch.zeros(classes, x.shape[1], dtype=x.dtype, requires_grad=True, device="cpu")
     bias = torch.zeros(classes, dtype=x.dtype, requires_grad=True, device="cpu")
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=500, tolerance_grad=1e-8, line_search_fn="strong_wolfe")
@@ -165,8 +183,8 @@ def _regress(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     return weight.detach(), bias.detach()
 
 
-class Forced(LogitsProcessor):
-    """Make `generate` write given tokens `[B, T]`."""
+class ForcedTokens(LogitsProcessor):
+    """Make `generate` write given tokens, shape (batch, tokens)."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens, self.step = tokens, 0

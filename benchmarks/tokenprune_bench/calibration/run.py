@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the thresholds of `dymu` for a vision tower and a set of images: no labels, no training."""
+"""Calibrate the thresholds of `dymu` for a vision tower and a set of images, without labels or training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenprune.integrations.shared import checks
 from tokenprune.methods.encoder.thresholds import Thresholds
 from tokenprune_bench.calibration.images import ImageFiles, PackedPixels, Pixels
 from tokenprune_bench.calibration.merge import SCHEDULES, Calibrator
-from tokenprune_bench.calibration.state import State
+from tokenprune_bench.calibration.state import CalibrationState
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.towers.base import TowerPart
@@ -42,39 +42,51 @@ def calibrate(
     out: str | Path | None = None,
     resume: bool = True,
 ) -> Thresholds:
-    """Return the thresholds with which `dymu` keeps the share `keep` of the patches, on average over `images`.
+    """Return the thresholds that make `dymu` keep the share `keep` of the patches, on average over `images`.
 
-    model:      a vision-language model that `dymu` can patch, or a plain vision transformer of timm; stays as it is.
-    images:     a folder (all images in and below it, sorted), or paths, PIL images or tensors of pixels
-                (`[3, H, W]`, or `[tiles, 3, H, W]`).
-    processor:  what makes pixels of images: the model's processor or image processor; for a model of timm a
-                transform, by default the model's own. Tensors need none.
-    keep:       one share in (0, 1), or several.
-    schedule:   how many tokens each block merges: "constant", "linear" (falling to 0) or "reverse_linear".
-    batch_size: images whose pairs of tokens compete with each other (in towers that take images of any size, those
-                of one size).
-    progress:   whether to draw a bar (on a terminal), or a function that takes (label, done, total; 0 = unknown).
-    out:        the file to write. Until it is whole, a file beside it (`.partial`) holds what was done so far, and the
-                same call goes on from there, if `images` are files.
-    resume:     False: start again, whatever such a file holds.
+    Args:
+        model: A vision-language model that `dymu` supports, or a plain vision transformer of timm. It is not changed.
+        images: A folder (searched recursively, sorted), or paths, PIL images or pixel tensors with shape (3, height,
+            width) or (tiles, 3, height, width).
+        processor: The model's processor or image processor. For a timm model a transform, by default the model's own.
+            Tensors need no processor.
+        keep: One share in (0, 1), or several.
+        schedule: Number of merged tokens per block: "constant", "linear" (falling to 0) or "reverse_linear".
+        batch_size: Number of images whose token pairs compete. In towers with variable sizes only images of one size
+            compete.
+        progress: Whether to draw a bar on a terminal, or a callback with (label, done, total); total 0 means unknown.
+        out: File to write. An unfinished run is stored beside it (`.partial`), and the same call resumes it if `images`
+            are files.
+        resume: False ignores an unfinished run.
 
-    Raises OptionError for images or options that cannot be used, BudgetError for a share that cannot be reached,
-    AlreadyPatchedError, and what `patch` raises for models that `dymu` does not fit.
+    Returns:
+        The thresholds of each block, for each share.
+
+    Raises:
+        OptionError: If images or options are not valid.
+        BudgetError: If a share cannot be reached.
+        AlreadyPatchedError: If the model is patched.
+        UnsupportedSetupError: If `dymu` does not support the model.
+
+    Example:
+        >>> thresholds = calibrate(model, [image], processor=processor, keep=0.5, progress=False)
+        >>> thresholds.keeps
+        [0.5]
     """
     if is_patched(model):
-        raise AlreadyPatchedError("the model is patched: call tokenprune.unpatch(model) before calibrating")
+        raise AlreadyPatchedError("The model is patched. Call tokenprune.unpatch(model) before calibrating.")
     keeps = _keeps(keep)
     if schedule not in SCHEDULES:
-        raise OptionError(f"schedule={schedule!r} is not known; use one of {', '.join(map(repr, SCHEDULES))}")
+        raise OptionError(f"schedule={schedule!r} is not known. Use one of {', '.join(map(repr, SCHEDULES))}.")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise OptionError(f"batch_size={batch_size!r} must be an int >= 1")
+        raise OptionError(f"batch_size={batch_size!r} is not valid. Pass an int >= 1.")
     calibrators = [Calibrator(schedule=schedule) for _ in keeps]
-    parts = [_part(model, one, share) for one, share in zip(calibrators, keeps, strict=True)]
+    parts = [_part(model, calibrator, share) for calibrator, share in zip(calibrators, keeps, strict=True)]
     tower = parts[0].reducer.layout.shape
-    assert tower.module is not None  # engines give it
+    assert tower.module is not None  # set by the engines
     source, pixels = ImageFiles(images), _pixels(parts[0], model, processor)
     settings = {"keeps": keeps, "schedule": schedule, "batch_size": batch_size}
-    state = State.start(out, source, tower, settings, resume)
+    state = CalibrationState.load_or_create(out, source, tower, settings, resume)
 
     training = model.training
     model.eval()
@@ -84,18 +96,18 @@ def calibrate(
             rest = islice(source, state.images, None)
             while batch := list(islice(rest, batch_size)):
                 values = pixels(batch)
-                for row, (part, one) in enumerate(zip(parts, calibrators, strict=True)):
-                    one.found.clear()
+                for row, (part, calibrator) in enumerate(zip(parts, calibrators, strict=True)):
+                    calibrator.batch_thresholds.clear()
                     with _attached(part):
                         tower.module(*values)
-                    state.sums[row] += one.thresholds(tower.blocks)
+                    state.sums[row] += calibrator.thresholds(tower.blocks)
                 state.images, state.batches = state.images + len(batch), state.batches + 1
                 state.save()
                 step("calibrating", state.images, source.total)
     finally:
         model.train(training)
     if not state.images:
-        raise OptionError("images is empty: calibration takes images like those that the model will see")
+        raise OptionError("images is empty. Pass images like the model's real inputs.")
     means = state.sums / state.batches
     result = Thresholds(dict(zip(keeps, means.float(), strict=True)), tower.fingerprint, state.images, settings)
     if out is not None:
@@ -115,11 +127,11 @@ def fit_dymu(
     restart: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Thresholds:
-    """Return the thresholds of `dymu`: `calibrate` on the images of `samples`, as `Method.fit` takes them."""
+    """Fit the thresholds of `dymu`: run `calibrate` on the images of `samples`, with the interface of `Method.fit`."""
     if not hasattr(samples, "images"):
         raise OptionError(
-            "dymu is fitted on images, not on a model's arguments: call tokenprune_bench.calibration.calibrate(model, "
-            "images)"
+            "dymu is fitted on images, not on model arguments. Call tokenprune_bench.calibration.calibrate(model, "
+            "images)."
         )
     return calibrate(
         model,
@@ -136,11 +148,11 @@ def fit_dymu(
 
 def _keeps(keep: Any) -> list[float]:
     keeps = sorted(set(keep), reverse=True) if isinstance(keep, (list, tuple)) else [keep]
-    for one in keeps:
-        if isinstance(one, bool) or not isinstance(one, float) or not 0 < one < 1:
-            raise BudgetError(f"keep={one!r} cannot be calibrated: use a share between 0 and 1, such as 0.25")
+    for share in keeps:
+        if isinstance(share, bool) or not isinstance(share, float) or not 0 < share < 1:
+            raise BudgetError(f"keep={share!r} cannot be calibrated. Pass a share between 0 and 1, such as 0.25.")
     if not keeps:
-        raise BudgetError("keep is empty: name at least one share, such as 0.25")
+        raise BudgetError("keep is empty. Pass at least one share, such as 0.25.")
     return keeps
 
 
@@ -159,7 +171,7 @@ def _part(model: Any, calibrator: Calibrator, keep: float) -> TowerPart | TimmPa
 
 def _pixels(part: TowerPart | TimmPatch, model: Any, processor: Any) -> Pixels:
     module = part.reducer.layout.shape.module
-    assert module is not None  # engines give it
+    assert module is not None  # set by the engines
     return (PackedPixels if hasattr(module, "spatial_merge_size") else Pixels)(model, module, processor)
 
 

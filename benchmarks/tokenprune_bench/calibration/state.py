@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a calibration, and the file that lets it go on after it was cut short."""
+"""State of a calibration, with a file to resume an interrupted run."""
 
 from __future__ import annotations
 
@@ -23,30 +23,41 @@ _ENTRY = "tokenprune_calibration"
 
 
 @dataclass
-class State:
-    """sums: of the thresholds, float64 `[keeps, blocks]`, over `batches` batches of together `images` images.
+class CalibrationState:
+    """Sums of the thresholds so far.
 
-    path: where this is kept, None for nowhere. same: what must be the same for a calibration to go on.
+    Attributes:
+        sums: Summed thresholds, float64, shape (keeps, blocks), over `batches` batches.
+        path: File of the state, or None.
+        identity: Settings, files and model. A run resumes only if they are equal.
+        images: Number of images so far.
+        batches: Number of batches so far.
     """
 
     sums: Tensor
     path: Path | None
-    same: dict[str, Any]
+    identity: dict[str, Any]
     images: int = 0
     batches: int = 0
 
     @staticmethod
-    def start(
+    def load_or_create(
         out: str | Path | None, images: ImageFiles, tower: Tower, settings: dict[str, Any], resume: bool
-    ) -> State:
-        """Return where an earlier run stopped, or the beginning; raises OptionError if that was another calibration."""
+    ) -> CalibrationState:
+        """Load the state of an interrupted run, or create an empty state.
+
+        Raises:
+            OptionError: If the file belongs to another calibration.
+        """
         same = settings | {"files": images.digest, "model": vars(tower.fingerprint)}
         path = None
         if out is not None:
             out = Path(out)
             check_output(out)
             path = out.with_name(f"{out.name}.partial") if images.digest else None
-        state = State(torch.zeros(len(settings["keeps"]), tower.blocks, dtype=torch.float64, device="cpu"), path, same)
+        state = CalibrationState(
+            torch.zeros(len(settings["keeps"]), tower.blocks, dtype=torch.float64, device="cpu"), path, same
+        )
         if resume and path is not None and path.exists():
             state._load()
         return state
@@ -57,19 +68,17 @@ class State:
             with safe_open(str(self.path), "pt") as file:
                 about, sums = json.loads(file.metadata()[_ENTRY]), file.get_tensor("sums")
         except (OSError, SafetensorError, KeyError, TypeError) as error:
-            raise OptionError(f"{self.path} cannot be read as a calibration that was cut short: {remedy}") from error
-        other = [name for name, value in self.same.items() if about["same"].get(name) != value]
+            raise OptionError(f"{self.path} is not a readable state of a calibration: {remedy}") from error
+        other = [name for name, value in self.identity.items() if about["same"].get(name) != value]
         if other:
-            raise OptionError(f"{self.path} is of a calibration with other {', '.join(other)}: {remedy}")
+            raise OptionError(f"{self.path} belongs to a calibration with other {', '.join(other)}: {remedy}")
         self.sums, self.images, self.batches = sums, about["images"], about["batches"]
 
     def save(self) -> None:
-        """Write the state."""
         if self.path is not None:
-            about = {"same": self.same, "images": self.images, "batches": self.batches}
+            about = {"same": self.identity, "images": self.images, "batches": self.batches}
             write_atomically(self.path, save({"sums": self.sums}, {_ENTRY: json.dumps(about, sort_keys=True)}))
 
     def remove(self) -> None:
-        """Remove the file."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)

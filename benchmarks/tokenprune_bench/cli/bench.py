@@ -35,7 +35,7 @@ from tokenprune_bench.cli.common import (
     show_progress,
 )
 from tokenprune_bench.cli.report import show_runs
-from tokenprune_bench.own_questions import demo
+from tokenprune_bench.demo_package import import_demo
 
 if TYPE_CHECKING:
     from tokenprune_bench.backend import BenchBackend
@@ -139,12 +139,12 @@ def bench(
     To share the work: accelerate launch --num_processes N -m tokenprune bench ...
     """
     from tokenprune_bench import significance
-    from tokenprune_bench.backend import backend_of
+    from tokenprune_bench.backend import get_backend
     from tokenprune_bench.cli.engines import Engines
-    from tokenprune_bench.data import left_out, load_data, read_columns
-    from tokenprune_bench.group import joined
-    from tokenprune_bench.metrics import metric_named
-    from tokenprune_bench.own_questions import sample_of, set_of
+    from tokenprune_bench.data import drop_questions, load_data, read_columns
+    from tokenprune_bench.demo_package import get_default_images, get_default_set
+    from tokenprune_bench.group import join_group
+    from tokenprune_bench.metrics import get_metric
     from tokenprune_bench.report.drawing import Wanted
     from tokenprune_bench.report.runs import finished_run
     from tokenprune_bench.suite import BenchPlan
@@ -152,19 +152,19 @@ def bench(
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
     engines.check()
     significance.wilson(1, 2)  # a missing scipy is said before the work, not after it
-    set_ = set_ or ("images" if data is not None else set_of(model))
+    set_ = set_ or ("images" if data is not None else get_default_set(model))
     check_set(set_, evidence, data, backend, html, plot, samples, sample)
     if data is not None and images is not None:
         raise OptionError("--images counts images of our own questions. With --data pass --limit, which counts rows.")
     wanted = Wanted.of(0 if evidence else samples, sample, run, here=backend == "hf")
     if metric is not None:
-        metric_named(metric)
+        get_metric(metric)
     planned = partial(
         BenchPlan,
         methods=tuple(read_specs(methods)),
         keeps=read_keeps(keep),
         # Each image has at least one question.
-        images=(limit or sample_of(model)) if images is None else images,
+        images=(limit or get_default_images(model)) if images is None else images,
         limit=0 if data is not None else limit or 0,
         batch_size=batch_size,
         repeats=0 if evidence else repeats,
@@ -184,7 +184,7 @@ def bench(
             limit=limit or 0,
         )
     elif set_ != "images":
-        asked = demo("drawn_sets").drawn_set(set_, planned().images).first(limit or 0)
+        asked = import_demo("drawn_sets").draw_set(set_, planned().images).first(limit or 0)
     questions = [] if asked is None else asked.questions
     plan = planned(
         several=set_ == "views" or any(len(one.sources) > 1 for one in questions),
@@ -195,13 +195,13 @@ def bench(
         subject = engines.open(stack, most)
         metric = metric or subject.metric
         subject.max_new_tokens = 1 if evidence else max_new_tokens or subject.max_new_tokens
-        group = stack.enter_context(joined())
+        group = stack.enter_context(join_group())
         if data is not None and skip_bad:
-            asked = left_out(asked, backend_of(subject).misfits(asked.questions))
-            if group.leads:
+            asked = drop_questions(asked, get_backend(subject).find_misfits(asked.questions))
+            if group.is_leader:
                 print_skipped(asked)
         records = _measure(subject, plan, asked, metric, run, json, group, wanted, evidence)
-    if group.leads:
+    if group.is_leader:
         show_runs([finished_run(records, run)], html=html, plot=plot)
 
 
@@ -217,8 +217,8 @@ def check_set(
 ) -> None:
     """Raise OptionError for options that do not go together with a set, or with `--evidence`."""
     if data is None:
-        demo("heldout")  # a package that is missing is said before a model is loaded
-    if set_ != "images" and set_ not in (sets := demo("drawn_sets").SETS):
+        import_demo("heldout")  # a package that is missing is said before a model is loaded
+    if set_ != "images" and set_ not in (sets := import_demo("drawn_sets").SETS):
         raise OptionError(f"--set {set_!r} is none of {', '.join(sets)}")
     if data is not None and (set_ != "images" or evidence):
         other = "--evidence" if evidence else f"--set {set_}"
@@ -242,24 +242,24 @@ def _measure(
     wanted: Wanted,
     evidence: bool,
 ) -> list[dict[str, Any]]:
-    from tokenprune_bench.backend import backend_of
+    from tokenprune_bench.backend import get_backend
     from tokenprune_bench.data import Data
-    from tokenprune_bench.lines import Lines
+    from tokenprune_bench.json_lines import JsonLinesWriter
     from tokenprune_bench.report.drawing import draw_samples
     from tokenprune_bench.run_folder import RunFolder, config_of
     from tokenprune_bench.suite import Bench
 
     questions, about = None, {}
     if asked is not None:
-        backend_of(subject).begin(asked.questions)  # before a folder is made for what cannot be asked
-        if isinstance(asked, Data) and group.leads:
+        get_backend(subject).begin(asked.questions)  # before a folder is made for what cannot be asked
+        if isinstance(asked, Data) and group.is_leader:
             print_notes(asked)
             print_limits(subject)
         questions, about = asked.questions if isinstance(asked, Data) else asked, {"data": asked.about()}
     records = []
     with ExitStack() as stack:
-        step = stack.enter_context(show_progress()) if group.leads else None
-        file = stack.enter_context(Lines(json)) if json is not None and group.leads else None
+        step = stack.enter_context(show_progress()) if group.is_leader else None
+        file = stack.enter_context(JsonLinesWriter(json)) if json is not None and group.is_leader else None
         folder = None
         if run is not None:
             config = config_of(subject, plan, metric, about | ({"evidence_only": True} if evidence else {}))
@@ -280,6 +280,6 @@ def _measure(
             if file is not None:
                 file.write(record)
             records.append(record)
-        if run is not None and group.leads:
+        if run is not None and group.is_leader:
             draw_samples(run, subject, bench.examples, records, wanted, step)
     return records

@@ -73,13 +73,13 @@ def load_model(
     import torch
     from transformers.utils import logging
 
-    from tokenprune_bench.profiling.model import load
+    from tokenprune_bench.profiling.model import load_model
 
     if threads is not None:
         torch.set_num_threads(threads)
     if model is None:
         logging.disable_progress_bar()
-    return load(model, device=device, dtype=dtype, suffix=suffix)
+    return load_model(model, device=device, dtype=dtype, suffix=suffix)
 
 
 def print_skipped(data: Any) -> None:
@@ -96,7 +96,7 @@ def print_notes(data: Any) -> None:
 
 def print_limits(subject: Any) -> None:
     """Say of a shipped model that it knows nothing of a user's questions."""
-    if said := getattr(subject, "limits", str)():
+    if said := getattr(subject, "describe_limits", str)():
         say(f"warning: {said}", error=True)
 
 
@@ -112,7 +112,7 @@ def show_progress(lines: bool = True) -> Iterator[Any]:
 
         def line(label: str, done: int, total: int) -> None:
             nonlocal said, at
-            left, now = pace.left(done, total), pace.clock()
+            left, now = pace.format_remaining(done, total), pace.clock()
             if (lines and label != said) or now - at >= _SILENCE:
                 said, at = label, now
                 console.print(f"{done:>5}/{total} {label}{left and f', {left}'}", markup=False)
@@ -131,5 +131,5 @@ def show_progress(lines: bool = True) -> Iterator[Any]:
     with bars.Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", left="")
         yield lambda label, done, total: progress.update(
-            task, description=label, completed=done, total=total, left=pace.left(done, total)
+            task, description=label, completed=done, total=total, left=pace.format_remaining(done, total)
         )

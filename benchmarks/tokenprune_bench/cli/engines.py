@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenprune.errors import OptionError
 from tokenprune_bench.cli.common import load_model
-from tokenprune_bench.group import own_device
+from tokenprune_bench.group import select_device
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -59,13 +59,13 @@ class Engines:
     def open(self, stack: ExitStack, images: int) -> Model | BenchBackend:
         """Return what answers; `stack` ends it. images: the most that a question has."""
         if self.backend == "hf":
-            return load_model(self.model, own_device(self.device), self.threads, self.dtype, self.suffix)
-        from tokenprune.models.model_config import SHIPPED, sentence_tokens, shipped_checkpoint
+            return load_model(self.model, select_device(self.device), self.threads, self.dtype, self.suffix)
+        from tokenprune.models.model_config import SHIPPED, get_max_answer_tokens, get_shipped_checkpoint
         from tokenprune_bench.profiling.model import SHORT
         from tokenprune_bench.vllm_backend import VllmBackend
 
         name = self.model or SHIPPED[0]
-        shipped = shipped_checkpoint(name) if self.server is None else None
+        shipped = get_shipped_checkpoint(name) if self.server is None else None
         if self.server is not None:
             from tokenprune_bench.vllm_server import ServerEngine
 
@@ -77,7 +77,7 @@ class Engines:
             engine = OfflineEngine(model, self.dtype, _read(self.engine_args), images)
         stack.callback(engine.close)
         suffix = (SHORT if shipped is None else "") if self.suffix is None else self.suffix
-        if shipped is not None and (longest := sentence_tokens(name)) is not None:
+        if shipped is not None and (longest := get_max_answer_tokens(name)) is not None:
             return VllmBackend(engine, suffix, max_new_tokens=longest, metric="ending")
         return VllmBackend(engine, suffix, max_new_tokens=16 if shipped is None else 4)
 

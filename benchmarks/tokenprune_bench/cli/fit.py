@@ -28,19 +28,19 @@ def fit(
     dtype: DtypeOption = "auto",
 ) -> None:
     """Fit a method to a model, on images without labels. Options of the method's own follow: --keep 0.5,0.25"""
-    from tokenprune_bench.calibration.fitting import FitSamples, Fitter, fittable, listed
+    from tokenprune_bench.calibration.fitting import FitSamples, Fitter, format_fit_options, list_fittable
 
     console = get_console()
     if name is None:
         if context.args or out or images or model:
-            raise OptionError(f"name the method to fit: one of {', '.join(fittable())}")
-        for one in fittable():
-            console.print(f"{one}: {listed(one)}", markup=False, soft_wrap=True)
+            raise OptionError(f"name the method to fit: one of {', '.join(list_fittable())}")
+        for one in list_fittable():
+            console.print(f"{one}: {format_fit_options(one)}", markup=False, soft_wrap=True)
         return
     fitter = Fitter(name, _options(context.args))
-    out = fitter.out if out is None else out
+    out = fitter.default_out if out is None else out
     check_output(out)
-    asked = fitter.asked(images, question, limit)  # what is not to be had is named before the model is loaded
+    asked = fitter.load_samples(images, question, limit)  # what is not to be had is named before the model is loaded
     subject = load_model(model, device, threads, dtype, suffix="")
     with show_progress() as step:
         result = fitter.run(subject, FitSamples(subject, asked), out, step)

@@ -100,7 +100,7 @@ def profile(
     from tokenprune_bench.calibration.images import read_image
     from tokenprune_bench.profiling.media import Source, is_animated
     from tokenprune_bench.profiling.profile import profile_call
-    from tokenprune_bench.profiling.profile_tables import limit_table, stage_table
+    from tokenprune_bench.profiling.profile_tables import build_limit_table, build_stage_table
 
     images: list[Image.Image] = [read_image(path) for path in image or ()]
     for path in image or ():
@@ -123,11 +123,11 @@ def profile(
                 new_tokens=max_new_tokens,
                 step=partial(_of_several, step, place, max(1, len(settings))),
             )
-            print_table(stage_table(made))
-            shares = _shares(setting, keeps, made.visual_of_an_image)
+            print_table(build_stage_table(made))
+            shares = _shares(setting, keeps, made.visual_tokens_per_image)
             for share in shares:
-                _once(printed, limit_table(made.model, made.load, share))
-    if image and (said := subject.limits(image)):
+                _once(printed, build_limit_table(made.model, made.load, share))
+    if image and (said := subject.describe_limits(image)):
         say(said)
     if html is not None:
         profile_page = require("tokenprune_bench.report.flame", "--html needs another package").profile_page
@@ -151,23 +151,23 @@ def _from_config(
     text: int,
 ) -> None:
     from tokenprune.settings.cost import CostModel, Load
-    from tokenprune_bench.profiling.kept import cuts_in_words
-    from tokenprune_bench.profiling.profile_tables import limit_table
+    from tokenprune_bench.profiling.kept_tokens import describe_cuts
+    from tokenprune_bench.profiling.profile_tables import build_limit_table
 
     config = load_config(model)
     closed = CostModel.from_config(config)
-    load = Load.of_config(config, tokens=tokens, tiles=tiles, text=text)
-    title = f"What each site can save at most: {model or 'demo_vlm'}"
+    load = Load.from_config(config, tokens=tokens, tiles=tiles, text=text)
+    title = f"Maximum saving per site: {model or 'demo_vlm'}"
     printed: set[str] = set()
     for setting in settings or (None,):
         for share in _shares(setting, keeps, load.visual):
-            _once(printed, limit_table(closed, load, share, title))
+            _once(printed, build_limit_table(closed, load, share, title))
         if setting is not None:
             methods, budgets = setting.steps()
-            ratio = closed.cost(load).flops / closed.predict(load, methods, budgets).flops
+            ratio = closed.compute_cost(load).flops / closed.predict(load, methods, budgets).flops
             names = " + ".join(one.name for one in methods)
             said = (
-                f"{names}: x{ratio:.2f} by FLOPs of tower and decoder; {cuts_in_words(methods, budgets, load.visual)}"
+                f"{names}: x{ratio:.2f} by FLOPs of tower and decoder; {describe_cuts(methods, budgets, load.visual)}"
             )
             say(said)
 
@@ -175,11 +175,11 @@ def _from_config(
 def _shares(setting: Setting | None, keeps: Sequence[float | int], visual: float) -> list[float]:
     """Return what a setting leaves of an image's tokens; without one, what each keep alone would leave."""
     from tokenprune.budgets import Budget
-    from tokenprune_bench.profiling.kept import share_left
+    from tokenprune_bench.profiling.kept_tokens import compute_kept_share
 
     if setting is not None:
-        return [share_left(setting.budgets, visual)]
-    return [share_left([Budget.from_keep(keep)], visual) for keep in keeps]
+        return [compute_kept_share(setting.budgets, visual)]
+    return [compute_kept_share([Budget.from_keep(keep)], visual) for keep in keeps]
 
 
 def _once(printed: set[str], table: Table) -> None:

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from tokenprune.cli.common import get_console
-from tokenprune.cli.completion import complete_models, complete_of
+from tokenprune.cli.completion import complete_models, complete_values
 from tokenprune.models.model_config import SHIPPED
 from tokenprune.models.torch_import import defer_torch
 from tokenprune.selection.files import check_output
-from tokenprune_bench.recommend.advice import advice
+from tokenprune_bench.recommend.advice import load_advice
 
 
 def recommend(
@@ -27,7 +27,9 @@ def recommend(
     ] = None,
     task: Annotated[
         str,
-        typer.Option(help=f"{', '.join(advice())} (docs/start/choose.md).", autocompletion=complete_of(*advice())),
+        typer.Option(
+            help=f"{', '.join(load_advice())} (docs/start/choose.md).", autocompletion=complete_values(*load_advice())
+        ),
     ] = "general",
     out: Annotated[Path | None, typer.Option(help="Write the setting, for patch(model, config=...) and vLLM.")] = None,
 ) -> None:

@@ -45,14 +45,14 @@ def show_runs(runs: Sequence[Run], html: Path | None, plot: Path | None, markdow
     from tokenprune_bench.report.png import plot_png, write
     from tokenprune_bench.report.verdict import find_verdicts
     from tokenprune_bench.report.warnings import lines
-    from tokenprune_bench.tables import tables
+    from tokenprune_bench.tables import build_tables
 
     console = get_console()
     for run in runs:
         if run.label:
             title = f"{run.title} ({run.model})"
             console.print(Text(f"## {title}\n" if markdown else title, style="bold"), soft_wrap=True)
-        for table in tables(run.results):
+        for table in build_tables(run.results):
             _show(table, markdown)
         for line in lines(run.results):
             console.print(Text(f"- {line}" if markdown else f"! {line}", style="yellow"), soft_wrap=markdown)

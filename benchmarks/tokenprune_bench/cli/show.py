@@ -78,7 +78,7 @@ def show(
         except (OSError, ValueError) as error:
             raise TokenPruneError(f"cannot write {out}: {error}") from error
     console = get_console()
-    for line in (left_out, *shown.notes, subject.limits(files)):
+    for line in (left_out, *shown.notes, subject.describe_limits(files)):
         if line:
             say(line)
     console.print(f"{question}  unpatched: {shown.before!r}", markup=False)

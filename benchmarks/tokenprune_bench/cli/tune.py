@@ -113,34 +113,34 @@ def tune(
     To share the work: accelerate launch --num_processes N -m tokenprune tune ...
     """
     from tokenprune.settings.saved import write_config
-    from tokenprune_bench.backend import backend_of
+    from tokenprune_bench.backend import get_backend
     from tokenprune_bench.cli.engines import Engines
-    from tokenprune_bench.data import left_out, load_data, read_columns
-    from tokenprune_bench.group import joined
-    from tokenprune_bench.own_questions import demo
+    from tokenprune_bench.data import drop_questions, load_data, read_columns
+    from tokenprune_bench.demo_package import import_demo
+    from tokenprune_bench.group import join_group
     from tokenprune_bench.run_folder import RunFolder, config_of
-    from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, grid
-    from tokenprune_bench.tuning.evaluator import tunable_metric
+    from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, build_grid
+    from tokenprune_bench.tuning.evaluator import get_tunable_metric
     from tokenprune_bench.tuning.objective import check_objective
-    from tokenprune_bench.tuning.parts import check_enough
     from tokenprune_bench.tuning.promise import read_share
-    from tokenprune_bench.tuning.report import tuned_config
+    from tokenprune_bench.tuning.question_split import check_question_count
+    from tokenprune_bench.tuning.report import build_tuned_config
 
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
     engines.check()
     if metric is not None:
-        tunable_metric(metric)
+        get_tunable_metric(metric)
     check_objective(objective)
     if objective == "throughput" and backend != "hf":
         raise OptionError("--objective throughput is measured with the model in this process: use --backend hf")
     kind_drop = None if max_kind_drop is None else read_share(max_kind_drop, "--max-kind-drop")
     promise = Promise(read_share(max_drop), confidence, kind_drop, target_ttft)
-    candidates = grid(read_specs(methods), read_keeps(keep))
+    candidates = build_grid(read_specs(methods), read_keeps(keep))
     check_output(out)
     check_output_folder(run)
     if data is None:
-        heldout = demo("heldout")
-        folder = heldout.heldout_of(model)
+        heldout = import_demo("heldout")
+        folder = heldout.get_heldout_folder(model)
         questions = heldout.load_heldout(folder=folder)[: limit or None]
         digest = hashlib.sha256((folder / "questions.jsonl").read_bytes()).hexdigest()[:16]
         about: dict[str, Any] = {"name": "held-out set of tokenprune", "questions": len(questions), "digest": digest}
@@ -149,20 +149,20 @@ def tune(
             data, skip_bad=skip_bad, columns=read_columns(columns), split=split, frames=frames, limit=limit
         )
         questions, about = read.questions, read.about()
-    check_enough(len(questions), promise)
+    check_question_count(len(questions), promise)
     with resumable(run), ExitStack() as stack:
         subject = engines.open(stack, 1 if data is None else max(len(one.sources) for one in questions))
         subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
-        asked, metric = backend_of(subject), metric or subject.metric
-        group = stack.enter_context(joined())
+        asked, metric = get_backend(subject), metric or subject.metric
+        group = stack.enter_context(join_group())
         if data is not None and skip_bad:
-            read = left_out(read, asked.misfits(questions))
+            read = drop_questions(read, asked.find_misfits(questions))
             questions, about = read.questions, read.about()
-            if group.leads:
+            if group.is_leader:
                 print_skipped(read)
-            check_enough(len(questions), promise)
+            check_question_count(len(questions), promise)
         asked.begin(questions)  # before a folder is made for what cannot be asked
-        if data is not None and group.leads:
+        if data is not None and group.is_leader:
             print_notes(read)
             print_limits(subject)
         folder = None
@@ -170,25 +170,25 @@ def tune(
             search = Search([candidate.to_json() for candidate in candidates], seed, batch_size, stacks)
             folder = stack.enter_context(RunFolder(run, config_of(asked, search, metric, {"data": about}), group))
         evaluator = Evaluator(asked, questions, metric, batch_size=batch_size, folder=folder, group=group)
-        step = stack.enter_context(show_progress(lines=False)) if group.leads else None
+        step = stack.enter_context(show_progress(lines=False)) if group.is_leader else None
         tuner = Tuner(
             evaluator, candidates, promise, seed=seed, repeats=repeats, objective=objective, stacks=stacks, step=step
         )
         _announce(tuner, len(candidates), group)
         tuning = tuner.run()
-    if group.leads:
+    if group.is_leader:
         _report(tuning, evaluator.metric.title, verbose)
     if tuning.choice is None:
         raise typer.Exit(NOTHING)
-    if group.leads:
-        write_config(out, tuned_config(tuning, evaluator, about))
+    if group.is_leader:
+        write_config(out, build_tuned_config(tuning, evaluator, about))
         get_console().print(f'written: {out}; tokenprune.patch(model, config="{out}")', markup=False, soft_wrap=True)
 
 
 def _announce(tuner: Tuner, settings: int, group: Group) -> None:
     """Say how long it may take, once the first answers are there."""
     answers, seconds = tuner.estimate()
-    if not group.leads:
+    if not group.is_leader:
         return
     took = "goes on where it stopped"
     if seconds is not None:
@@ -199,12 +199,12 @@ def _announce(tuner: Tuner, settings: int, group: Group) -> None:
 
 
 def _report(tuning: Tuning, metric: str, verbose: bool) -> None:
-    from tokenprune_bench.tuning.report import others_table, outcome, tuning_table
+    from tokenprune_bench.tuning.report import build_others_table, build_tuning_table, describe_outcome
 
-    for place, line in enumerate(outcome(tuning, metric)):
+    for place, line in enumerate(describe_outcome(tuning, metric)):
         bad = line.startswith("warning") or (tuning.choice is None and not place)
         say(line, "bold red" if bad else "" if place else "bold green")
-    for table in (tuning_table(tuning), *([others_table(tuning)] if verbose else [])):
+    for table in (build_tuning_table(tuning), *([build_others_table(tuning)] if verbose else [])):
         if table.rows:
             print_table(table)
     if not verbose and (rest := len(tuning.trials) - len(tuning.tested)):

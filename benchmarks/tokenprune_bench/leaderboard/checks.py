@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tokenprune.errors import short
+from tokenprune.errors import shorten
 from tokenprune.selection.method import Site
-from tokenprune.selection.options import fits, in_words, option_types
+from tokenprune.selection.options import describe_type, get_option_types, matches_type
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.leaderboard.entry import LEAST_QUESTIONS, LEAST_SEEDS, SCHEMA, LeaderboardEntry, Line
 from tokenprune_bench.metrics import METRICS
@@ -55,7 +55,7 @@ def check_entry(entry: LeaderboardEntry) -> None:
     """Raise DataError for an entry whose fields are of another type than they declare, or do not fit together."""
     _check_types(entry)
     for line in entry.lines:
-        _check_types(line, f"{short(getattr(line, 'method', line))}: ")
+        _check_types(line, f"{shorten(getattr(line, 'method', line))}: ")
     for name, longest in _LONGEST.items():
         text = getattr(entry, name)
         _require(len(text) <= longest and text.isprintable(), f"{name} is one line of at most {longest} characters")
@@ -89,7 +89,7 @@ def _entry(given: Any) -> LeaderboardEntry:
     """Return what a file holds, with a Line for each of its lines; raises DataError where it has other fields."""
     _require(isinstance(given, Mapping), "it must be an object")
     if given.get("schema") != SCHEMA:
-        raise DataError(f"its schema is {short(given.get('schema'))}, and this version reads {SCHEMA}")
+        raise DataError(f"its schema is {shorten(given.get('schema'))}, and this version reads {SCHEMA}")
     _check_fields(given, LeaderboardEntry, "")
     lines = given["lines"]
     _require(isinstance(lines, list), "lines must be a list")
@@ -100,15 +100,15 @@ def _entry(given: Any) -> LeaderboardEntry:
 
 def _check_fields(given: Any, cls: type, where: str) -> None:
     _require(isinstance(given, Mapping), f"{where}it must be an object")
-    wanted = option_types(cls)
+    wanted = get_option_types(cls)
     _require(not (missing := sorted(wanted.keys() - given.keys())), f"{where}it lacks {', '.join(missing)}")
     _require(not (unknown := sorted(given.keys() - wanted.keys())), f"{where}it has no field {', '.join(unknown)}")
 
 
 def _check_types(one: LeaderboardEntry | Line, where: str = "") -> None:
-    for name, hint in option_types(type(one)).items():
+    for name, hint in get_option_types(type(one)).items():
         value = getattr(one, name)
-        _require(fits(value, hint), f"{where}{name}={short(value)} must be {in_words(hint)}")
+        _require(matches_type(value, hint), f"{where}{name}={shorten(value)} must be {describe_type(hint)}")
 
 
 def _check_line(entry: LeaderboardEntry, line: Line) -> None:
@@ -117,7 +117,7 @@ def _check_line(entry: LeaderboardEntry, line: Line) -> None:
     _require(not one, f"{what}: keep=1 could mean all tokens or a single one: write 1.0 for all of them")
     known = all(part in list(Site) for part in line.site.split("+"))
     _require(known, f"{what}: site={line.site!r} is none of {', '.join(Site)}")
-    _require(len(line.method) <= 200 and line.method.isprintable(), f"{short(line.method)} is no method")
+    _require(len(line.method) <= 200 and line.method.isprintable(), f"{shorten(line.method)} is no method")
     _require(set(line.marks) <= set(MARKS.values()), f"{what}: marks are {' and '.join(MARKS.values())}")
     _check_score(entry, line.score, what)
 

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le
 from tokenprune.settings import Setting
 from tokenprune_bench.metrics import METRICS
 from tokenprune_bench.paired import Answers
-from tokenprune_bench.results import MARKS, UNPATCHED, answers_of, marks_of, share_of
+from tokenprune_bench.results import MARKS, UNPATCHED, compute_marks, compute_share, get_answers
 
 SCHEMA = 1
 LEAST_QUESTIONS = 50  # the interval of fewer is wider than 13 points to each side
@@ -92,7 +92,7 @@ def entry_of(
     about, data = header["environment"], header.get("data", "shipped")
     metric = METRICS[header.get("metric", "exact")]
     answered = [
-        (one, answers_of(one, metric.right is not None))
+        (one, get_answers(one, metric.right is not None))
         for one in results
         if one["record"] == "result" and (one["site"] or one["method"] == UNPATCHED)
     ]
@@ -143,10 +143,10 @@ def _line(one: Mapping[str, Any], answers: Answers, base: Mapping[str, Any], riv
         tokens=round(stats["visual_tokens_average"] / base["stats"]["visual_tokens_in"], 4),
         kv=round(kv / whole, 4) if kv and whole else None,
         ttft=timing["ttft_ratio"]["p50"] if "ttft_ratio" in timing else None,
-        marks=list(marks_of(one["method"], one["keep"], answers, rivals)),
+        marks=list(compute_marks(one["method"], one["keep"], answers, rivals)),
     )
 
 
 def _score(answers: Answers) -> list[float]:
-    share = share_of(answers)
+    share = compute_share(answers)
     return [round(one, 6) for one in (share.value, share.low, share.high)]

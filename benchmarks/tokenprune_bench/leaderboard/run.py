@@ -13,9 +13,9 @@ from typing import Any
 
 from tokenprune.errors import OptionError
 from tokenprune_bench.errors import RunError
+from tokenprune_bench.json_lines import write_records
 from tokenprune_bench.leaderboard.checks import as_plain, check_entry, file_name
 from tokenprune_bench.leaderboard.entry import LeaderboardEntry, entry_of, versions_in
-from tokenprune_bench.lines import write_whole
 from tokenprune_bench.report.runs import read_runs
 from tokenprune_bench.results import RESULTS, UNPATCHED, read_records
 from tokenprune_bench.run_folder import CONFIG
@@ -36,7 +36,7 @@ def add_run(run: Path, to: Path, *, by: str, note: str = "", model: str = "") ->
     path = to / file_name(entry)
     if path.exists():
         raise OptionError(f"{path} is there: this run was added before")
-    write_whole(path, [as_plain(entry)], indent=1)
+    write_records(path, [as_plain(entry)], indent=1)
     return path
 
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from tokenprune_bench.json_lines import write_text
 from tokenprune_bench.leaderboard.entry import LeaderboardEntry, Line
-from tokenprune_bench.lines import write_whole_text
 
 BESIDE = ("divprune", "uniform")  # `random` and `downsample` always run
 _BEGIN, _END = "<!-- measured:begin (tokenprune leaderboard submit) -->", "<!-- measured:end -->"
@@ -33,7 +33,7 @@ def write_table(page: Path, entry: LeaderboardEntry) -> None:
     text, block = page.read_text(encoding="utf-8"), f"{_BEGIN}\n\n{table(entry)}\n\n{_END}"
     if not _BLOCK.search(text):
         text = f"{text.rstrip()}\n\n## Measured\n\n{block}\n"
-    write_whole_text(page, _BLOCK.sub(lambda _: block, text))
+    write_text(page, _BLOCK.sub(lambda _: block, text))
 
 
 def _row(line: Line) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenprune.errors import require
-from tokenprune.models.torch_import import calm_threads
+from tokenprune.models.torch_import import set_passive_threads
 
 if TYPE_CHECKING:
     from lmms_eval.models.registry_v2 import ModelManifest
@@ -29,7 +29,7 @@ def manifest() -> ModelManifest:
     """Return what lmms-eval registers: which base is meant, it only tells when it makes the model."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
-    calm_threads()
+    set_passive_threads()
     return ModelManifest(
         model_id="tokenprune",
         simple_class_path=f"{__name__}.model.TokenPrune",

@@ -14,7 +14,7 @@ from tokenprune.errors import OptionError
 from tokenprune.methods.registry import method_class
 from tokenprune.selection.method import Method, Site
 from tokenprune.settings import Setting
-from tokenprune.settings.one_line import number
+from tokenprune.settings.one_line import parse_number
 from tokenprune.settings.saved import read_config
 
 UNPATCHED = ("none", "unpatched")
@@ -116,13 +116,15 @@ def _typed(method: str, option: str, value: Any) -> Any:
     """Return a list where the option is one: a comma would end the argument, so its entries have + between them."""
     if not isinstance(tokenprune.method_info(method).options[option], tuple):
         return value
-    return tuple(map(number, str(value).split("+")))
+    return tuple(map(parse_number, str(value).split("+")))
 
 
 def _budget(ours: dict[str, Any]) -> dict[str, Any]:
     """Return the entries `keep` and `per` of a setting, as far as they are given."""
     given = {
-        name: [number(part) for part in str(ours[name]).split("+")] if isinstance(ours[name], str) else [ours[name]]
+        name: [parse_number(part) for part in str(ours[name]).split("+")]
+        if isinstance(ours[name], str)
+        else [ours[name]]
         for name in TARGETS
         if name in ours
     }

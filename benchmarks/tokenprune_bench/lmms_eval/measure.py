@@ -21,7 +21,7 @@ from tokenprune.integrations.hf.statistics import count_bytes
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.statistics import Stats
-from tokenprune_bench.profiling.cost import unpatched
+from tokenprune_bench.profiling.cost import compute_unpatched_cost
 
 
 @dataclass
@@ -118,7 +118,7 @@ class _Watch(Attachable):
         rows, length = ids.shape
         first, kv_bytes = self._first
         visual = self._visual_tokens(ids, kwargs)
-        stats = unpatched(self.shape, rows, length, visual, kv_bytes)
+        stats = compute_unpatched_cost(self.shape, rows, length, visual, kv_bytes)
         if visual and tokenprune.is_patched(self.model):  # a patch counts only calls with images
             stats = tokenprune.stats(self.model)
         self.tally.stats += stats

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tokenprune_bench.demo_package import import_demo
 from tokenprune_bench.metrics import METRICS
-from tokenprune_bench.own_questions import demo
 
 
 def _only(kind: str) -> Callable[[Any], Any]:
@@ -34,7 +34,7 @@ def doc_to_visual(doc: dict[str, Any]) -> list[Any]:
     """Return the question's image."""
     from PIL import Image
 
-    with Image.open(demo("heldout").FOLDER / doc["picture"]) as image:
+    with Image.open(import_demo("heldout").FOLDER / doc["picture"]) as image:
         return [image.convert("RGB")]
 
 

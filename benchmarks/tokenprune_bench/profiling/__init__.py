@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times, tokens and closed forms of a model, with and without a method."""
+"""Times, token counts and closed-form costs of a model, with and without a method."""

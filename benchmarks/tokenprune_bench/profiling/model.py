@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model under test: the shipped one, or any that AutoModelForImageTextToText and AutoProcessor can load."""
+"""Models under test: the shipped models, or any that AutoModelForImageTextToText and AutoProcessor can load."""
 
 from __future__ import annotations
 
@@ -25,24 +25,31 @@ from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.models.model_config import (
     SHIPPED,
     check_source,
-    known_images,
-    sentence_tokens,
-    shipped_checkpoint,
-    shipped_folder,
+    describe_known_images,
+    get_max_answer_tokens,
+    get_shipped_checkpoint,
+    get_shipped_folder,
 )
 from tokenprune_bench.errors import DataError
-from tokenprune_bench.profiling.media import BadRow, check_sizes
+from tokenprune_bench.profiling.media import RowError, check_sizes
 
-# Models that were not trained on our questions answer in sentences unless asked not to; LLaVA's own words for it.
+# Other models answer in sentences without this request. The words are from LLaVA.
 SHORT = "\nAnswer the question using a single word or phrase."
 
 
 @dataclass
 class Model:
-    """A model with its processor, and how questions are put to it.
+    """A model with its processor, and the prompts and limits of its answers.
 
-    suffix: added to every question. heldout: folder of the held-out set of a shipped model. metric: the metric of
-    tokenprune-bench that grades its answers unless another is asked for.
+    Attributes:
+        model: The transformers model.
+        processor: Its processor.
+        name: Name for tables and messages.
+        suffix: Text added to every question.
+        max_new_tokens: Maximum length of an answer.
+        weights: Digest of the weights file of a shipped model, else None.
+        heldout: Folder of the held-out set of a shipped model.
+        metric: Default metric of the benchmark for this model.
     """
 
     model: Any
@@ -54,13 +61,15 @@ class Model:
     heldout: Path | None = None
     metric: str = "exact"
 
-    def limits(self, files: Iterable[Path] = ()) -> str:
-        """Return what has to be known of a shipped model's answers about images of others; "" of another model, and
-        where all files are of its own held-out set."""
+    def describe_limits(self, files: Iterable[Path] = ()) -> str:
+        """Return a note about a shipped model's answers on other images.
+
+        Empty for other models, and if all files are in the model's held-out set.
+        """
         files = [file.resolve() for file in files]
         if self.weights is None or (files and all(self.heldout in file.parents for file in files)):
             return ""
-        return f"{self.name} {known_images(self.name)}"
+        return f"{self.name} {describe_known_images(self.name)}"
 
     @cached_property
     def adapter(self) -> Adapter:
@@ -76,33 +85,43 @@ class Model:
         questions: Sequence[str],
         labels: Sequence[Sequence[str]] = (),
     ) -> dict[str, Any]:
-        """Return the model's arguments for a left-padded batch, one image (or list of images) and one question a
-        row. labels: for each row the text before each of its images, or none. Raises DataError for an image that the
-        model's processor refuses."""
+        """Return the model's arguments for a left-padded batch with one question per row.
+
+        Args:
+            images: One image or list of images per row.
+            questions: One question per row.
+            labels: For each row the text before each image, or an empty sequence.
+
+        Raises:
+            DataError: If the processor rejects an image.
+        """
         rows = [row if isinstance(row, (list, tuple)) else [row] for row in images]
         said = labels or [()] * len(rows)
-        return self._asked([_shown(row, texts) for row, texts in zip(rows, said, strict=True)], questions)
+        return self._process([_shown(row, texts) for row, texts in zip(rows, said, strict=True)], questions)
 
     def prompt(self, images: Sequence[Any], question: str, labels: Sequence[str] = ()) -> str:
-        """Return the text of a prompt, with what stands for its images, as the processor takes it."""
+        """Return the text of a prompt with image placeholders, as the processor takes it."""
         content = [*_shown(images, labels), {"type": "text", "text": question + self.suffix}]
         chat = [{"role": "user", "content": content}]
         return self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
 
     def video_inputs(self, frames: Sequence[Image.Image], question: str) -> dict[str, Any]:
-        """Return the model's arguments for one question about a video; all frames are taken. Raises DataError for
-        frames of several sizes, and for what the model's processor refuses."""
+        """Return the model's arguments for one question about a video. All frames are used.
+
+        Raises:
+            DataError: If the frames differ in size, or the processor rejects them.
+        """
         try:
             check_sizes(frames)
-        except BadRow as error:
-            raise DataError(f"{question!r} is about a video, and {error}") from error
+        except RowError as error:
+            raise DataError(f"Cannot use the video of {question!r}: {error}.") from error
         video = np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
-        return self._asked([[{"type": "video", "video": video}]], [question], do_sample_frames=False)
+        return self._process([[{"type": "video", "video": video}]], [question], do_sample_frames=False)
 
-    def _asked(self, seen: list[list[dict[str, Any]]], questions: Sequence[str], **settings: Any) -> dict[str, Any]:
+    def _process(self, media: list[list[dict[str, Any]]], questions: Sequence[str], **settings: Any) -> dict[str, Any]:
         contents = [
             [*row, {"type": "text", "text": question + self.suffix}]
-            for row, question in zip(seen, questions, strict=True)
+            for row, question in zip(media, questions, strict=True)
         ]
         try:
             inputs = self.processor.apply_chat_template(
@@ -113,13 +132,13 @@ class Model:
                 processor_kwargs={"padding": True, "return_tensors": "pt", **settings},
             )
         except TokenPruneError:
-            raise  # of a method that acts on pixels
+            raise  # raised by a method on pixels
         except ValueError as error:
             if len(questions) > 1:
-                for row, question in zip(seen, questions, strict=True):
-                    self._asked([row], [question], **settings)  # raises for the one that is wrong
-            asked = "; ".join(map(repr, questions))
-            raise DataError(f"the processor of {self.name} takes no image of {asked}: {error}") from error
+                for row, question in zip(media, questions, strict=True):
+                    self._process([row], [question], **settings)  # raises for the invalid row
+            texts = "; ".join(map(repr, questions))
+            raise DataError(f"The processor of {self.name} rejects the image of {texts}: {error}") from error
         dtype = self.model.dtype
         return {
             name: value.to(self.model.device, dtype if value.is_floating_point() else None)
@@ -128,18 +147,18 @@ class Model:
         }
 
     def generate(self, inputs: dict[str, Any], **options: Any) -> list[str]:
-        """Return the greedy answers, one a row, without special tokens."""
+        """Return the greedy answer of each row without special tokens."""
         options = {"max_new_tokens": self.max_new_tokens} | options
         output = self.model.generate(**inputs, do_sample=False, num_beams=1, **options)
         answers = self.processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return [answer.strip() for answer in answers]
 
     def visual_tokens(self, inputs: dict[str, Any]) -> int:
-        """Return how many visual tokens a batch hands to the decoder."""
+        """Return the number of visual tokens that enter the decoder."""
         return sum(int(mask.sum()) for mask in self.adapter.visual_mask(inputs).values())
 
     def environment(self) -> dict[str, Any]:
-        """Return what a reader needs to know about the run, as plain values; no path of this machine."""
+        """Describe model, machine and versions as plain values, without local paths."""
         device = self.model.device
         text_config: Any = self.adapter.text_config
         return {
@@ -155,27 +174,36 @@ class Model:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "tokenprune": sys.modules["tokenprune"].__version__,  # an import of it would close a circle
+            "tokenprune": sys.modules["tokenprune"].__version__,  # importing tokenprune would be circular
         }
 
 
 def demo_model(name: str = "demo_vlm", *, device: str | None = None) -> tuple[Any, Any]:
-    """Return (model, processor) of a model of tokenprune-demo, ready for `patch`; nothing is downloaded.
+    """Return (model, processor) of a model of tokenprune-demo, ready for `patch`. Nothing is downloaded.
 
-    name: "demo_vlm", a LLaVA of 4.5 M parameters, or "demo_qwen", a Qwen2.5-VL of 4.8 M, which answer questions about
-    drawn scenes in a word; "demo_video", trained on from demo_qwen, answers those about drawn videos; "demo_smol", a
-    LLaVA around the pretrained SmolLM2-135M, answers in a sentence and needs another package.
-    device: where torch shall put it; default: a CUDA device if there is one.
-    Raises OptionError for another name, MissingPackageError where tokenprune-demo is not installed.
+    Args:
+        name: "demo_vlm", a LLaVA with 4.5 M parameters, or "demo_qwen", a Qwen2.5-VL with 4.8 M; both answer questions
+            about drawn scenes in one word. "demo_video" is demo_qwen trained further on drawn videos. "demo_smol" is a
+            LLaVA with the pretrained decoder SmolLM2-135M; it answers in a sentence and needs another package.
+        device: Torch device. None selects a CUDA device if there is one.
+
+    Raises:
+        OptionError: If the name is not known.
+        MissingPackageError: If tokenprune-demo is not installed.
+
+    Example:
+        >>> model, processor = tokenprune.demo_model("demo_vlm", device="cpu")
+        >>> model.config.model_type
+        'llava'
     """
     if name not in SHIPPED:
-        raise OptionError(f"no model {name!r} ships with tokenprune-demo: take one of {', '.join(SHIPPED)}")
-    subject = load(name, device=device)
+        raise OptionError(f"{name!r} is not a model of tokenprune-demo. Use one of {', '.join(SHIPPED)}.")
+    subject = load_model(name, device=device)
     return subject.model, subject.processor
 
 
 def _shown(images: Sequence[Any], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return images as parts of a chat, each after its label where there are labels."""
+    """Return images as chat parts, each after its label if there are labels."""
     parts = [{"type": "image", "image": image} for image in images]
     if not labels:
         return parts
@@ -183,26 +211,38 @@ def _shown(images: Sequence[Any], labels: Sequence[str]) -> list[dict[str, Any]]
     return [part for pair in zip(texts, parts, strict=True) for part in pair]
 
 
-def load(
+def load_model(
     model: str | None = None, *, device: str | None = None, dtype: str = "auto", suffix: str | None = None
 ) -> Model:
-    """Load a shipped model ("demo_vlm", the default, or another of `SHIPPED`), or a local directory or hub id.
+    """Load a shipped model, or a model from a local directory or hub id.
 
-    device: where torch shall put it; default: a CUDA device if there is one. dtype: "auto" or the name of a dtype.
-    suffix: text added to every question; default: nothing for the shipped models, `SHORT` for others.
-    Raises TokenPruneError where the model cannot be loaded, UnsupportedModelError where it cannot be patched.
+    Args:
+        model: Name of a shipped model (see `SHIPPED`), directory or hub id. None selects "demo_vlm".
+        device: Torch device. None selects a CUDA device if there is one.
+        dtype: "auto" or the name of a torch dtype.
+        suffix: Text added to every question. None selects no text for shipped models and `SHORT` for others.
+
+    Raises:
+        TokenPruneError: If the model cannot be loaded.
+        UnsupportedModelError: If the model cannot be patched.
+
+    Example:
+        >>> subject = load_model("demo_vlm", device="cpu")
+        >>> inputs = subject.inputs([image], ["what color is the star?"])
+        >>> subject.visual_tokens(inputs)
+        256
     """
     name = model or SHIPPED[0]
-    shipped = shipped_checkpoint(name)
+    shipped = get_shipped_checkpoint(name)
     source = str(model if shipped is None else shipped)
     if shipped is not None and not (shipped / "model.safetensors").is_file():
-        raise TokenPruneError("this installation lacks the shipped model; name another one with --model")
+        raise TokenPruneError("The shipped model is not installed. Name another model with --model.")
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise TokenPruneError(f"{dtype!r} is no torch dtype: use auto, float32, bfloat16 or float16")
+        raise TokenPruneError(f"{dtype!r} is not a torch dtype. Use auto, float32, bfloat16 or float16.")
     check_source(source)
     try:
-        number = dtype if dtype == "auto" else getattr(torch, dtype)
-        loaded = AutoModelForImageTextToText.from_pretrained(source, dtype=number)
+        torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+        loaded = AutoModelForImageTextToText.from_pretrained(source, dtype=torch_dtype)
         processor = AutoProcessor.from_pretrained(source)
     except (OSError, ValueError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -210,22 +250,22 @@ def load(
             reason = "its processor needs torchvision: pip install torchvision"
         raise TokenPruneError(f"cannot load {model or 'the shipped model'}: {reason}") from error
     if getattr(processor, "chat_template", None) is None:
-        raise TokenPruneError(f"the processor of {model} has no chat template, so questions cannot be put to it")
+        raise TokenPruneError(f"The processor of {model} lacks a chat template, which the benchmark needs.")
     processor.tokenizer.padding_side = "left"
     try:
         loaded = loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
     except (RuntimeError, AssertionError) as error:
         raise TokenPruneError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
     if shipped is not None:
-        # Of the file that ships: a checkpoint put together from it differs between processors in its last bits.
-        (file,) = (shipped_folder(name) or shipped).glob("*.safetensors")
+        # Hash the shipped file: a checkpoint built from it differs between CPUs in the last bits.
+        (file,) = (get_shipped_folder(name) or shipped).glob("*.safetensors")
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        heldout = require("tokenprune_demo.heldout", "held-out questions").heldout_of(name)
+        heldout = require("tokenprune_demo.heldout", "held-out questions").get_heldout_folder(name)
         subject = Model(loaded, processor, f"{name} (shipped)", suffix or "", weights=digest, heldout=heldout)
-        if (longest := sentence_tokens(name)) is not None:
+        if (longest := get_max_answer_tokens(name)) is not None:
             subject.max_new_tokens, subject.metric = longest, "ending"
     else:
         title = Path(source).resolve().name if Path(source).is_dir() else source
         subject = Model(loaded, processor, title, SHORT if suffix is None else suffix, max_new_tokens=16)
-    _ = subject.adapter  # an unsupported model is said here, before any work
+    _ = subject.adapter  # raises early for unsupported models
     return subject

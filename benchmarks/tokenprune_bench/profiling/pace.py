@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The remaining time of a run, estimated from its pace so far."""
+"""Remaining time of a run, estimated from its pace."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Pace:
-    """The pace of a run, over all of it: batches may take minutes each. clock: seconds, of any start."""
+    """Average pace of a run since the first call.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
 
     clock: Callable[[], float] = time.monotonic
     _start: tuple[float, int] | None = field(default=None, init=False)
 
-    def left(self, done: int, total: int) -> str:
-        """Return the time left, as in "about 3 min left"; "" before anything was done, and at the end.
+    def format_remaining(self, done: int, total: int) -> str:
+        """Format the remaining time, as in "about 3 min left". Empty before the first progress and at the end.
 
-        What was there at the first call, such as answers of an earlier run, took no time.
+        Items that are done at the first call, such as stored answers, do not count for the pace.
         """
         now = self.clock()
         if self._start is None or done < self._start[1]:

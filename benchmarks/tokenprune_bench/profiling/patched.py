@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loaded model patched for a while, by a setting that a table can name."""
+"""Contexts in which a loaded model is patched with a setting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenprune.settings import Setting
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.two_pass import ESCALATE
 
-UNPATCHED = "unpatched"  # stands for a method in tables and records
+UNPATCHED = "unpatched"  # method name of the unpatched model in tables and records
 
 
 def patched(
@@ -24,7 +24,7 @@ def patched(
     record: bool = False,
     **options: Any,
 ) -> AbstractContextManager[Any]:
-    """Return `patched_by` for a method by its name, with its options; `UNPATCHED` leaves the model as it is."""
+    """Return a context that patches the model with a method given by name. `UNPATCHED` leaves the model unchanged."""
     setting = None if name == UNPATCHED else Setting.from_json({"method": name, "keep": keep} | options)
     return patched_by(subject, setting, videos, record)
 
@@ -32,33 +32,35 @@ def patched(
 def patched_by(
     subject: Model, setting: Setting | None, videos: bool = False, record: bool = False
 ) -> AbstractContextManager[Any]:
-    """Return a context in which the subject's model is patched; methods that act on pixels get its processor.
+    """Return a context that patches the model with a setting. Methods on pixels get the model's processor.
 
-    setting: None for the unpatched model. videos: whether the model sees videos.
+    Args:
+        subject: The model.
+        setting: The setting, or None for the unpatched model.
+        videos: Whether the model sees videos.
+        record: Whether to record the cuts.
     """
     if setting is None:
         return nullcontext()
     more: dict[str, Any] = {"record": record}
-    for method in methods_in(setting):
+    for method in get_methods(setting):
         if not videos and (method.site is Site.ATTENTION or "frames" in method.needs):
-            raise UnsupportedSetupError(
-                f"{method.name} acts on videos, and here the model sees images only: it would leave them as they are"
-            )
+            raise UnsupportedSetupError(f"{method.name} works on videos, but the model sees images only here.")
         if method.site is Site.PRE_ENCODER:
             more["processor"] = subject.processor
     return api.patched(subject.model, config=setting, guard="off", **more)
 
 
-def methods_in(setting: Setting | None) -> list[Method]:
-    """Return the methods of a setting, in their order."""
-    return [] if setting is None or escalates(setting) else setting.methods
+def get_methods(setting: Setting | None) -> list[Method]:
+    """Return the methods of a setting in order, empty for the unpatched model and for escalation."""
+    return [] if setting is None or is_escalation(setting) else setting.methods
 
 
-def escalating(keep: float | int) -> Setting:
-    """Return the setting that asks twice; it is for benchmarks, and no patch."""
+def build_escalation(keep: float | int) -> Setting:
+    """Return the setting for two passes. It is for benchmarks only; `patch` does not accept it."""
     return Setting((ESCALATE,), ({},), keep)
 
 
-def escalates(setting: Setting | None) -> bool:
-    """Return True for a setting that asks twice (`tokenprune_bench.two_pass.escalate`), which is no patch."""
+def is_escalation(setting: Setting | None) -> bool:
+    """Return True for the setting for two passes (`tokenprune_bench.two_pass.escalate`)."""
     return setting is not None and setting.name == ESCALATE

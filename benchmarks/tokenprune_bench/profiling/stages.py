@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of one call that a profile times."""
+"""Stages of a call in a profile."""
 
 from __future__ import annotations
 
-# In the order in which they follow each other; all but the last make up the time to the first token.
+# In order of execution. All but the last make up the time to the first token.
 STAGES = {
     "processor": "processor",
     "tower": "vision tower and projector",

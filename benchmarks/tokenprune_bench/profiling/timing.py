@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to first token and time per token, patched against unpatched, in one process and on the same question.
 
-Runs of the two take turns, so that a machine that slows down slows both, and the ratio is taken run by run. What is
-timed is `generate` from pixels to tokens: the vision tower, prefill and decoding, but not the processor.
+Runs of both models alternate, so a slow phase of the machine affects both, and ratios are taken per pair of runs. The
+timed call is `generate`: vision tower, prefill and decoding, without the processor.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from transformers.generation.streamers import BaseStreamer
 
-from tokenprune_bench.profiling.machine_load import machine_load
+from tokenprune_bench.profiling.machine_load import get_machine_load
 from tokenprune_bench.profiling.model import Model
 
-NEW_TOKENS = 9  # the first one, and eight of which the median is taken
+NEW_TOKENS = 9  # the first token, and eight tokens for the median
 
 
 class _Clock(BaseStreamer):
-    """Notes when `generate` hands over each token."""
+    """Record the time of each token of `generate`."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -36,23 +36,23 @@ class _Clock(BaseStreamer):
 
 
 def run_once(subject: Model, inputs: dict[str, Any], new_tokens: int = NEW_TOKENS) -> tuple[float, float]:
-    """Return the time to the first token and the median time of a further one, both in milliseconds."""
+    """Return the time to first token and the median time of a further token, in milliseconds."""
     clock = _Clock()
     begin = time.perf_counter()
     subject.generate(inputs, streamer=clock, max_new_tokens=new_tokens, min_new_tokens=new_tokens)
-    # The first entry is the prompt, which `generate` hands over before the model runs.
+    # The first entry is the prompt, which `generate` streams before the model runs.
     first, *rest = clock.times[1:]
     steps = [1000 * (b - a) for a, b in zip([first, *rest], rest, strict=False)]
     return 1000 * (first - begin), statistics.median(steps)
 
 
-def quantiles(values: Sequence[float]) -> dict[str, float]:
+def compute_quantiles(values: Sequence[float]) -> dict[str, float]:
     """Return p20, p50 and p80, interpolated between the values."""
-    found = np.quantile(values, (0.2, 0.5, 0.8)).round(4).tolist()
-    return dict(zip(("p20", "p50", "p80"), found, strict=True))
+    values_at = np.quantile(values, (0.2, 0.5, 0.8)).round(4).tolist()
+    return dict(zip(("p20", "p50", "p80"), values_at, strict=True))
 
 
-def compare(
+def compare_times(
     subject: Model,
     patched: Callable[[], AbstractContextManager[Any]],
     ask: Callable[[], dict[str, Any]],
@@ -60,14 +60,20 @@ def compare(
     new_tokens: int = NEW_TOKENS,
     processor: bool = False,
 ) -> dict[str, Any]:
-    """Time an unpatched and a patched model in turns.
+    """Time an unpatched and a patched model in alternation.
 
-    patched: makes a context in which the subject's model is patched. ask: makes the model's arguments of one batch.
-    new_tokens: at least 2, the first and those of which the median is taken. processor: whether the time to the first
-    token begins with the image, and not with the model's arguments.
-    Returns quantiles over `repeats` runs each (after one that does not count): ttft_ms and token_ms, the same of the
-    unpatched model, and their ratios, patched / unpatched, each from two runs that follow each other; load: of the
-    machine, over the last minute.
+    Args:
+        subject: The model.
+        patched: Opens a context that patches the model.
+        ask: Builds the model arguments of one batch.
+        repeats: Timed runs of each model, after one warm-up run.
+        new_tokens: Number of generated tokens, at least 2.
+        processor: Whether the time to first token includes the processor.
+
+    Returns:
+        Quantiles of `ttft_ms` and `token_ms`, of the same for the unpatched model (`ttft_ms_unpatched`,
+        `token_ms_unpatched`), and of the ratios patched / unpatched of consecutive runs (`ttft_ratio`, `token_ratio`).
+        `load` is the load average of the machine over the last minute.
     """
     full = ask()
     with patched():
@@ -86,48 +92,62 @@ def compare(
         with patched():
             return run(small)
 
-    return in_turns(lambda: run(full), run_patched, repeats, len(full["input_ids"]), new_tokens)
+    return time_in_turns(lambda: run(full), run_patched, repeats, len(full["input_ids"]), new_tokens)
 
 
 def compare_batches(
     unpatched: Callable[[], Any], patched: Callable[[], Any], repeats: int, rows: int
 ) -> dict[str, Any]:
-    """Time two ways to answer the same `rows` questions, in turns. Returns quantiles over `repeats` runs each (after
-    one that does not count): batch_ms, batch_ms_unpatched, and batch_ratio, patched / unpatched; batch_rows."""
+    """Time two ways to answer the same `rows` questions in alternation.
+
+    Returns:
+        Quantiles of `batch_ms`, `batch_ms_unpatched` and `batch_ratio` (patched / unpatched) over `repeats` runs after
+        one warm-up run, and `batch_rows`.
+    """
 
     def timed(run: Callable[[], Any]) -> Callable[[], tuple[float, float]]:
         def once() -> tuple[float, float]:
             begin = time.perf_counter()
             run()
-            return 1000 * (time.perf_counter() - begin), 1.0  # a step is not measured
+            return 1000 * (time.perf_counter() - begin), 1.0  # steps are not measured
 
         return once
 
-    found = in_turns(timed(unpatched), timed(patched), repeats, rows)
-    times = {name.replace("ttft", "batch"): value for name, value in found.items() if name.startswith("ttft")}
+    timing = time_in_turns(timed(unpatched), timed(patched), repeats, rows)
+    times = {name.replace("ttft", "batch"): value for name, value in timing.items() if name.startswith("ttft")}
     return times | {"batch_rows": rows}
 
 
-def in_turns(
+def time_in_turns(
     unpatched: Callable[[], tuple[float, float]],
     patched: Callable[[], tuple[float, float]],
     repeats: int,
     rows: int = 1,
     new_tokens: int = NEW_TOKENS,
 ) -> dict[str, Any]:
-    """Call the two in turns, each of which returns the milliseconds to a first token and of a further one; returns what
-    `compare` does. rows: questions that each asks. new_tokens: that each makes."""
+    """Call two functions in alternation. Each returns the milliseconds to a first token and of a further token.
+
+    Args:
+        unpatched: Runs the unpatched model.
+        patched: Runs the patched model.
+        repeats: Timed runs of each function, after one warm-up run.
+        rows: Number of questions per call.
+        new_tokens: Number of generated tokens per call.
+
+    Returns:
+        As `compare_times`.
+    """
     runs: dict[str, list[tuple[float, float]]] = {"unpatched": [], "patched": []}
     for repeat in range(repeats + 1):
-        # Who goes first changes from run to run: the second one finds warmer caches.
+        # The first function alternates, because the second finds warmer caches.
         for which in ("unpatched", "patched") if repeat % 2 else ("patched", "unpatched"):
             result = patched() if which == "patched" else unpatched()
             if repeat:
                 runs[which].append(result)
-    # Other work on the machine shows in the load: a reader can tell which times to trust.
-    timing: dict[str, Any] = {"repeats": repeats, "rows": rows, "new_tokens": new_tokens, "load": machine_load()}
+    # The load shows whether other processes disturbed the times.
+    timing: dict[str, Any] = {"repeats": repeats, "rows": rows, "new_tokens": new_tokens, "load": get_machine_load()}
     for index, name in enumerate(("ttft", "token")):
         ours, theirs = ([run[index] for run in runs[which]] for which in ("patched", "unpatched"))
-        timing[f"{name}_ms"], timing[f"{name}_ms_unpatched"] = quantiles(ours), quantiles(theirs)
-        timing[f"{name}_ratio"] = quantiles([a / b for a, b in zip(ours, theirs, strict=True)])
+        timing[f"{name}_ms"], timing[f"{name}_ms_unpatched"] = compute_quantiles(ours), compute_quantiles(theirs)
+        timing[f"{name}_ratio"] = compute_quantiles([a / b for a, b in zip(ours, theirs, strict=True)])
     return timing

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A starting point for a model and its use, from a table of advice and of evidence."""
+"""Starting point for a model and a task, from a table of advice and its evidence."""

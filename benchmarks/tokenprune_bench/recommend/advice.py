@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of advice (advice.toml): what to start from, by situation, and the evidence for it.
+"""Table of advice (advice.toml): a setting to start from for each situation, with evidence.
 
-Evidence (evidence.json, which dev/evidence.py makes of the papers and of benchmarks/results) is shown where
-it is of the same kind of questions at the advised keep, one step either way (from half to twice as many tokens);
-everything else of the method stands under "elsewhere".
+Evidence (evidence.json, written by dev/evidence.py from the papers and benchmarks/results) is shown first if it has the
+same kind of questions and a keep within a factor of `STEP`. Other evidence for the method is shown under "elsewhere".
 
-It is **strong** where all of these hold, and weak otherwise:
+Evidence is **strong** if all of these hold, else weak:
 
-- at least 500 questions, about photographs or scans and not about drawn images (published benchmarks have thousands);
-- a decoder of a third to three times the size of yours;
-- more than luck: of our runs the paired 95 % interval of what the method answers beyond dropping at random lies above
-  0; of published numbers, which come without answers, a second paper prints nearly the same (within 2 points of
-  accuracy, 15 % of a time), neither of them the method's own; of our times p20 to p80 lies on one side of the
-  unpatched.
+- At least 500 questions, about photographs or scans instead of drawn images (published benchmarks have thousands).
+- A decoder of a third to three times the size of the user's decoder.
+- Significance. For our runs: the paired 95 % interval of the gain over random dropping is above 0. For published
+  numbers: a second paper has nearly the same result (within 2 points of accuracy or 15 % of a time), and neither paper
+  is the method's own. For our times: p20 and p80 are on the same side of the unpatched time.
 """
 
 from __future__ import annotations
@@ -29,16 +27,20 @@ if TYPE_CHECKING:
 
 ASSETS = Path(__file__).parent
 QUESTIONS, STEP, SIZE = 500, 2.0, 3.0
-REFERENCE = 7e9  # parameters: the size of "yours" where no model is given, as on pages
+REFERENCE = 7e9  # decoder parameters to grade for without a model, as on pages
 NONE = "no evidence: `tune` on your questions"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A piece of evidence for a setting, or against it.
+    """A piece of evidence for or against a setting.
 
-    kind: "published", "measured by us" or "closed form". figure: the number, in words. source: where it stands. about:
-    "accuracy" or "time". grade: "strong", "weak", or "" for a closed form.
+    Attributes:
+        kind: "published", "measured by us" or "closed form".
+        figure: The result as text.
+        source: Where the result was published or stored.
+        about: "accuracy" or "time".
+        grade: "strong", "weak", or "" for a closed form.
     """
 
     kind: str
@@ -55,10 +57,19 @@ class Evidence:
 class Advice:
     """A row of the table.
 
-    title: what the reader has. method, keep: for `patch`. guard: the kind of question for which guard="auto" goes with
-    them, "" for none. reason: one, which reason_page shows. questions: the kinds of evidence that speak for it.
-    instead: the row for families where the method cannot act. note: what stands beside it. tokens, frames: of a prompt
-    of this kind.
+    Attributes:
+        situation: Key of the row.
+        title: The user's situation.
+        method: Method for `patch`.
+        keep: Keep for `patch`.
+        reason: The main reason.
+        reason_page: Page that supports the reason.
+        questions: Kinds of evidence that apply.
+        guard: Kind of question that needs guard="auto", "" for none.
+        instead: Row for families that do not support the method.
+        note: Additional note.
+        tokens: Visual tokens of a typical prompt.
+        frames: Frames of a typical prompt.
     """
 
     situation: str
@@ -76,12 +87,12 @@ class Advice:
 
     @property
     def more(self) -> str:
-        """The rest of what `patch` takes, as Python."""
+        """Remaining arguments of `patch`, as Python."""
         return 'guard="auto", processor=processor' if self.guard else ""
 
     @property
     def served_keep(self) -> float:
-        """The keep where there is no guard: at least what was measured to be enough for all prompts."""
+        """Keep for servers, which have no guard. It is at least the measured floor of the guarded questions."""
         from tokenprune.integrations.hf.guard.floors import shipped
 
         return max(self.keep, shipped().of(self.method, self.guard)) if self.guard else self.keep
@@ -89,45 +100,51 @@ class Advice:
     @property
     def setting(self) -> Setting:
         """The method at its keep."""
-        from tokenprune.settings import Setting  # it imports torch, and the command's help reads this table
+        from tokenprune.settings import Setting  # imports torch, which the command's help does not need
 
         return Setting.from_json({"method": self.method, "keep": self.keep})
 
     def evidence(self, size: float = REFERENCE) -> tuple[list[Evidence], list[Evidence]]:
-        """Return the evidence at this keep and kind of questions, and that from elsewhere; the nearest keep first.
+        """Return the evidence at this keep and kind of question, and other evidence, each with the nearest keep first.
 
-        size: parameters of the decoder that it is graded for.
+        Args:
+            size: Number of decoder parameters to grade for.
         """
-        own = sorted((one for one in _entries() if one["method"] == self.method), key=self._distance)
-        near = [one for one in own if self._is_near(one)]
-        # Of one source the nearest keep says it; what it says of the next keep stands elsewhere.
-        first = list({(one["source"], one["about"]): one for one in reversed(near)}.values())[::-1]
-        rest = [one for one in own if one not in first]
-        return [_evidence(one, size) for one in first], [_evidence(one, size) for one in rest]
+        entries = sorted((entry for entry in _entries() if entry["method"] == self.method), key=self._distance)
+        nearby = [entry for entry in entries if self._is_near(entry)]
+        # For each source only the nearest keep counts. Its other keeps go to "elsewhere".
+        first = list({(entry["source"], entry["about"]): entry for entry in reversed(nearby)}.values())[::-1]
+        rest = [entry for entry in entries if entry not in first]
+        return [_evidence(entry, size) for entry in first], [_evidence(entry, size) for entry in rest]
 
-    def _is_near(self, one: dict[str, Any]) -> bool:
-        at_keep = one["keep"] is None or self._distance(one)[1] <= STEP
-        return at_keep and (one["questions"] is None or one["questions"] in self.questions)
+    def _is_near(self, entry: dict[str, Any]) -> bool:
+        at_keep = entry["keep"] is None or self._distance(entry)[1] <= STEP
+        return at_keep and (entry["questions"] is None or entry["questions"] in self.questions)
 
-    def _distance(self, one: dict[str, Any]) -> tuple[bool, float]:
-        """Order evidence: the same questions first, then by the keep, as a ratio."""
-        ratio = 1.0 if one["keep"] is None else one["keep"] / self.keep
-        return one["questions"] not in (*self.questions, None), max(ratio, 1 / ratio)
-
-
-def grade(one: dict[str, Any], size: float) -> str:
-    """Return "strong" or "weak" for an entry of the file, by the rule above."""
-    enough = one["photographs"] and (one["asked"] is None or one["asked"] >= QUESTIONS)
-    alike = one["size"] is not None and max(one["size"] / size, size / one["size"]) <= SIZE
-    return "strong" if enough and alike and one["sure"] else "weak"
+    def _distance(self, entry: dict[str, Any]) -> tuple[bool, float]:
+        """Sort key: the same questions first, then the ratio of the keeps."""
+        ratio = 1.0 if entry["keep"] is None else entry["keep"] / self.keep
+        return entry["questions"] not in (*self.questions, None), max(ratio, 1 / ratio)
 
 
-def _evidence(one: dict[str, Any], size: float) -> Evidence:
-    return Evidence(one["kind"], one["figure"], one["source"], one["about"], grade(one, size))
+def grade_entry(entry: dict[str, Any], size: float) -> str:
+    """Grade an entry of evidence.json as "strong" or "weak" (see the module docstring).
+
+    Args:
+        entry: The entry.
+        size: Number of decoder parameters of the user's model.
+    """
+    enough = entry["photographs"] and (entry["asked"] is None or entry["asked"] >= QUESTIONS)
+    is_similar_size = entry["size"] is not None and max(entry["size"] / size, size / entry["size"]) <= SIZE
+    return "strong" if enough and is_similar_size and entry["sure"] else "weak"
+
+
+def _evidence(entry: dict[str, Any], size: float) -> Evidence:
+    return Evidence(entry["kind"], entry["figure"], entry["source"], entry["about"], grade_entry(entry, size))
 
 
 @cache
-def advice() -> dict[str, Advice]:
+def load_advice() -> dict[str, Advice]:
     """Return the rows of the table by situation."""
     rows = tomllib.loads((ASSETS / "advice.toml").read_text(encoding="utf-8"))
     return {name: Advice(name, **row | {"questions": tuple(row["questions"])}) for name, row in rows.items()}
@@ -138,4 +155,4 @@ def _entries() -> list[dict[str, Any]]:
     return json.loads((ASSETS / "evidence.json").read_text(encoding="utf-8"))["evidence"]
 
 
-__all__ = ["NONE", "Advice", "Evidence", "advice", "grade"]
+__all__ = ["NONE", "Advice", "Evidence", "grade_entry", "load_advice"]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting to start from, for a model and a situation: a row of the table of advice (advice.py), graded for
-the model's size, with closed forms of the model's cost."""
+"""Recommend a setting for a model and a task: a row of the table of advice (advice.py), graded for the model's size."""
 
 from __future__ import annotations
 
@@ -13,29 +12,39 @@ from typing import Any
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
 from tokenprune.integrations.shared import checks
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, family_of
+from tokenprune.models.families import REFUSED, SERVED, SUPPORTED, get_family
 from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.models.model_config import SHIPPED, read_model_config
 from tokenprune.selection.method import Site
 from tokenprune.selection.observable import Backend
 from tokenprune.settings.cost import CostModel, Load
-from tokenprune_bench.recommend.advice import NONE, Advice, Evidence, advice
+from tokenprune_bench.recommend.advice import NONE, Advice, Evidence, load_advice
 
-TASKS = tuple(advice())
-_MUCH = 0.25  # share of a prefill's FLOPs from which on a note tells of the tower
-_ELSEWHERE = 2  # pieces of evidence from elsewhere that are shown
-_CANDIDATES = 3  # methods that the last line names for `tune`
+TASKS = tuple(load_advice())
+_LARGE_TOWER = 0.25  # tower share of the prefill FLOPs that triggers a note
+_ELSEWHERE = 2  # shown pieces of evidence from elsewhere
+_CANDIDATES = 3  # methods to suggest for `tune`
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A setting to start from; `print` shows it on one screen.
+    """A setting to start from. `print` shows it on one screen.
 
-    setting: as `patch(config=...)` takes it; guard: "auto" where the evidence needs it beside; served_keep: what a vLLM
-    server, which has no guard, keeps in its place. evidence: what speaks for it at its keep and task, and against;
-    elsewhere: what is known of the method at other keeps and tasks. notes: what is not known, and what the model's
-    shape says. smaller: what a smaller image of as many tokens does instead. candidates: methods to give to `tune`.
-    served: whether vLLM can serve it; why_not: the reason where it cannot.
+    Attributes:
+        model: Name of the model.
+        family: Model type.
+        task: The requested task.
+        setting: Setting for `patch(config=...)`.
+        reason: The main reason.
+        evidence: Evidence at this keep and task.
+        elsewhere: Evidence at other keeps and tasks.
+        notes: Limits of the evidence, and notes on the shape of the model.
+        candidates: Methods to pass to `tune`.
+        guard: "auto" if the evidence requires the guard.
+        served_keep: Keep for a vLLM server, which has no guard.
+        smaller: Comparison with a smaller image of equal tokens.
+        served: Whether vLLM can serve the setting.
+        why_not: Reason if vLLM cannot serve it.
     """
 
     model: str
@@ -59,7 +68,7 @@ class Recommendation:
 
     @property
     def more(self) -> str:
-        """The rest of what `patch` takes, as Python."""
+        """Remaining arguments of `patch`, as Python."""
         return f'guard="{self.guard}", processor=processor' if self.guard else ""
 
     @property
@@ -70,12 +79,12 @@ class Recommendation:
 
     @property
     def config(self) -> str:
-        """The same as the content of a tokenprune.json."""
+        """The setting as content of a tokenprune.json."""
         return json.dumps(self.setting | ({"guard": self.guard} if self.guard else {}))
 
     @property
     def vllm(self) -> str | None:
-        """The flag for `vllm serve`; None where vLLM cannot serve it."""
+        """Flag for `vllm serve`, or None if vLLM cannot serve the setting."""
         if not self.served:
             return None
         setting = self.setting | ({} if self.served_keep is None else {"keep": self.served_keep})
@@ -90,46 +99,54 @@ class Recommendation:
             f"  vLLM    {self.vllm or f'not served: {self.why_not}'}",
             f"  config  {self.config}",
             "",
-            *(f"- {one}" for one in (*self.evidence, *filter(None, [self.smaller]), *self.notes)),
+            *(f"- {line}" for line in (*self.evidence, *filter(None, [self.smaller]), *self.notes)),
         ]
         if self.elsewhere:
             lines += ["", "Elsewhere (other keeps or other questions):"]
-            lines += [f"- {one}" for one in self.elsewhere[:_ELSEWHERE]]
+            lines += [f"- {line}" for line in self.elsewhere[:_ELSEWHERE]]
             if (rest := len(self.elsewhere) - _ELSEWHERE) > 0:
                 lines.append(f"- {rest} more: tokenprune.recommend(...).elsewhere")
         names = ",".join(self.candidates)
-        lines += ["", f"It is a start, not a promise: tokenprune tune --data YOUR_QUESTIONS --methods {names}"]
+        lines += ["", f"This is a starting point. To test it: tokenprune tune --data YOUR_QUESTIONS --methods {names}"]
         return "\n".join(lines)
 
 
 def recommend(model: Any, *, task: str = "general") -> Recommendation:
-    """Return a setting to start from, with its evidence: the row of the table of advice for this task.
+    """Return a setting to start from, with its evidence.
 
-    model: a model, its config, or its path or name, on disk or in the hub's cache; no weights are read. task: a
-    situation of the table in docs/start/choose.md: "general" (photographs), "signs" (text in photographs),
-    "documents" (rendered pages), "grounding" (where things are), "counting", "video", "long-video", "long-prompts",
-    "server" (vLLM), "follow-up" (questions), "no-attention" (weights) or "tower" (a slow vision tower).
+    The evidence is graded for the size of the model's decoder. If the family does not support the method of the task,
+    the fallback row of the table is used, with a note.
 
-    Evidence is graded for the size of the model's decoder. Where the method of a row cannot act in the model's family,
-    the row that this one names instead is taken, and a note says so.
+    Args:
+        model: A model, its config, or its path or name, on disk or in the hub's cache. No weights are read.
+        task: "general" (photographs), "signs" (text in photographs), "documents" (rendered pages), "grounding"
+            (positions of objects), "counting", "video", "long-video", "long-prompts", "server" (vLLM), "follow-up"
+            (questions), "no-attention" (weights) or "tower" (a slow vision tower). See docs/start/choose.md.
 
-    Raises OptionError for a task that is none, TokenPruneError for a config that cannot be read, UnsupportedModelError
-    for a family that is refused.
+    Raises:
+        OptionError: If the task is not known.
+        TokenPruneError: If the config cannot be read.
+        UnsupportedModelError: If the family is refused.
+
+    Example:
+        >>> advice = tokenprune.recommend(model, task="documents")
+        >>> advice.family
+        'llava'
     """
     if task not in TASKS:
-        raise OptionError(f"task {task!r} is none of {', '.join(TASKS)}")
+        raise OptionError(f"task {task!r} is not known. Use one of {', '.join(TASKS)}.")
     name, config = _config_of(model)
     family = config.model_type
     notes = _notes(family)
-    row = advice()[task]
+    row = load_advice()[task]
     while not _may_act(row, family):
-        notes.append(f"{row.method} cannot act in {family!r}: this is the row {row.instead!r}.")
-        row = advice()[row.instead]
+        notes.append(f"{row.method} does not support {family!r}. The row {row.instead!r} is used instead.")
+        row = load_advice()[row.instead]
     cost, load = _cost(config, row)
-    near, elsewhere = row.evidence(cost.decoder.weights)
-    if not any(one.about == "accuracy" for one in near):
+    evidence, elsewhere = row.evidence(cost.decoder.num_weights)
+    if not any(item.about == "accuracy" for item in evidence):
         notes.insert(0, f"Accuracy at this keep and task: {NONE}.")
-    acting = [one for one in (row, *advice().values()) if _may_act(one, family)]
+    acting = [item for item in (row, *load_advice().values()) if _may_act(item, family)]
     why_not = _why_not(row, config)
     return Recommendation(
         name,
@@ -137,10 +154,10 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         task,
         row.setting.to_json(),
         row.reason,
-        (*near, _closed(row, cost, load, family)),
+        (*evidence, _closed(row, cost, load, family)),
         tuple(elsewhere),
         (*notes, *filter(None, [row.note, _unguarded(row)]), *_about(cost, load, row)),
-        tuple(dict.fromkeys(one.method for one in acting if one.keep < 1))[:_CANDIDATES],
+        tuple(dict.fromkeys(item.method for item in acting if item.keep < 1))[:_CANDIDATES],
         "auto" if row.guard else "",
         row.served_keep if row.guard else None,
         _smaller(row, cost, load, family),
@@ -150,51 +167,51 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
 
 
 def _unguarded(row: Advice) -> str:
-    """Return what a server does in place of the guard."""
+    """Describe the server's replacement for the guard."""
     if not row.guard:
         return ""
     kept = "all its tokens" if row.served_keep == 1 else f"{row.served_keep:g} of its tokens"
     return (
-        f"vLLM has no guard: in its place every image keeps {kept}, the floor of {row.guard} (docs/guides/guard.md); a "
-        f"request that asks for nothing of the kind may say keep {row.keep:g}."
+        f"vLLM does not support the guard, so every image keeps {kept}, the floor of {row.guard} "
+        f"(docs/guides/guard.md). Requests of other kinds can use keep {row.keep:g}."
     )
 
 
 def _smaller(row: Advice, cost: CostModel, load: Load, family: str) -> str:
-    """Return what `downsample` does at the keep of a row: its speed beside the row's, and what was measured of it."""
+    """Compare with `downsample` at the keep of a row: its speed, and its measured results."""
     if row.keep >= 1:
         return ""
     other = replace(row, method="downsample")
     (method,), _ = other.setting.steps()
-    if reason := checks.unsupported(method, family):
+    if reason := checks.find_unsupported_reason(method, family):
         return f"The same budget by a smaller image (`downsample`) is not supported: {reason}"
     any_size = cost.tower is not None and cost.tower.view is None
     how = f"`downsample` at keep {row.keep:g}{', or max_pixels of the processor' if any_size else ''}"
     lead = f"The same budget by a smaller image ({how})"
-    whole, ours, theirs = (
-        one.flops for one in (cost.cost(load), *(cost.predict(load, *each.setting.steps()) for each in (row, other)))
-    )
-    speed = f"prefill x{whole / theirs:.2f} as fast by FLOPs, tower included, and {row.method} x{whole / ours:.2f}"
+    unpatched = cost.compute_cost(load).flops
+    ours, theirs = (unpatched / cost.predict(load, *each.setting.steps()).flops for each in (row, other))
+    speed = f"prefill x{theirs:.2f} as fast by FLOPs, tower included; {row.method} x{ours:.2f}"
     if cost.tower is None:
-        speed = f"how much faster is not known, as the tower's shape is not; {row.method} x{whole / ours:.2f} by FLOPs"
-    near, _ = other.evidence(cost.decoder.weights)
-    found = {one.about: one for one in reversed(near)}
-    pieces = [str(found[about]) for about in ("accuracy", "time") if about in found]
-    unknown = [] if "accuracy" in found else ["what it answers right at this keep and task was not measured"]
+        speed = f"the speedup is not known, because the tower's shape is not; {row.method} x{ours:.2f} by FLOPs"
+    evidence, _ = other.evidence(cost.decoder.num_weights)
+    by_topic = {item.about: item for item in reversed(evidence)}
+    pieces = [str(by_topic[about]) for about in ("accuracy", "time") if about in by_topic]
+    unknown = [] if "accuracy" in by_topic else ["its accuracy at this keep and task was not measured"]
     return "; ".join([f"{lead}: {speed}", *unknown, *pieces])
 
 
 def _about(cost: CostModel, load: Load, row: Advice) -> list[str]:
-    """Warn that the vision tower dominates, if the method of the row acts after the tower."""
+    """Warn if the vision tower dominates and the method of the row runs after the tower."""
     (method,), _ = row.setting.steps()
     if cost.tower is None or method.site in (Site.PRE_ENCODER, Site.IN_ENCODER):
         return []
-    if (whole := cost.cost(load)).tower_share <= _MUCH:
+    if (unpatched := cost.compute_cost(load)).tower_share <= _LARGE_TOWER:
         return []
     return [
-        f"The vision tower is {whole.tower_share:.0%} of a prefill's FLOPs here, and some {whole.tower_time:.0%} of "
-        f"its time on a GPU: no cut after it makes that more than x{1 / whole.tower_time:.1f} as fast; task "
-        '"tower" names what acts in it.'
+        f"The vision tower is {unpatched.tower_share:.0%} of a prefill's FLOPs here, and about "
+        f"{unpatched.tower_time:.0%} of its time on a GPU. A cut after the tower makes a prefill at most "
+        f"x{1 / unpatched.tower_time:.1f} as fast; task "
+        '"tower" recommends methods inside the tower.'
     ]
 
 
@@ -202,25 +219,32 @@ def _config_of(model: Any) -> tuple[str, Any]:
     if not isinstance(model, (str, Path)):
         config = getattr(model, "config", model)
         if getattr(config, "model_type", None) is None:
-            raise OptionError(f"recommend takes a model, its config, or where it lies, not {type(model).__name__}")
+            raise OptionError(f"recommend needs a model, its config, or its path or name, not {type(model).__name__}.")
         return getattr(config, "name_or_path", "") or type(model).__name__, config
     name = Path(model).name if Path(model).is_dir() else str(model)
     return f"{name} (shipped)" if str(model) in SHIPPED else name, read_model_config(model)
 
 
 def _notes(family: str) -> list[str]:
-    """Return what to know of a family; raises UnsupportedModelError for one that is refused."""
+    """Return notes on a family.
+
+    Raises:
+        UnsupportedModelError: If the family is refused.
+    """
     if family in REFUSED:
         raise UnsupportedModelError(f"{family!r} cannot be patched: {REFUSED[family]}")
     if family in SUPPORTED:
         return []
-    return [f"{family!r} is not in the table of families: patch() tries the common contract."]
+    return [f"{family!r} is not in the table of families. patch() tries the generic adapter."]
 
 
 def _may_act(row: Advice, family: str) -> bool:
-    """Return True where the method of a row is tested at its site in a family, and nothing keeps it from acting."""
+    """Return True if the method of a row is tested at its site in a family and supported."""
     (method,), _ = row.setting.steps()
-    return method.site.name in list_tested_sites(family_of(family)) and checks.unsupported(method, family) is None
+    return (
+        method.site.name in list_tested_sites(get_family(family))
+        and checks.find_unsupported_reason(method, family) is None
+    )
 
 
 def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
@@ -228,40 +252,41 @@ def _cost(config: Any, row: Advice) -> tuple[CostModel, Load]:
         cost = CostModel.from_config(config)
     except UnsupportedModelError:
         return CostModel(DecoderShape.from_config(config.get_text_config())), Load((), row.tokens)
-    own = cost.tower.view is None
-    return cost, Load.of_config(config, tokens=row.tokens if own else None, tiles=None if own else row.frames)
+    any_size = cost.tower.view is None
+    size = {"tokens": row.tokens} if any_size else {"tiles": row.frames}
+    return cost, Load.from_config(config, **size)
 
 
 def _architecture(config: Any) -> str | None:
-    """Return the architecture by which the plugin for vLLM serves models of this config, None if it does not."""
+    """Return the architecture name that vLLM serves for this config, or None."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
 
     named = (*(config.architectures or ()), NAMES.get(config.model_type))
-    return next((one for one in named if one in SERVED), None)
+    return next((name for name in named if name in SERVED), None)
 
 
 def _closed(row: Advice, cost: CostModel, load: Load, family: str) -> Evidence:
-    before, after = cost.cost(load), cost.predict(load, *row.setting.steps())
+    before, after = cost.compute_cost(load), cost.predict(load, *row.setting.steps())
     parts = "tower and decoder" if cost.tower is not None else "the decoder"
     figure = (
         f"prefill x{before.flops / after.flops:.2f} as fast by FLOPs of {parts}, KV cache "
-        f"{after.cache / before.cache:.0%}, with {load.visual} visual tokens and {load.text} of text; choosing not "
-        "counted"
+        f"{after.cache / before.cache:.0%}, with {load.visual} visual tokens and {load.text} text tokens; selection "
+        "not counted"
     )
     return Evidence("closed form", figure, f"the config of this {family}")
 
 
 def _why_not(row: Advice, config: Any) -> str | None:
-    """Return why vLLM cannot serve a row on the model of a config; None if it can."""
+    """Return why vLLM cannot serve a row on this model, or None."""
     from tokenprune.integrations.vllm.settings.towers import check_tower, merges_in_tower
 
     if (architecture := _architecture(config)) is None:
-        return "the plugin does not know this family"
+        return "the plugin does not support this family"
     (method,), _ = row.setting.steps()
-    hint = "`recommend --task server` names the methods that it serves."
-    if reason := checks.unsupported(method, architecture, Backend.VLLM, config=config):
+    hint = "`recommend --task server` lists supported methods."
+    if reason := checks.find_unsupported_reason(method, architecture, Backend.VLLM, config=config):
         return f"{reason} {hint}"
-    at_start = SimpleNamespace(  # of vLLM's own config, what the checks at the start of a server read
+    at_start = SimpleNamespace(  # the fields of vLLM's config that the startup checks read
         hf_config=config, dtype="bfloat16", multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights")
     )
     try:

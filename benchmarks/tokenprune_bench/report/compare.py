@@ -52,7 +52,7 @@ def _table(runs: Sequence[Run]) -> Table:
         cells = [Cell(method), Cell("" if method == UNPATCHED else f"{keep:g}")]
         for run in runs:
             row = found[run.label].get((method, keep))
-            against = row.versus.get(UNPATCHED) if row else None
+            against = row.differences.get(UNPATCHED) if row else None
             cells += [
                 Cell(f"{100 * row.overall.value:.1f}" if row else ""),
                 Cell(f"{100 * against.difference:+.1f}" if against else ""),

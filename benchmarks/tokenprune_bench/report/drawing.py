@@ -17,10 +17,10 @@ import tokenprune
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupError
 from tokenprune.settings import Setting
 from tokenprune_bench.errors import RunError
-from tokenprune_bench.lines import read_lines, write_whole
-from tokenprune_bench.profiling.patched import escalating
+from tokenprune_bench.json_lines import read_lines, write_records
+from tokenprune_bench.profiling.patched import build_escalation
 from tokenprune_bench.report.samples import FILE, FOLDER, SCHEMA
-from tokenprune_bench.results import UNPATCHED, scores_of
+from tokenprune_bench.results import UNPATCHED, get_scores
 from tokenprune_bench.run_folder import PREDICTIONS
 from tokenprune_bench.show import contact_sheet, draw
 from tokenprune_bench.two_pass import ESCALATE
@@ -107,9 +107,9 @@ def draw_samples(
         for index, (setting, each) in enumerate(_drawable(entry, methods)):
             step("samples", place * (1 + len(methods)) + index, total)
             _draw(folder, subject, questions[number], each, setting, f"{number}-{index}.webp")
-        write_whole(folder / FILE, [data], indent=1)  # question by question: a killed run goes on from here
+        write_records(folder / FILE, [data], indent=1)  # question by question: a killed run goes on from here
     if data != before:
-        write_whole(folder / FILE, [data], indent=1)
+        write_records(folder / FILE, [data], indent=1)
     _tidy(folder, data)
 
 
@@ -132,7 +132,7 @@ def choose(
     keep = keeps[len(keeps) // 2]
     if wanted.numbers:
         return keep, list(wanted.numbers)
-    scores = np.array([np.mean(scores_of(one), 0) for one in results if one["keep"] == keep])
+    scores = np.array([np.mean(get_scores(one), 0) for one in results if one["keep"] == keep])
     spread = scores.var(0).round(9)
     ranked = sorted(range(len(spread)), key=lambda number: (-spread[number], number))
     images, kinds, seen, chosen = images or range(len(ranked)), set(), set(), []
@@ -188,7 +188,7 @@ def _drawable(
 def _setting(record: dict[str, Any], seed: int | None) -> Setting:
     """Return the setting of a record; at equal cost it stores one of its own."""
     if record["method"] == ESCALATE:
-        return escalating(record["keep"])
+        return build_escalation(record["keep"])
     own = record.get("setting")
     setting = Setting.from_json(own) if own else Setting.from_text(record["method"], record["keep"])
     return setting.with_defaults({}, seed)

@@ -9,11 +9,11 @@ import tokenprune
 from tokenprune_bench.profiling.profile import Profile
 from tokenprune_bench.profiling.profile_tables import (
     TO_FIRST_TOKEN,
-    in_ms,
-    limit_table,
-    setting_name,
-    stage_table,
-    stage_times,
+    build_limit_table,
+    build_stage_table,
+    format_ms,
+    format_setting,
+    get_stage_times,
 )
 from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
 from tokenprune_bench.report.page import filled
@@ -58,20 +58,20 @@ def flames(profile: Profile) -> list[Flame]:
     """Return the bars of both sides, on one scale."""
     sides = [("unpatched", profile.before)]
     if profile.after is not None:
-        sides.append((setting_name(profile), profile.after))
-    made = [(name, stage_times(side)) for name, side in sides]
+        sides.append((format_setting(profile), profile.after))
+    made = [(name, get_stage_times(side)) for name, side in sides]
     scale = WIDTH / max(times[TO_FIRST_TOKEN] + times[STAGES["decode"]] for _, times in made)
-    return [Flame(name, in_ms(times[TO_FIRST_TOKEN]), _bars(times, scale)) for name, times in made]
+    return [Flame(name, format_ms(times[TO_FIRST_TOKEN]), _bars(times, scale)) for name, times in made]
 
 
 def profile_page(profile: Profile, keep: float) -> str:
     """Return the profile as a whole HTML page, which loads nothing. Raises TokenPruneError without Jinja2."""
-    tables = [stage_table(profile), limit_table(profile.model, profile.load, keep)]
+    tables = [build_stage_table(profile), build_limit_table(profile.model, profile.load, keep)]
     env = profile.environment
     facts = [
         ("Model", env["model"]),
         ("Device", f"{env['device']}, {env['dtype']}"),
-        ("Setting", setting_name(profile) or "unpatched alone"),
+        ("Setting", format_setting(profile) or "unpatched alone"),
         ("Versions", ", ".join(f"{name} {env[name]}" for name in ("tokenprune", "transformers", "torch"))),
     ]
     return filled(
@@ -94,7 +94,7 @@ def _bars(times: dict[str, float], scale: float) -> list[Bar]:
         if name != TO_FIRST_TOKEN:
             at += took
         if took > 0:
-            time = in_ms(took)
+            time = format_ms(took)
             label = next(
                 (text for text in (f"{name}: {time}", name, time) if len(text) * _LETTER + _MARGIN < width), ""
             )

@@ -31,7 +31,7 @@ def against_ttft(run: Run, styles: Styles) -> Plot | None:
 
     Shares, because the unpatched model was timed anew, in turn with each method, and the machine may change its pace.
     """
-    whole = run.results.whole_ms()
+    whole = run.results.unpatched_ms()
     if whole is None:
         return None
 
@@ -52,7 +52,7 @@ def against_ttft(run: Run, styles: Styles) -> Plot | None:
 def joint_plots(runs: Sequence[Run], styles: Styles) -> tuple[list[Plot], list[str]]:
     """Return the plots of runs that asked the same questions, and what cannot be drawn, in words."""
     plots = [_joint("Accuracy against visual tokens", TOKENS, runs, lambda run: _tokens, styles)]
-    untimed = [run.label for run in runs if run.results.whole_ms() is None]
+    untimed = [run.label for run in runs if run.results.unpatched_ms() is None]
     if untimed:
         return plots, [f"No plot against time: {', '.join(untimed)} took no times."]
     if not same_machine(runs):
@@ -71,7 +71,7 @@ def _tokens(row: Row) -> Place:
 
 
 def _milliseconds(run: Run) -> Callable[[Row], Place | None]:
-    whole = run.results.whole_ms()
+    whole = run.results.unpatched_ms()
 
     def place(row: Row) -> Place | None:
         if row.method == UNPATCHED:

@@ -27,7 +27,7 @@ from tokenprune_bench.report.styles import Styles
 from tokenprune_bench.report.verdict import RunVerdict, find_verdicts
 from tokenprune_bench.report.warnings import RunWarning, find_warnings
 from tokenprune_bench.results import UNPATCHED, Results
-from tokenprune_bench.tables import Table, tables
+from tokenprune_bench.tables import Table, build_tables
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _part(run: Run, styles: Styles) -> RunSection:
         plots=plots,
         notes=_notes(results),
         legend=styles.legend(run),
-        tables=[_score_first(one) for one in tables(results)],
+        tables=[_score_first(one) for one in build_tables(results)],
         layers=layer_plots(results, lambda method: styles.methods[method]),
         config=json.dumps(config, indent=1, ensure_ascii=False),
         graded=METRICS[results.header.get("metric", "exact")].graded,

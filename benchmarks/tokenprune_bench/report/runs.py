@@ -14,7 +14,7 @@ from tokenprune_bench.report.samples import NOT_KEPT, Samples, read_samples
 from tokenprune_bench.report.verdict import find_verdicts
 from tokenprune_bench.report.warnings import find_warnings
 from tokenprune_bench.results import Results, read_records, summarise
-from tokenprune_bench.tables import tables
+from tokenprune_bench.tables import build_tables
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
         try:
             json.dumps(records, allow_nan=False)  # nothing of ours is infinite, or no number
             results = summarise(records)
-            tables(results), find_warnings(results), find_verdicts(results)  # whatever is missing shows here
+            build_tables(results), find_warnings(results), find_verdicts(results)  # whatever is missing shows here
         except TokenPruneError as error:
             raise TokenPruneError(f"{path}: {error}") from error
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:

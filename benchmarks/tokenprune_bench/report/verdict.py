@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tokenprune_bench.lost import POINTS, decimals, signed
 from tokenprune_bench.metrics import METRICS
-from tokenprune_bench.paired import versus
-from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, busy_load
+from tokenprune_bench.paired import compare_paired
+from tokenprune_bench.point_changes import POINTS, count_decimals, format_change
+from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, find_busy_load
 
 ALIKE = 0.01  # of the unpatched model's tokens: settings that differ by no more cost the same
 FEWEST = 4  # questions: with fewer, one answer is worth more than a quarter of the score
@@ -102,7 +102,7 @@ def _doubt(results: Results, best: Row, within: list[Row], points: int) -> str:
         return ""
     asked, allowed = f"{best.questions} question{'s'[: best.questions > 1]}", f"{points} point{'s'[: points > 1]}"
     said = f"Not certain: {asked} are too few to tell."
-    if best.versus[UNPATCHED].low < -points / 100 - _EPSILON:
+    if best.differences[UNPATCHED].low < -points / 100 - _EPSILON:
         said = f"Not certain: with {asked}, the interval reaches beyond {allowed}."
     if not (shown := [row for row in within if _shown(row, points)]):
         return f"{said} No other setting is."
@@ -113,7 +113,7 @@ def _doubt(results: Results, best: Row, within: list[Row], points: int) -> str:
 def _shown(row: Row, points: int) -> bool:
     """Return True if the whole interval of the loss is within, and there are questions enough: where no answer of n
     changes, the interval has no width, and yet as many as 3 / n of all answers may change (the rule of three)."""
-    return row.versus[UNPATCHED].low >= -points / 100 - _EPSILON and 3 / row.questions <= points / 100 + _EPSILON
+    return row.differences[UNPATCHED].low >= -points / 100 - _EPSILON and 3 / row.questions <= points / 100 + _EPSILON
 
 
 def _rivals(results: Results, best: Row, rows: list[Row]) -> Iterator[str]:
@@ -122,7 +122,7 @@ def _rivals(results: Results, best: Row, rows: list[Row]) -> Iterator[str]:
     most = best.tokens_average + ALIKE * results.baseline.tokens_average
     for row in sorted(rows, key=_lost):
         if row is not best and row.tokens_average <= most:
-            gap = versus(results.answers[row.method, row.keep], ours)
+            gap = compare_paired(results.answers[row.method, row.keep], ours)
             if gap.low <= 0 <= gap.high:
                 names.append(_place(results, row))
     if names:
@@ -131,7 +131,7 @@ def _rivals(results: Results, best: Row, rows: list[Row]) -> Iterator[str]:
 
 
 def _flaws(results: Results, best: Row) -> Iterator[str]:
-    if best.versus[UNPATCHED].low <= 0 <= best.versus[UNPATCHED].high:
+    if best.differences[UNPATCHED].low <= 0 <= best.differences[UNPATCHED].high:
         yield "A difference of 0 is inside the interval: no loss is shown."
     if best.method in MARKS:
         yield f"`{best.method}` is a baseline: no method scores higher for as little."
@@ -143,12 +143,12 @@ def _flaws(results: Results, best: Row) -> Iterator[str]:
         base = results.baseline.kinds
         shares = (f"{kind} {100 * base[kind].value:.0f} → {100 * best.kinds[kind].value:.0f} %" for kind in fallen)
         yield f"Lost whatever the mean says: {', '.join(shares)}."
-    if best.ttft_ratio is not None and busy_load(results):
+    if best.ttft_ratio is not None and find_busy_load(results):
         yield "The machine was busy while times were taken: do not rely on this one."
 
 
 def _lost(row: Row) -> float:
-    return -row.versus[UNPATCHED].difference
+    return -row.differences[UNPATCHED].difference
 
 
 def _alike(results: Results, one: float, other: float) -> bool:
@@ -156,8 +156,8 @@ def _alike(results: Results, one: float, other: float) -> bool:
 
 
 def _place(results: Results, row: Row) -> str:
-    unit = " tokens" if isinstance(row.keep, int) and row.keep_in_words == str(row.keep) else ""
-    return f"{row.method} at {'target' if results.equal_cost else 'keep'} {row.keep_in_words}{unit}"
+    unit = " tokens" if isinstance(row.keep, int) and row.keep_text == str(row.keep) else ""
+    return f"{row.method} at {'target' if results.equal_cost else 'keep'} {row.keep_text}{unit}"
 
 
 def _tokens(results: Results, row: Row) -> str:
@@ -166,7 +166,7 @@ def _tokens(results: Results, row: Row) -> str:
 
 
 def _ttft(results: Results, row: Row) -> str:
-    whole = results.whole_ms()
+    whole = results.unpatched_ms()
     if whole is None or row.ttft_ratio is None:
         return "not taken"
     return f"{row.ttft_ratio * whole:.4g} of {whole:.4g} ms ({1 / row.ttft_ratio:.2f}×)"
@@ -180,7 +180,7 @@ def _kv(row: Row) -> str:
 
 
 def _score(results: Results, row: Row) -> tuple[str, str]:
-    gap = row.versus[UNPATCHED]
-    change = f"{signed(gap.difference)} [{signed(gap.low)}, {signed(gap.high)}]"
-    score = f"{100 * row.overall.value:.{decimals(gap.difference)}f}"
+    gap = row.differences[UNPATCHED]
+    change = f"{format_change(gap.difference)} [{format_change(gap.low)}, {format_change(gap.high)}]"
+    score = f"{100 * row.overall.value:.{count_decimals(gap.difference)}f}"
     return METRICS[results.header.get("metric", "exact")].title, f"{score}, {change}"

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tokenprune.models.model_config import known_images
-from tokenprune_bench.results import COLLAPSE, MARKS, OWN_SET, UNPATCHED, Results, Row, busy_load
+from tokenprune.models.model_config import describe_known_images
+from tokenprune_bench.results import COLLAPSE, DRAWN_PREFIX, MARKS, UNPATCHED, Results, Row, find_busy_load
 
 WIDE = 0.10  # an interval of the overall score wider than this is called wide
 _READING = re.compile(r"\b(ocr|digits?|numbers?|words?|texts?|reading|doc(ument)?s?|charts?|infographics?)\b", re.I)
@@ -59,7 +59,7 @@ def find_warnings(results: Results) -> list[RunWarning]:
         *_unfinished(results),
         *_against_baselines(results, rows),
         *_collapsed(results.baseline, rows),
-        *(() if busy_load(results) else _not_faster(rows)),  # nothing is concluded from times not to be relied on
+        *(() if find_busy_load(results) else _not_faster(rows)),  # nothing is concluded from times not to be relied on
         *_doubtful(results, rows),
         *_left_out(results),
     ]
@@ -88,8 +88,8 @@ def _controls(results: Results) -> Iterator[RunWarning]:
 def _unknown_images(results: Results) -> Iterator[RunWarning]:
     """Yield what `bench` says when a shipped model is asked about images of others."""
     env, data = results.header["environment"], results.header.get("data")
-    if env.get("weights") and data and not data["name"].startswith(OWN_SET):
-        text = f"{env['model']} {known_images(env['model'])}."
+    if env.get("weights") and data and not data["name"].startswith(DRAWN_PREFIX):
+        text = f"{env['model']} {describe_known_images(env['model'])}."
         yield RunWarning("unknown-images", Level.BAD, "The model does not know such images", text)
 
 
@@ -110,12 +110,12 @@ def _against_baselines(results: Results, rows: list[Row]) -> Iterator[RunWarning
             text = f"Without {said[name]} as a rival, nobody can say whether a method earns its overhead."
             yield RunWarning(f"no-{name}", Level.BAD, f"`{name}` was not run", text)
         behind = [row for row in rows if mark in row.marks]
-        worse = [row for row in behind if row.versus[name].high < 0]
+        worse = [row for row in behind if row.differences[name].high < 0]
         if worse:
             text = f"At the same keep, {said[name]} get{'s' if name == 'downsample' else ''} more questions right."
             yield RunWarning(f"worse-than-{name}", Level.BAD, f"Worse than `{name}`", text, tuple(
-                f"{_place(row)}: {_points(row.versus[name].difference)} points "
-                f"[{_points(row.versus[name].low)}, {_points(row.versus[name].high)}]" for row in worse
+                f"{_place(row)}: {_points(row.differences[name].difference)} points "
+                f"[{_points(row.differences[name].low)}, {_points(row.differences[name].high)}]" for row in worse
             ))  # fmt: skip
         equal = [row for row in behind if row not in worse]
         if equal:
@@ -155,7 +155,7 @@ def _not_faster(rows: list[Row]) -> Iterator[RunWarning]:
 
 
 def _doubtful(results: Results, rows: list[Row]) -> Iterator[RunWarning]:
-    if busy := busy_load(results):
+    if busy := find_busy_load(results):
         text = f"The load was {busy[0]:.1f} on {busy[1]} cores. Do not rely on these times."
         yield RunWarning("busy", Level.CAUTION, "The machine was busy with other work while times were taken", text)
     widest = max([results.baseline, *rows], key=lambda row: row.overall.high - row.overall.low)
@@ -182,13 +182,13 @@ def _left_out(results: Results) -> Iterator[RunWarning]:
 
 
 def _place(row: Row) -> str:
-    return row.method if row.method == UNPATCHED else f"{row.method} at {row.keep_in_words}"
+    return row.method if row.method == UNPATCHED else f"{row.method} at {row.keep_text}"
 
 
 def _by_method(rows: Iterable[Row]) -> list[str]:
     keeps: dict[str, list[str]] = {}
     for row in rows:
-        keeps.setdefault(row.method, []).append(row.keep_in_words)
+        keeps.setdefault(row.method, []).append(row.keep_text)
     return [f"{method} at {', '.join(some)}" for method, some in keeps.items()]
 
 

@@ -18,7 +18,7 @@ from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.profiling.model import Model
-from tokenprune_bench.profiling.patched import escalates
+from tokenprune_bench.profiling.patched import is_escalation
 from tokenprune_bench.two_pass import ESCALATE
 
 CELL = 32  # pixels of a patch in the drawing
@@ -34,7 +34,7 @@ _STOPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 def check_drawable(setting: Setting) -> list[Method]:
     """Return the methods of a setting; raises OptionError for one of which nothing can be drawn."""
-    if escalates(setting):
+    if is_escalation(setting):
         raise OptionError(f"{ESCALATE} is no method, it asks twice: draw what the method of its first pass keeps")
     for method in setting.methods:
         if isinstance(method, ImageChooser):

@@ -14,7 +14,7 @@ from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.methods import DEFAULT_METHOD
 from tokenprune.settings import Setting
 from tokenprune.settings.one_line import split_methods
-from tokenprune_bench.profiling.kept import keep_in_words
+from tokenprune_bench.profiling.kept_tokens import format_keep
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.show import contact_sheet, draw, layout
 from tokenprune_bench.show.contact_sheet import PromptView
@@ -149,7 +149,7 @@ def show(
             whole = [frame.resize(size) for frame, size in zip(seen.frames, sizes, strict=True)]
             about = f"{tokens} visual tokens", _said(before)
             panels.append(_panel(_strip(whole), "unpatched", about, seen.frames, _plain(seen.frames)))
-        said = keep_in_words(setting.keep, len(setting.names), int(seen.kept.sum()) / max(1, tokens))
+        said = format_keep(setting.keep, len(setting.names), int(seen.kept.sum()) / max(1, tokens))
         image, title = _strip(seen.drawings(0, sizes)), f"{name}, keep {said}"
         panels.append(_panel(image, title, _about(seen, tokens), seen.frames, _kept(seen)))
         if scores and seen.scores is None:

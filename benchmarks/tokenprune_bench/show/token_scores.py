@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.selection.method import Pruner
 from tokenprune.statistics import Stats
 from tokenprune_bench.profiling.model import Model
@@ -22,7 +22,7 @@ Found = dict[str, tuple[Tensor, Tensor]]  # by method: the scores of its first c
 def watched_scores(model: Any) -> Iterator[Found]:
     """Return a context that gives the scores of the methods that a model is patched with, as they are worked out."""
     found: Found = {}
-    methods = attachment_of(model).methods
+    methods = get_attachment(model).methods
     watched = [one for one in methods if isinstance(one, Pruner)]
     for method in watched:
         object.__setattr__(method, "score", _watched(method, found))  # of this one instance, which is frozen

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that are tried: methods and keeps, each with a seed if it draws at random."""
+"""Candidate settings of the tuner: a method and a keep each, with a seed for random methods."""
 
 from __future__ import annotations
 
@@ -16,43 +16,58 @@ from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.settings import Setting
 
 KEEPS = (0.75, 0.5, 0.33, 0.25, 0.15)
-SEED = 0  # of methods that draw at random: what is promised holds for the draw that was tested
+SEED = 0  # seed of random methods: the promise holds for the tested draw only
 
 
-def unfit(candidate: Setting, videos: bool) -> str | None:
-    """Return why a candidate cannot act on such questions. videos: whether any is about a video."""
+def explain_unfit(candidate: Setting, videos: bool) -> str | None:
+    """Return why a candidate cannot run on these questions, or None.
+
+    Args:
+        candidate: The setting to check.
+        videos: Whether any question is about a video.
+    """
     for method in candidate.methods:
         if isinstance(method, ImageChooser):
-            return f"{method.name} chooses between the images of a prompt: it has no budget to tune"
+            return f"{method.name} chooses between the images of a prompt, so it cannot be tuned"
         if (method.site is Site.ATTENTION or compares_frames(method)) and not videos:
-            return f"{method.name} acts on videos, and these questions are about images only"
+            return f"{method.name} works on videos, but these questions are about images only"
     return None
 
 
 @cache
-def for_comparison() -> dict[str, str]:
-    """Return the methods that our models did not show to beat both `random` and `uniform` anywhere, and what was seen
-    instead; a tuner tries them where they are named."""
-    made = json.loads((Path(__file__).parent / "for_comparison.json").read_text(encoding="utf-8"))
-    methods: dict[str, str] = made["methods"]
+def load_comparison_methods() -> dict[str, str]:
+    """Return the methods that did not beat both `random` and `uniform` in our measurements, with the measured result.
+
+    The tuner tries these methods only if the user names them.
+    """
+    stored = json.loads((Path(__file__).parent / "for_comparison.json").read_text(encoding="utf-8"))
+    methods: dict[str, str] = stored["methods"]
     return methods
 
 
-def grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | int] = KEEPS) -> list[Setting]:
-    """Return a candidate for each method, or stack, and keep; no methods: all that are registered, but for those
-    `for_comparison`.
+def build_grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | int] = KEEPS) -> list[Setting]:
+    """Return one candidate per method (or stack) and keep.
 
-    Raises what `Setting.steps` raises for a setting that cannot be built.
+    Args:
+        methods: Methods, stacks or settings. Empty selects all registered methods except the comparison methods.
+        keeps: Keeps to combine with each method.
+
+    Raises:
+        OptionError: If `keeps` is empty, or a setting is not valid.
+
+    Example:
+        >>> [str(candidate) for candidate in build_grid(["divprune"], keeps=[0.5, 0.25])]
+        ['divprune 0.5', 'divprune 0.25']
     """
     if not keeps:
         raise OptionError("the tuner needs at least one keep")
-    made = []
-    for method in tuple(methods) or [name for name in available_methods() if name not in for_comparison()]:
+    candidates = []
+    for method in tuple(methods) or [name for name in available_methods() if name not in load_comparison_methods()]:
         setting = method if isinstance(method, Setting) else Setting.from_text(method)
-        made += [setting.with_keep(keep).with_defaults({}, seed=SEED) for keep in keeps]
-    for candidate in made:
+        candidates += [setting.with_keep(keep).with_defaults({}, seed=SEED) for keep in keeps]
+    for candidate in candidates:
         candidate.steps()
-    return list(dict.fromkeys(made))
+    return list(dict.fromkeys(candidates))
 
 
-__all__ = ["KEEPS", "for_comparison", "grid", "unfit"]
+__all__ = ["KEEPS", "build_grid", "explain_unfit", "load_comparison_methods"]

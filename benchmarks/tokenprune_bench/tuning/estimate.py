@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of candidates: the savings the search may expect, and the candidates worth more questions or a test."""
+"""Estimates of saving and chance per candidate, and the selection of candidates for more questions or a test."""
 
 from __future__ import annotations
 
@@ -13,26 +13,40 @@ import numpy as np
 
 from tokenprune_bench.tuning.promise import Promise
 
-CHANCE = 0.05  # to pass: with less, a candidate is not tested, unless there is none that is safer
-WEIGHT = 32  # answers that what is expected before any answer counts for
-_IMAGINED = 2  # answers: one that is lost and one that is won
+CHANCE = 0.05  # minimum chance to be tested; the safest candidate is tested in any case
+WEIGHT = 32  # weight of the prior, in answers
+_IMAGINED = 2  # imagined answers: one lost, one won
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The saving of cost, as a share, and the chance to pass the test on the held-out questions."""
+    """Expected saving of a candidate, and its chance to pass the test.
+
+    Attributes:
+        saving: Saved share of the unpatched cost.
+        chance: Probability of passing the test on the held-out questions.
+    """
 
     saving: float
     chance: float
 
     @classmethod
-    def of(cls, drops: np.ndarray, saving: float, promise: Promise, held_out: int, prior: float = 0.0) -> Estimate:
-        """Return the estimate of a candidate by normal approximation. prior: the mean drop expected before any answer.
+    def from_drops(
+        cls, drops: np.ndarray, saving: float, promise: Promise, held_out: int, prior: float = 0.0
+    ) -> Estimate:
+        """Estimate the chance of a candidate by a normal approximation.
 
-        The prior weighs as much as `WEIGHT` answers, so that of two candidates that lost nothing on few questions the
-        milder one is the safer. A lost and a won answer are imagined, so that few real ones give no certainty. More
-        answers won than lost count as luck, not as a reserve: else a setting that changes many answers would seem
-        safer than one that changes none.
+        The prior counts as `WEIGHT` answers: of two candidates without losses on few questions, the milder one is
+        safer. One lost and one won answer are added, so a few answers never give certainty. A negative mean drop is
+        treated as zero. Otherwise a setting that changes many answers would look safer than a setting that changes
+        none.
+
+        Args:
+            drops: Score lost per question, float, shape (questions,).
+            saving: Saved share of the unpatched cost.
+            promise: The promise to test.
+            held_out: Number of held-out questions.
+            prior: Mean drop expected before any answer.
         """
         mean, count = float(drops.mean()), len(drops)
         spread = math.sqrt((float(((drops - mean) ** 2).sum()) + _IMAGINED) / (count + _IMAGINED))
@@ -44,35 +58,37 @@ class Estimate:
 
     @property
     def worth(self) -> float:
+        """Expected saving: the saving times the chance."""
         return self.saving * self.chance
 
 
-def promote(estimates: Sequence[Estimate], places: int) -> list[int]:
-    """Return the indices of the best, by turns the one with the largest expected saving and the safest."""
+def select_promoted(estimates: Sequence[Estimate], count: int) -> list[int]:
+    """Return the indices of the best candidates, alternating between the largest expected saving and the safest."""
     good = sorted(range(len(estimates)), key=lambda index: -estimates[index].worth)
-    both = [index for pair in zip(good, safest(estimates), strict=True) for index in pair]
-    return list(dict.fromkeys(both))[:places]
+    both = [index for pair in zip(good, rank_by_safety(estimates), strict=True) for index in pair]
+    return list(dict.fromkeys(both))[:count]
 
 
-def safest(estimates: Sequence[Estimate]) -> list[int]:
-    """Return all indices, those with the largest chance to pass first, of equals those that save less; last those that
-    save nothing."""
+def rank_by_safety(estimates: Sequence[Estimate]) -> list[int]:
+    """Return all indices, the safest candidate first.
+
+    Ties go to the smaller saving. Candidates without a saving are last.
+    """
 
     def order(index: int) -> tuple[bool, float, float]:
-        one = estimates[index]
-        return one.saving <= 0, -round(one.chance, 9), one.saving
+        estimate = estimates[index]
+        return estimate.saving <= 0, -round(estimate.chance, 9), estimate.saving
 
     return sorted(range(len(estimates)), key=order)
 
 
-def sequence(estimates: Sequence[Estimate], most: int) -> list[int]:
-    """Return the indices to be tested, at most `most`, in order: first the safest that saves anything, whatever its
-    chance; then those that save more than all before them, each less safe than the one before.
+def select_tests(estimates: Sequence[Estimate], max_tests: int) -> list[int]:
+    """Return the indices of the candidates to test, in order, at most `max_tests`.
 
-    A further one that passes is worth what it saves beyond the last; one that fails keeps those after it from being
-    tested. Those are left out with which the expected saving of the last one that passes is smaller. For it the chance
-    to get through several tests lies halfway between that of tests that know nothing of each other and that of tests
-    which only differ in strictness: all are made with the same questions, and hard ones are hard for all.
+    The first candidate is the safest that saves anything. Each later candidate saves more and is less safe than the
+    previous candidate. If a test fails, the later candidates are not tested, so the function returns the subset with
+    the largest expected saving. The chance to pass several tests is the mean of two bounds: independent tests (product)
+    and fully dependent tests (minimum). The tests share their questions, so neither bound is exact.
     """
 
     def expected(chosen: Sequence[int]) -> float:
@@ -84,22 +100,29 @@ def sequence(estimates: Sequence[Estimate], most: int) -> list[int]:
         return value
 
     chain: list[int] = []
-    for index in safest(estimates):
+    for index in rank_by_safety(estimates):
         saving, chance = estimates[index].saving, estimates[index].chance
         if saving > (estimates[chain[-1]].saving if chain else 0) and (chance >= CHANCE or not chain):
             chain.append(index)
     first, rest = chain[:1], chain[1:]
-    subsets = (first + list(one) for size in range(min(most, len(chain))) for one in itertools.combinations(rest, size))
+    combinations = (itertools.combinations(rest, size) for size in range(min(max_tests, len(chain))))
+    subsets = (first + list(combination) for combination in itertools.chain.from_iterable(combinations))
     return max(subsets, key=expected, default=[])
 
 
-def prior(saving: float, limit: float, lost: float = 0.0, saved: float = 0.0) -> float:
-    """Return the mean drop to expect of a setting that saves so much, before any answer: in proportion to its saving,
-    the limit for all cost, or more where its method loses more at the keeps that have answered.
+def compute_prior(saving: float, limit: float, lost: float = 0.0, saved: float = 0.0) -> float:
+    """Return the mean drop to expect of a setting before any answer.
 
-    lost, saved: sums over all answers of the method, of the drop and of the saving.
+    The prior is proportional to the saving. It reaches `limit` for a saving of 1, or more if the method lost more at
+    other keeps.
+
+    Args:
+        saving: Saved share of the unpatched cost.
+        limit: Allowed mean drop.
+        lost: Sum of the drops over all answers of the method.
+        saved: Sum of the savings over all answers of the method.
     """
     return max(saving, 0.0) * max(limit, (WEIGHT * limit + lost) / (WEIGHT + saved))
 
 
-__all__ = ["CHANCE", "Estimate", "prior", "promote", "safest", "sequence"]
+__all__ = ["CHANCE", "Estimate", "compute_prior", "rank_by_safety", "select_promoted", "select_tests"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers of one model to the tuner's questions, and what they cost, through a back end of the bench."""
+"""Answers of a model to the tuner's questions, and their cost, measured by a back end of the benchmark."""
 
 from __future__ import annotations
 
@@ -14,23 +14,29 @@ from tokenprune.errors import OptionError, TokenPruneError, UnsupportedSetupErro
 from tokenprune.settings import Setting
 from tokenprune.settings.cost import CostModel, Load
 from tokenprune.statistics import Stats
-from tokenprune_bench.asking import Asking
-from tokenprune_bench.backend import BenchBackend, backend_of
+from tokenprune_bench.backend import BenchBackend, get_backend
 from tokenprune_bench.errors import DataError, RunError
-from tokenprune_bench.group import ALONE, Group
-from tokenprune_bench.metrics import Metric, metric_named
-from tokenprune_bench.profiling.cost import record
+from tokenprune_bench.group import SINGLE_PROCESS, Group
+from tokenprune_bench.metrics import Metric, get_metric
+from tokenprune_bench.profiling.cost import build_cost_record
 from tokenprune_bench.profiling.model import Model
+from tokenprune_bench.question_runner import QuestionRunner
 from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.tuning.objective import WORK
 
-_PREDICTED = 8  # questions that the closed forms are asked about
+_PREDICTED = 8  # number of questions for the prediction of costs
 
 
 @dataclass(frozen=True)
 class Search:
-    """The search settings that a tuner's run folder records beside model and questions: other candidates, or another
-    seed, would cut the questions into other batches."""
+    """Search settings that the run folder of a tuner records.
+
+    Attributes:
+        candidates: All candidates as JSON.
+        seed: Seed of the split of the questions.
+        batch_size: Largest number of questions per batch.
+        stacks: Number of stacks that may be proposed.
+    """
 
     candidates: list[dict[str, Any]]
     seed: int = 0
@@ -39,14 +45,19 @@ class Search:
 
 
 class Evaluator:
-    """The answers to numbered questions, unpatched (candidate None) or patched.
+    """Scores and costs of a model, unpatched (candidate None) or patched, on indexed questions.
 
-    subject: a model, or another back end that answers. questions: of `bench.data` or `bench.heldout`. metric: a name
-    out of `bench.metrics`, default the back end's; scores must lie in [0, 1]. folder: where answers are kept, and from
-    which a killed run goes on. group: the processes that share the work; each has all answers.
-    Questions are asked in chunks, sequences of their numbers; all candidates must get the same ones for their costs to
-    compare. Raises OptionError for CIDEr, DataError for questions that cannot be asked, UnsupportedSetupError for a
-    server of whose model the config is not at hand.
+    Args:
+        subject: A model or a back end.
+        questions: Questions with accepted answers.
+        metric: Name of the metric. None selects the metric of the back end.
+        batch_size: Largest number of questions per batch.
+        folder: Run folder to store answers in and to resume from.
+        group: Processes that share the batches.
+
+    Raises:
+        UnsupportedSetupError: If the config of the model is not available.
+        DataError: If the back end cannot ask some of the questions.
     """
 
     def __init__(
@@ -57,39 +68,45 @@ class Evaluator:
         *,
         batch_size: int = 32,
         folder: RunFolder | None = None,
-        group: Group = ALONE,
+        group: Group = SINGLE_PROCESS,
     ) -> None:
-        self.backend, self.questions = backend_of(subject), list(questions)
-        self.metric = tunable_metric(metric or self.backend.metric)
-        self.group, self.videos = group, any(one.is_video for one in questions)
+        self.backend, self.questions = get_backend(subject), list(questions)
+        self.metric = get_tunable_metric(metric or self.backend.metric)
+        self.group, self.videos = group, any(question.is_video for question in questions)
         self.backend.begin(self.questions)
         self.environment = self.backend.environment()
         if self.environment["model_type"] is None:
             raise UnsupportedSetupError(
-                f"what settings save follows from the config of {self.environment['model']}, which is not at hand "
-                "here: tune where the model's folder is, under the same path"
+                f"The config of {self.environment['model']} is not available, so savings cannot be computed. Tune on a "
+                "machine that has the model's folder under the same path."
             )
         self.batch_size = batch_size
-        self._asking = Asking(self.backend, self.questions, batch_size, folder, group)
+        self._asking = QuestionRunner(self.backend, self.questions, batch_size, folder, group)
         self._scores: dict[Setting | None, dict[int, float]] = {}
         self._costs: dict[Setting | None, dict[int, dict[str, Any]]] = {}
 
     @property
     def kinds(self) -> list[str]:
-        """The kind of each question."""
+        """Kind of each question."""
         return [question.kind for question in self.questions]
 
     @property
     def groups(self) -> list[Any]:
-        """The images of each question: questions about the same images have equal entries."""
+        """Image sources of each question. Questions about the same images have equal entries."""
         return [_seen(question) for question in self.questions]
 
     def ask(
         self, candidate: Setting | None, chunk: Sequence[int], on_batch: Callable[[int], None] | None = None
     ) -> None:
-        """Have a chunk answered, unless it was before. on_batch: is called with the size of each batch.
+        """Answer a chunk of questions, except those with a stored answer.
 
-        Raises what `patch` raises for a candidate that does not fit the model.
+        Args:
+            candidate: The setting, or None for the unpatched model.
+            chunk: Indices of the questions.
+            on_batch: Called with the size of each batch.
+
+        Raises:
+            TokenPruneError: If the candidate does not fit the model.
         """
         left = len(chunk)
 
@@ -102,67 +119,78 @@ class Evaluator:
         scores = self._scores.setdefault(candidate, {})
         batches = self._asking.batches(candidate, chunk)
         answered = self._asking.ask(_place(candidate), candidate, chunk, note)
-        for numbers in batches:
-            answers, self._costs.setdefault(candidate, {})[numbers[0]] = answered[numbers[0]]
-            accepted = [self.questions[number].answers for number in numbers]
-            scores.update(zip(numbers, self.metric.score(answers, accepted), strict=True))
-        note(left)  # what other processes asked, or a run before this one
+        for indices in batches:
+            answers, self._costs.setdefault(candidate, {})[indices[0]] = answered[indices[0]]
+            accepted = [self.questions[index].answers for index in indices]
+            scores.update(zip(indices, self.metric.score(answers, accepted), strict=True))
+        note(left)  # answered by other processes, or by an earlier run
 
     def is_cached(self, candidate: Setting | None, chunk: Sequence[int]) -> bool:
-        """Return whether a chunk was answered before, in this run or in the one of the folder."""
+        """Return True if all questions of a chunk have stored answers."""
         return self._asking.is_cached(_place(candidate), candidate, chunk)
 
-    def answered(self, candidate: Setting | None) -> set[int]:
-        """Return the numbers of the questions that were asked."""
+    def answered_questions(self, candidate: Setting | None) -> set[int]:
+        """Return the indices of the answered questions."""
         return set(self._scores.get(candidate, ()))
 
-    def scores(self, candidate: Setting | None, numbers: Sequence[int]) -> np.ndarray:
-        """Return the scores of questions that were asked, float64."""
+    def scores(self, candidate: Setting | None, indices: Sequence[int]) -> np.ndarray:
+        """Return the scores of answered questions, float64."""
         mine = self._scores[candidate]
-        return np.array([mine[number] for number in numbers])
+        return np.array([mine[index] for index in indices])
 
     def cost(self, candidate: Setting) -> dict[str, Any]:
-        """Return `cost.record` of all that this candidate was asked, against the unpatched model on the same."""
-        asked, whole = self._scores[candidate], self._costs[None]
-        unpatched = _total(cost for first, cost in whole.items() if first in asked)
-        return record(_total(self._costs[candidate].values()), unpatched)
+        """Return the cost record of a candidate, relative to the unpatched model on the same questions."""
+        asked = self._scores[candidate]
+        unpatched = _total(cost for first, cost in self._costs[None].items() if first in asked)
+        return build_cost_record(_total(self._costs[candidate].values()), unpatched)
 
     @cached_property
     def _closed(self) -> tuple[CostModel, list[Load]] | None:
         step = max(1, len(self.questions) // _PREDICTED)
-        return self.backend.closed_forms(self.questions[::step][:_PREDICTED])
+        return self.backend.build_cost_model(self.questions[::step][:_PREDICTED])
 
     def predict(self, candidate: Setting) -> dict[str, float]:
-        """Return what the closed forms say that a candidate spends, as shares of the unpatched model's: "work",
-        "flops", "tokens", "kv", "tower", and the tower's share of the unpatched work, "tower_share". Of a few
-        questions, evenly chosen; {} where the model, or the candidate, does not tell ahead."""
+        """Predict the cost shares of a candidate from closed forms, averaged over a few questions.
+
+        Returns:
+            Shares of the unpatched cost under "work", "flops", "tokens", "kv" and "tower", and the tower's share of the
+            unpatched FLOPs under "tower_share". Empty if the cost of the model or of the candidate is not known in
+            advance.
+        """
         if self._closed is None:
             return {}
         model, loads = self._closed
         try:
             costs = [model.predict(load, *candidate.steps()) for load in loads]
         except TokenPruneError:
-            return {}  # asking it raises the reason
-        wholes = [model.cost(load) for load in loads]
+            return {}  # `ask` raises the reason
+        unpatched = [model.compute_cost(load) for load in loads]
 
         def share(name: str) -> float:
-            whole = sum(getattr(cost, name) for cost in wholes)
-            return sum(getattr(cost, name) for cost in costs) / whole if whole else 0.0
+            total = sum(getattr(cost, name) for cost in unpatched)
+            return sum(getattr(cost, name) for cost in costs) / total if total else 0.0
 
         shares = {name: share(name) for name in ("tokens", "tower")}
         shares |= {WORK: share("flops"), "flops": share("decoder"), "kv": share("cache")}
-        return shares | {"tower_share": sum(cost.tower for cost in wholes) / sum(cost.flops for cost in wholes)}
+        return shares | {"tower_share": sum(cost.tower for cost in unpatched) / sum(cost.flops for cost in unpatched)}
 
-    def time(self, candidate: Setting, numbers: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
-        """Return the times of `BenchBackend.timing` on the first of some questions, with the processor; only the first
-        token counts here. batch: also those of `BenchBackend.batch_timing` on a batch of them. The first process of the
-        group measures, and all get the same."""
+    def time(self, candidate: Setting, indices: Sequence[int], repeats: int, batch: bool = False) -> dict[str, Any]:
+        """Measure the time to first token of a candidate on the first of the questions, including the processor.
+
+        The first process of the group measures; all processes return its result.
+
+        Args:
+            candidate: The setting.
+            indices: Indices of the questions.
+            repeats: Number of timed runs.
+            batch: Also measure the time of a batch of these questions.
+        """
         timing, failure = None, None
-        if self.group.leads:
+        if self.group.is_leader:
             try:
-                timing = self.backend.timing(candidate, self.questions[numbers[0]], repeats, 2, processor=True)
+                timing = self.backend.timing(candidate, self.questions[indices[0]], repeats, 2, processor=True)
                 if batch:
-                    rows = [self.questions[number] for number in numbers[: self.batch_size]]
+                    rows = [self.questions[index] for index in indices[: self.batch_size]]
                     timing |= self.backend.batch_timing(candidate, rows, repeats)
             except (DataError, RunError):
                 raise
@@ -174,18 +202,22 @@ class Evaluator:
         return timing
 
 
-def tunable_metric(name: str) -> Metric:
-    """Return a metric; raises OptionError for CIDEr, and what `metric_named` raises."""
+def get_tunable_metric(name: str) -> Metric:
+    """Return a metric by name.
+
+    Raises:
+        OptionError: If the metric does not exist, or is CIDEr.
+    """
     if name == "cider":
         raise OptionError(
-            "cider cannot be tuned for: a score goes up to 10 and depends on all answers at once, and the test needs "
-            "scores in [0, 1] of one answer each; take anls or f1"
+            "cider cannot be tuned: its scores go up to 10 and depend on all answers at once. Use a metric with one "
+            "score in [0, 1] per answer, such as anls or f1."
         )
-    return metric_named(name)
+    return get_metric(name)
 
 
 def _place(candidate: Setting | None) -> dict[str, Any]:
-    """Return plain values that name a candidate in the folder of a run."""
+    """Return the key of a candidate in the run folder."""
     return {"setting": None if candidate is None else candidate.to_json()}
 
 
@@ -196,7 +228,9 @@ def _total(costs: Any) -> Stats:
 def _seen(question: Any) -> Any:
     if hasattr(question, "path"):
         return str(question.path)
-    return tuple((one.name, one.size) for one in (*question.sources, *filter(None, [question.video_source])))
+    return tuple(
+        (question.name, question.size) for question in (*question.sources, *filter(None, [question.video_source]))
+    )
 
 
-__all__ = ["Evaluator", "Search", "tunable_metric"]
+__all__ = ["Evaluator", "Search", "get_tunable_metric"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objective of the tuner: a share of the cost of the unpatched model on the same questions."""
+"""Objectives of the tuner. Each is a share of the unpatched model's cost on the same questions."""
 
 from __future__ import annotations
 
@@ -14,28 +14,33 @@ OBJECTIVES = {
     "flops": "prefill FLOPs of the decoder",
     "kv": "bytes of the KV cache",
 }
-# What is measured, each with the name of its ratio of times; until it is, `WORK` stands for it.
+# Objectives that need timing, with the name of their time ratio. Until they are timed, `WORK` replaces them.
 TIMED = {"ttft": "ttft_ratio", "throughput": "batch_ratio"}
 WORK = "work"
 TITLES = OBJECTIVES | {WORK: "prefill FLOPs of vision tower and decoder"}
-MAX_SPREAD = 0.4  # of a time's ratio, (p80 - p20) / p50: what is wider ranks nothing
+MAX_SPREAD = 0.4  # largest (p80 - p20) / p50 of a time ratio that is used for ranking
 
 
 def check_objective(name: str) -> str:
-    """Return the name; raises OptionError for one that is not in `OBJECTIVES`."""
+    """Return `name` if it is a known objective.
+
+    Raises:
+        OptionError: If `name` is not in `OBJECTIVES`.
+    """
     if name not in OBJECTIVES:
-        raise OptionError(f"objective {name!r} is none of {', '.join(OBJECTIVES)}")
+        raise OptionError(f"objective {name!r} is not known. Use one of {', '.join(OBJECTIVES)}.")
     return name
 
 
-def shares(
+def compute_shares(
     cost: dict[str, Any], timing: dict[str, Any] | None, predicted: dict[str, float] | None = None
 ) -> dict[str, float]:
-    """Return what a setting spends for each objective, as a share of the unpatched model's; those of `TIMED` only where
-    they were measured.
+    """Return the cost of a setting for each objective, as a share of the unpatched cost.
 
-    cost: `bench.cost.record`. timing: of `Evaluator.time`. predicted: of `Evaluator.predict`, for the tower's
-    share: the back end counts the decoder alone.
+    Args:
+        cost: Result of `Evaluator.cost`.
+        timing: Result of `Evaluator.time`, or None. Objectives in `TIMED` need it.
+        predicted: Result of `Evaluator.predict`, for the vision tower. The back end counts the decoder only.
     """
     known = {
         "tokens": cost["visual_tokens_average"] / max(1, cost["visual_tokens_in"]),
@@ -47,11 +52,10 @@ def shares(
     return known | {name: timing[ratio]["p50"] for name, ratio in TIMED.items() if timing and ratio in timing}
 
 
-def spread(timing: dict[str, Any], objective: str = "ttft") -> float:
-    """Return how far the runs of one comparison lie apart: (p80 - p20) / p50 of the ratio of times, by default of those
-    to a first token."""
+def compute_spread(timing: dict[str, Any], objective: str = "ttft") -> float:
+    """Return the relative spread (p80 - p20) / p50 of the time ratio. Other objectives use the time to first token."""
     ratio = timing[TIMED.get(objective, "ttft_ratio")]
     return (ratio["p80"] - ratio["p20"]) / ratio["p50"]
 
 
-__all__ = ["MAX_SPREAD", "OBJECTIVES", "TIMED", "TITLES", "WORK", "check_objective", "shares", "spread"]
+__all__ = ["MAX_SPREAD", "OBJECTIVES", "TIMED", "TITLES", "WORK", "check_objective", "compute_shares", "compute_spread"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of a tuner in words, as tables for people and as a configuration for `patch`."""
+"""Result of a tuner as sentences, as tables, and as a config for `patch`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.kept import keep_in_words, percent
+from tokenprune_bench.profiling.kept_tokens import format_keep, format_percent
 from tokenprune_bench.tables import Cell, Table
 from tokenprune_bench.tuning.betting import LIKELY
 from tokenprune_bench.tuning.evaluator import Evaluator
-from tokenprune_bench.tuning.objective import MAX_SPREAD, TITLES, WORK, shares, spread
-from tokenprune_bench.tuning.promise import points
+from tokenprune_bench.tuning.objective import MAX_SPREAD, TITLES, WORK, compute_shares, compute_spread
+from tokenprune_bench.tuning.promise import format_points
 from tokenprune_bench.tuning.trial import COLLAPSE, Trial, Tuning
 
 
-def tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> Setting:
-    """Return the choice with what is promised of it; there must be one. data: name and digest of the questions."""
+def build_tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> Setting:
+    """Return the chosen setting with a record of the promise. A choice is required.
+
+    Args:
+        tuning: Result of the search.
+        evaluator: Evaluator of the search.
+        data: Name and digest of the questions.
+    """
     choice, promise = tuning.choice, tuning.promise
     env = evaluator.environment
     model = {"name": env["model"], "type": env["model_type"]}
-    if "engine" not in env:  # what vLLM loaded cannot be compared with a model of transformers
+    if "engine" not in env:  # the fingerprint of vLLM cannot be compared with a model of transformers
         model["fingerprint"] = evaluator.backend.fingerprint()
     return dataclasses.replace(
         choice.candidate,
@@ -46,7 +52,7 @@ def tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> 
                 "drop_below": choice.bound,
                 "kinds": choice.kinds,
             },
-            "cost": cost_of(choice),
+            "cost": build_cost_summary(choice),
             "candidates": len(tuning.trials),
             "tested": len(tuning.tested),
             "environment": env,
@@ -55,16 +61,18 @@ def tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> 
     )
 
 
-def cost_of(trial: Trial) -> dict[str, Any]:
-    """Return what a setting that was asked costs, of one question, beside the unpatched model on the same questions.
+def build_cost_summary(trial: Trial) -> dict[str, Any]:
+    """Return the cost of an asked setting per question, next to the unpatched model on the same questions.
 
-    visual_tokens: averaged over the decoder's layers. kv_bytes: after prefill. ttft_*: None where it was not timed;
-    ttft_ms is the ratio, the median over runs in pairs, times the unpatched model's median. ttft_reliable: whether the
-    runs agree well enough (`objective.MAX_SPREAD`). batch_ratio: of times of a batch, patched / unpatched, where it
-    was timed. work_ratio: of the prefill FLOPs of tower and decoder, those of the tower in closed form.
+    Returns:
+        A dict with these entries, among others. `visual_tokens` is averaged over the decoder's layers. `kv_bytes` is
+        measured after prefill. `ttft_ms` is the median of the paired time ratios times the unpatched median; the
+        `ttft_*` entries are None without timing. `ttft_reliable` is False if the spread of the runs exceeds
+        `objective.MAX_SPREAD`. `batch_ratio` is the patched time of a batch over the unpatched time, if measured.
+        `work_ratio` is the ratio of prefill FLOPs of tower and decoder, with the tower in closed form.
     """
     cost, timing, asked = trial.cost, trial.timing, trial.search + trial.held_out
-    ratio, whole = (timing["ttft_ratio"]["p50"], timing["ttft_ms_unpatched"]["p50"]) if timing else (None, None)
+    ratio, unpatched_ms = (timing["ttft_ratio"]["p50"], timing["ttft_ms_unpatched"]["p50"]) if timing else (None, None)
     return {
         "prefill_flops_ratio": cost["prefill_flops_ratio"],
         "keep_ratio": cost["keep_ratio"],
@@ -74,44 +82,51 @@ def cost_of(trial: Trial) -> dict[str, Any]:
         "kv_bytes": cost["kv_bytes"] / asked,
         "kv_bytes_unpatched": cost["kv_bytes_full"] / asked,
         "ttft_ratio": ratio,
-        "ttft_ms": timing and ratio * whole,
-        "ttft_ms_unpatched": whole,
-        "ttft_reliable": timing and spread(timing) <= MAX_SPREAD,
-        "work_ratio": shares(cost, None, trial.predicted)[WORK],
+        "ttft_ms": timing and ratio * unpatched_ms,
+        "ttft_ms_unpatched": unpatched_ms,
+        "ttft_reliable": timing and compute_spread(timing) <= MAX_SPREAD,
+        "work_ratio": compute_shares(cost, None, trial.predicted)[WORK],
     } | ({"batch_ratio": timing["batch_ratio"]["p50"]} if timing and "batch_ratio" in timing else {})
 
 
-def outcome(tuning: Tuning, metric: str = "accuracy %") -> list[str]:
-    """Return what the search came to, in sentences: the verdict first, warnings last. metric: its title."""
+def describe_outcome(tuning: Tuning, metric: str = "accuracy %") -> list[str]:
+    """Describe the result in sentences: the verdict first, warnings last.
+
+    Args:
+        tuning: Result of the search.
+        metric: Title of the metric.
+    """
     choice, promise = tuning.choice, tuning.promise
-    allowed, sure = points(promise.max_drop), f"a confidence of {100 * promise.confidence:g} %"
+    allowed, sure = format_points(promise.max_drop), f"a confidence of {100 * promise.confidence:g} %"
     if choice is None:
         return [*_nothing(tuning, allowed, sure), *tuning.notes]
-    cost, before, after = cost_of(choice), tuning.scores["unpatched"], tuning.scores["tuned"]
+    cost, before, after = build_cost_summary(choice), tuning.scores["unpatched"], tuning.scores["tuned"]
     said = [
         f"{choice.candidate.name}, keep {_keep(choice)}: less than {allowed} lost, with {sure}.",
         f"{metric} {100 * before:.1f} → {100 * after:.1f} on {tuning.held_out} held-out questions (shown: less than "
-        f"{points(choice.bound)} lost); " + "; ".join(_compared(cost)) + ".",
+        f"{format_points(choice.bound)} lost); " + "; ".join(_compared(cost)) + ".",
     ]
     if len(choice.kinds) > 1:
         worst = sorted(choice.kinds, key=choice.kinds.get, reverse=True)[:3]
         said.append("Points lost by kind: " + ", ".join(f"{kind} {100 * choice.kinds[kind]:.1f}" for kind in worst))
     if tuning.collapsed:
         said.append(
-            f"warning: more than {points(COLLAPSE)} lost in {', '.join(tuning.collapsed)}: such questions are lost, "
-            "whatever the mean says; --max-kind-drop forbids it"
+            f"warning: more than {format_points(COLLAPSE)} lost in {', '.join(tuning.collapsed)}: these "
+            "kinds fail although the mean is good; --max-kind-drop forbids it"
         )
     if cost["ttft_ratio"] is not None and cost["ttft_reliable"] and cost["ttft_ratio"] >= 1:
         said.append(
-            "warning: the first token comes no sooner than unpatched on this machine: it saves memory and FLOPs"
+            "warning: the time to first token does not improve on this machine; only memory and FLOPs are saved"
         )
     return said + [f"warning: {note}" for note in tuning.notes]
 
 
 def _compared(cost: dict[str, Any]) -> list[str]:
-    """Tokens, time and memory, unpatched → tuned."""
-    tokens, whole = cost["visual_tokens"], cost["visual_tokens_unpatched"]
-    said = [f"visual tokens {whole:.0f} → {tokens:.0f} ({tokens / max(1, whole):.0%}, averaged over layers)"]
+    """Return tokens, time and memory as "unpatched → tuned" phrases."""
+    tokens, before_tokens = cost["visual_tokens"], cost["visual_tokens_unpatched"]
+    said = [
+        f"visual tokens {before_tokens:.0f} → {tokens:.0f} ({tokens / max(1, before_tokens):.0%}, averaged over layers)"
+    ]
     if cost["ttft_ratio"] is not None:
         doubt = "" if cost["ttft_reliable"] else ", not reliable"
         said.append(
@@ -127,33 +142,35 @@ def _compared(cost: dict[str, Any]) -> list[str]:
     return said
 
 
-def tuning_table(tuning: Tuning) -> Table:
-    """Return the settings that were put to the test, the safest first."""
+def build_tuning_table(tuning: Tuning) -> Table:
+    """Return a table of the tested settings, the safest first."""
     sure = f"{100 * tuning.promise.confidence:g} %"
     notes = (
-        "Drop: points of the metric lost on the held-out questions. Below: what the drop is shown to be below with a "
-        f"confidence of {sure}, for this setting alone. All else: share of what the unpatched model spends.",
+        "Drop: points of the metric lost on the held-out questions. Below: upper bound of the drop with a confidence "
+        f"of {sure}, for this setting only. Other columns: share of the unpatched model's cost.",
         f"Asked: {tuning.search} questions to search with and {tuning.held_out} held out. Cheapest: by "
         f"{TITLES[tuning.ranked_by]}.",
     )
-    title = f"Tested for a drop below {points(tuning.promise.max_drop)}, confidence {sure}, the safest first"
+    title = f"Tested for a drop below {format_points(tuning.promise.max_drop)}, confidence {sure}, the safest first"
     return _table(title, tuning.tested, notes)
 
 
-def others_table(tuning: Tuning) -> Table:
-    """Return the settings that were not put to the test, with the reasons, those that came furthest first."""
-    rest = sorted((one for one in tuning.trials if not one.held_out), key=lambda one: (-one.search, one.drop or 0.0))
+def build_others_table(tuning: Tuning) -> Table:
+    """Return a table of the settings that were not tested, with the reasons."""
+    rest = sorted(
+        (trial for trial in tuning.trials if not trial.held_out), key=lambda trial: (-trial.search, trial.drop or 0.0)
+    )
     note = f"Asked: of {tuning.search} questions to search with. Drop: points of the metric lost on them."
     return _table("Not tested", rest, (note,))
 
 
 def _table(title: str, trials: Sequence[Trial], notes: tuple[str, ...]) -> Table:
     columns = ("method", "keep", "tokens", "TTFT", "KV cache", "prefill FLOPs", "asked", "drop", "below", "outcome")
-    return Table(title, columns, [[*map(Cell, _row(one))] for one in trials], notes, last_left=True)
+    return Table(title, columns, [[*map(Cell, _row(trial))] for trial in trials], notes, last_left=True)
 
 
 def _row(trial: Trial) -> list[str]:
-    cost = cost_of(trial) if trial.cost else {}
+    cost = build_cost_summary(trial) if trial.cost else {}
     tokens = f"{cost['visual_tokens'] / max(1, cost['visual_tokens_unpatched']):.0%}" if cost else ""
     time = f"{trial.timing['ttft_ratio']['p50']:.2f}x" if trial.timing else ""
     shares = [f"{cost[name]:.0%}" if cost else "" for name in ("kv_ratio", "prefill_flops_ratio")]
@@ -164,46 +181,46 @@ def _row(trial: Trial) -> list[str]:
 
 
 def _keep(trial: Trial) -> str:
-    """Return the keep, and of a stack that was asked what all of its cuts leave."""
+    """Return the keep, and for a stack with answers the share that all cuts keep together."""
     cuts = len(trial.candidate.methods)
     if cuts == 1 or not trial.cost:
         return trial.candidate.keep_text
     if "," in trial.candidate.keep_text:
-        return f"{trial.candidate.keep_text} ({percent(trial.cost['keep_ratio'])} in all)"
-    return keep_in_words(trial.candidate.keep_text, cuts, trial.cost["keep_ratio"])
+        return f"{trial.candidate.keep_text} ({format_percent(trial.cost['keep_ratio'])} in all)"
+    return format_keep(trial.candidate.keep_text, cuts, trial.cost["keep_ratio"])
 
 
 def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:
     tested, promise = tuning.tested, tuning.promise
     if not tested:
-        heard = [one for one in tuning.trials if one.search]
+        heard = [trial for trial in tuning.trials if trial.search]
         if not heard:
-            return ["No setting could be tried; --verbose says why."]
-        one = min(heard, key=lambda one: one.drop)
+            return ["No setting could be tried; --verbose prints the reasons."]
+        trial = min(heard, key=lambda trial: trial.drop)
         return [
-            f"None of {len(heard)} settings was worth a test: each was shown to lose too much in the search, or saves "
-            "nothing; --verbose says which. Larger keeps or a larger drop may help.",
-            f"{one.candidate} came closest: {points(one.drop)} lost on {one.search} questions.",
+            f"None of {len(heard)} settings was worth a test: each lost too much in the search, or saves no cost (see "
+            "--verbose). Larger keeps or a larger drop may help.",
+            f"{trial.candidate} came closest: {format_points(trial.drop)} lost on {trial.search} questions.",
         ]
-    one, asked = tested[0], tuning.search + tuning.held_out
-    closest = f"{one.candidate}, the safest, lost {points(one.drop)} on {one.held_out} held-out questions"
+    trial, asked = tested[0], tuning.search + tuning.held_out
+    closest = f"{trial.candidate}, the safest, lost {format_points(trial.drop)} on {trial.held_out} held-out questions"
     verdict = f"None of {len(tested)} tested was shown to lose less than {allowed}, with {sure}"
     asked_of = (
-        f"Tested on {one.held_out} held-out questions, the safest first: "
+        f"Tested on {trial.held_out} held-out questions, the safest first: "
         f"{', '.join(str(each.candidate) for each in tested)}. "
-        f"Such a promise takes at least {promise.questions_needed} of them, if no answer changes."
+        f"This promise needs at least {promise.questions_needed} held-out questions, if no answer changes."
     )
-    if one.state.startswith("keeps"):  # but for --max-kind-drop
+    if trial.state.startswith("keeps"):  # only --max-kind-drop failed
         return [f"{verdict}, and no more in any kind of question than --max-kind-drop allows.", f"{closest}.", asked_of]
-    closest += f", and is shown to lose less than {points(one.bound)}."
-    if tuning.more is None:
+    closest += f", and is shown to lose less than {format_points(trial.bound)}."
+    if tuning.more_questions is None:
         return [f"{verdict}; more questions would hardly help: larger keeps, or a larger drop may.", closest, asked_of]
     return [
-        f"{verdict}; ask about {tuning.more} more questions.",
-        f"{closest} An estimate: with {asked + tuning.more} questions in all it would pass {LIKELY:.0%} of the time, "
-        "if it goes on to lose what it lost so far.",
+        f"{verdict}; ask about {tuning.more_questions} more questions.",
+        f"{closest} An estimate: with {asked + tuning.more_questions} questions in all it would pass {LIKELY:.0%} "
+        "of the time, if its drop stays the same.",
         asked_of,
     ]
 
 
-__all__ = ["cost_of", "others_table", "outcome", "tuned_config", "tuning_table"]
+__all__ = ["build_cost_summary", "build_others_table", "build_tuned_config", "build_tuning_table", "describe_outcome"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks of methods at different sites, put together from what each did alone; and what need not be asked at all."""
+"""Stacks of methods at different sites, built from the results of their parts, and trials that can be skipped."""
 
 from __future__ import annotations
 
@@ -13,118 +13,130 @@ from tokenprune.errors import OptionError
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.settings import Setting
-from tokenprune_bench.tuning.estimate import CHANCE, Estimate, promote
+from tokenprune_bench.tuning.estimate import CHANCE, Estimate, select_promoted
 from tokenprune_bench.tuning.trial import Trial
 
-MOST = 16  # stacks that are proposed
-_OF_A_SITE = 4  # settings of one site that stacks are made of
+MAX_STACKS = 16  # proposed stacks
+_OF_A_SITE = 4  # settings per site that stacks may use
 _SITES = (Site.PRE_ENCODER, Site.IN_ENCODER, Site.PRE_LLM, Site.IN_LLM, Site.DECODE)
 
 
 @dataclass(frozen=True)
-class Alone:
-    """A setting of one method that has answered. drops: float `[questions]`, score lost on each. spent: share of the
-    unpatched model's, of what is made small."""
+class StackPart:
+    """A setting of one method with answers.
+
+    Attributes:
+        candidate: The setting.
+        drops: Score lost per question, float, shape (questions,).
+        spent: Share of the unpatched cost, for the objective of the search.
+    """
 
     candidate: Setting
     drops: np.ndarray
     spent: float
 
     @classmethod
-    def of(cls, trial: Trial, drops: np.ndarray, objective: str) -> Alone:
-        """Of a trial that has answered; what it spends is by the closed forms, where they tell."""
-        share = trial.expected(objective)
-        return cls(trial.candidate, drops, trial.price(objective)[0] if share is None else share)
+    def from_trial(cls, trial: Trial, drops: np.ndarray, objective: str) -> StackPart:
+        """Build a part from an answered trial. The predicted cost is used if it is known."""
+        share = trial.get_expected_share(objective)
+        return cls(trial.candidate, drops, trial.get_price(objective)[0] if share is None else share)
 
     @property
     def drop(self) -> float:
+        """Mean drop, not below zero."""
         return max(0.0, float(self.drops.mean()))
 
 
-def sites(candidates: Iterable[Setting]) -> set[Site]:
-    """Return the sites of those that a stack can be made of."""
-    return {site for candidate in candidates if (site := site_of(candidate)) is not None}
+def find_sites(candidates: Iterable[Setting]) -> set[Site]:
+    """Return the sites of all candidates that a stack can contain."""
+    return {site for candidate in candidates if (site := get_site(candidate)) is not None}
 
 
-def site_of(candidate: Setting) -> Site | None:
-    """Return where a setting of one method acts; None if it is a stack already, or nothing to stack."""
+def get_site(candidate: Setting) -> Site | None:
+    """Return the site of a single-method setting, or None for stacks and methods that cannot be stacked."""
     methods: list[Method] = candidate.methods
-    one = len(methods) == 1 and not isinstance(methods[0], ImageChooser) and methods[0].site in _SITES
-    return methods[0].site if one else None
+    is_single = len(methods) == 1 and not isinstance(methods[0], ImageChooser) and methods[0].site in _SITES
+    return methods[0].site if is_single else None
 
 
-def needless(trial: Trial, trials: Sequence[Trial], objective: str, enough: int) -> str | None:
-    """Return why a trial is not asked: `enough` others are expected to spend less, and lost nothing so far; None if it
-    is to be asked, or if the closed forms do not tell what it spends.
+def explain_skip(trial: Trial, trials: Sequence[Trial], objective: str, enough: int) -> str | None:
+    """Return why a trial need not be asked, or None.
 
-    The mildest setting of a method is asked in any case: a search that ends with gambles alone promises nothing.
+    A trial is skipped if `enough` other trials are predicted to cost less and lost no score so far. The mildest setting
+    of each method is never skipped: a search with only aggressive settings at the end promises nothing.
     """
-    share = trial.expected(objective)
+    share = trial.get_expected_share(objective)
     if share is None:
         return None
-    same = [one.expected(objective) or 0.0 for one in trials if one.candidate.name == trial.candidate.name]
-    if site_of(trial.candidate) is not None and share >= max(same):
+    shares = [
+        other.get_expected_share(objective) or 0.0 for other in trials if other.candidate.name == trial.candidate.name
+    ]
+    if get_site(trial.candidate) is not None and share >= max(shares):
         return None
-    heard = [one for one in trials if one.search and not one.state and one.drop <= 0]
-    cheaper = sum((one.expected(objective) or 0.0) < share for one in heard)
-    return f"not asked: {cheaper} that spend less, by the closed forms, lost nothing" if cheaper >= enough else None
+    heard = [other for other in trials if other.search and not other.state and other.drop <= 0]
+    cheaper = sum((other.get_expected_share(objective) or 0.0) < share for other in heard)
+    return f"not asked: {cheaper} cheaper settings (predicted) lost no score" if cheaper >= enough else None
 
 
-def propose(
-    answered: Sequence[Alone],
+def propose_stacks(
+    answered: Sequence[StackPart],
     spent: Callable[[Setting], float | None],
     estimate: Callable[[np.ndarray, float], Estimate],
-    most: int = MOST,
+    max_stacks: int = MAX_STACKS,
 ) -> list[Setting]:
-    """Return stacks of two sites and more that are worth asking, at most `most`.
+    """Propose stacks of two or more sites that are worth asking.
 
-    Of each site those settings are stacked that are on its front: no other there spends less and loses less. What a
-    stack loses is taken to be what its parts lose, question by question. spent: what the closed forms say that a
-    candidate spends, as a share; None where they say nothing, and then what its parts spend is multiplied. estimate: of
-    drops and a saving, what to expect. A stack is left out where a setting alone loses no more and spends no more, or
-    where it has hardly a chance to pass the test.
+    Each stack takes at most one setting per site, from the settings on the site's cost-drop front. Its drop on a
+    question is predicted as the sum of the drops of its parts. A stack is left out if a single setting loses and costs
+    no more, or if its chance to pass the test is below `CHANCE`.
+
+    Args:
+        answered: Single-method settings with answers.
+        spent: Returns the predicted cost share of a candidate. If it returns None, the shares of the parts are
+            multiplied.
+        estimate: Returns the estimate for given drops and a saving.
+        max_stacks: Maximum number of stacks.
     """
-    fronts = {site: _front([one for one in answered if site_of(one.candidate) is site]) for site in _SITES}
+    fronts = {site: _front([part for part in answered if get_site(part.candidate) is site]) for site in _SITES}
     choices = [[None, *front] for front in fronts.values() if front]
-    found: list[tuple[Setting, Estimate]] = []
+    stacks: list[tuple[Setting, Estimate]] = []
     for combination in itertools.product(*choices):
-        parts = [one for one in combination if one is not None]
+        parts = [part for part in combination if part is not None]
         if len(parts) < 2:
             continue
         candidate = _stacked(parts)
         if candidate is None:
             continue
-        drops = np.clip(sum(one.drops for one in parts), -1, 1)
+        drops = np.clip(sum(part.drops for part in parts), -1, 1)
         share = spent(candidate)
         if share is None:
-            share = float(np.prod([one.spent for one in parts]))
-        if any(one.spent <= share and one.drop <= max(0.0, float(drops.mean())) for one in answered):
+            share = float(np.prod([part.spent for part in parts]))
+        if any(part.spent <= share and part.drop <= max(0.0, float(drops.mean())) for part in answered):
             continue
         expected = estimate(drops, 1 - share)
         if expected.chance >= CHANCE:
-            found.append((candidate, expected))
-    return [found[index][0] for index in promote([one for _, one in found], most)]
+            stacks.append((candidate, expected))
+    return [stacks[index][0] for index in select_promoted([part for _, part in stacks], max_stacks)]
 
 
-def _front(alone: Sequence[Alone]) -> list[Alone]:
-    """Return up to `_OF_A_SITE` settings that no other beats at both, spread from the safest to the cheapest."""
-    best: list[Alone] = []
-    for one in sorted(alone, key=lambda one: (one.drop, one.spent)):
-        if not best or one.spent < best[-1].spent:
-            best.append(one)
+def _front(alone: Sequence[StackPart]) -> list[StackPart]:
+    """Return up to `_OF_A_SITE` settings of the cost-drop front, spread from the safest to the cheapest."""
+    best: list[StackPart] = []
+    for part in sorted(alone, key=lambda part: (part.drop, part.spent)):
+        if not best or part.spent < best[-1].spent:
+            best.append(part)
     if len(best) <= _OF_A_SITE:
         return best
-    return [best[round(place)] for place in np.linspace(0, len(best) - 1, _OF_A_SITE)]
+    return [best[round(position)] for position in np.linspace(0, len(best) - 1, _OF_A_SITE)]
 
 
-def _stacked(parts: Sequence[Alone]) -> Setting | None:
-    """Return a candidate of the methods of several, in the order of their sites; None if they are in each other's
-    way."""
+def _stacked(parts: Sequence[StackPart]) -> Setting | None:
+    """Combine parts in the order of their sites. None if the methods cannot be combined."""
     names, options, keeps = [], [], []
-    for one in parts:
-        names += one.candidate.names
-        options += one.candidate.options
-        keeps.append(one.candidate.methods[0].default_keep if one.candidate.keep is None else one.candidate.keep)
+    for part in parts:
+        names += part.candidate.names
+        options += part.candidate.options
+        keeps.append(part.candidate.methods[0].default_keep if part.candidate.keep is None else part.candidate.keep)
     stack = Setting(tuple(names), tuple(options), keeps)
     try:
         return stack.validate()
@@ -132,4 +144,4 @@ def _stacked(parts: Sequence[Alone]) -> Setting | None:
         return None
 
 
-__all__ = ["MOST", "Alone", "needless", "propose", "site_of", "sites"]
+__all__ = ["MAX_STACKS", "StackPart", "explain_skip", "find_sites", "get_site", "propose_stacks"]

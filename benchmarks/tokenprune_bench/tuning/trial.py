@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outcomes of single candidates and of a whole search."""
+"""Results of single candidates and of a complete search."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.settings import Setting
-from tokenprune_bench.tuning.objective import TIMED, shares
+from tokenprune_bench.tuning.objective import TIMED, compute_shares
 from tokenprune_bench.tuning.promise import Promise
 
 _TRACE = 0.001
-COLLAPSE = 0.2  # a kind of question that loses more is warned of
+COLLAPSE = 0.2  # largest drop of a kind of question without a warning
 
 
 @dataclass
 class Trial:
-    """The outcome of a candidate.
+    """Result of one candidate.
 
-    search, held_out: how many questions of each part it answered. drop: the mean score lost on them, of the part that
-    decides (held out, if it got there). bound: below which the true drop is, with the promised confidence; None before
-    the test. cost: of `bench.cost.record`; timing: of `Evaluator.time`; predicted: of `Evaluator.predict`. kinds: drop
-    of each kind of question, held out. state: why it was left, or "chosen".
+    Attributes:
+        candidate: The setting.
+        state: Why the trial was dropped, or "chosen". Empty while it takes part in the search.
+        search: Number of answered questions of the search part.
+        held_out: Number of answered held-out questions.
+        drop: Mean score lost, on the held-out questions if the trial was tested, else on the search questions.
+        bound: Upper confidence bound of the drop. None before the test.
+        cost: Result of `Evaluator.cost`.
+        timing: Result of `Evaluator.time`.
+        predicted: Result of `Evaluator.predict`.
+        kinds: Drop of each kind of question on the held-out part.
     """
 
     candidate: Setting
@@ -35,19 +42,21 @@ class Trial:
     predicted: dict[str, float] = field(default_factory=dict)
     kinds: dict[str, float] = field(default_factory=dict)
 
-    def price(self, objective: str) -> tuple[float, float]:
-        """Return what is to be small, a share of what the unpatched model spends; to part equals, that of FLOPs."""
-        spent = shares(self.cost, self.timing, self.predicted)
+    def get_price(self, objective: str) -> tuple[float, float]:
+        """Return the cost share to minimize, and the share of FLOPs to break ties."""
+        spent = compute_shares(self.cost, self.timing, self.predicted)
         return spent[objective], spent["flops"]
 
-    def expected(self, objective: str) -> float | None:
-        """Return the share that it is expected to spend before it is asked; None where the closed forms do not tell."""
+    def get_expected_share(self, objective: str) -> float | None:
+        """Return the predicted cost share, or None if it is not known."""
         return self.predicted.get(objective)
 
     def saving(self, objective: str) -> float:
-        """Return the share that is saved. A time that does not differ significantly from the unpatched model's counts
-        as a trace, not as nothing: trying a setting that saves little must not depend on the luck of its runs."""
-        saved = 1 - self.price(objective)[0]
+        """Return the saved share. A time close to the unpatched time counts as a saving of `_TRACE`.
+
+        Without this minimum, the luck of a few timed runs would decide whether a setting with a small saving is tried.
+        """
+        saved = 1 - self.get_price(objective)[0]
         if objective in TIMED and saved < _TRACE and self.timing[TIMED[objective]]["p20"] < 1:
             return _TRACE
         return saved
@@ -55,12 +64,20 @@ class Trial:
 
 @dataclass
 class Tuning:
-    """The outcome of a search.
+    """Result of a search.
 
-    choice: the cheapest that keeps the promise; None if nothing was shown to. scores: mean score on the held-out
-    questions, of "unpatched" and of "tuned". objective: what was asked to be small, and ranked_by: what was used to
-    rank, "flops" where times were not reliable. more: about how many more questions it takes to show that the safest
-    keeps the promise; None where there is a choice, or where no number would help. notes: what else to say.
+    Attributes:
+        promise: The promise that was tested.
+        trials: All trials.
+        choice: The cheapest trial that keeps the promise, or None.
+        search: Number of questions of the search part.
+        held_out: Number of held-out questions.
+        scores: Mean scores on the held-out questions, under "unpatched" and "tuned".
+        objective: The requested objective.
+        ranked_by: The objective used for ranking; "flops" if the times were not reliable.
+        more_questions: Estimated number of further questions that would prove the promise for the safest setting. None
+            if a setting was chosen, or if no number would help.
+        notes: Notes for the user.
     """
 
     promise: Promise
@@ -71,17 +88,19 @@ class Tuning:
     scores: dict[str, float]
     objective: str = "ttft"
     ranked_by: str = "flops"
-    more: int | None = None
+    more_questions: int | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
     def tested(self) -> list[Trial]:
-        """Those that were put to the test, the safest first."""
-        return sorted((one for one in self.trials if one.held_out), key=lambda one: -one.price(self.ranked_by)[0])
+        """Trials that were tested, the safest first."""
+        return sorted(
+            (trial for trial in self.trials if trial.held_out), key=lambda trial: -trial.get_price(self.ranked_by)[0]
+        )
 
     @property
     def collapsed(self) -> list[str]:
-        """The kinds of question in which the choice loses more than `COLLAPSE`."""
+        """Kinds of question where the choice loses more than `COLLAPSE`."""
         return [] if self.choice is None else [kind for kind, drop in self.choice.kinds.items() if drop > COLLAPSE]
 
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search: successive halving over settings on one part of the questions, then a test on the part held out.
+"""Search by successive halving on one part of the questions, then a test on the held-out part.
 
-Sources: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization"
-(arXiv:1502.07943), algorithm 1, for the halving; Angelopoulos et al., "Learn then Test" (arXiv:2110.01052), section 3,
-for testing settings in a fixed order, up to the first that fails (`Tuner._tested` says why that is valid).
-Differs from the papers: a candidate is judged by two things, cost and drop. Half of the places go to those that may be
-expected to save the most, the other half to the safest: luck on few questions must not push out what will be needed.
-The order of the tests is from the safest to the cheapest.
+Source:
+    Halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization"
+    (arXiv 1502.07943), Algorithm 1.
+    Tests in a fixed order up to the first failure: Angelopoulos et al., "Learn then Test" (arXiv 2110.01052),
+    section 3. `Tuner._tested` explains why this order is valid.
+
+Differences from the paper:
+    - Candidates are judged by cost and drop. Half of the remaining slots go to the largest expected savings, the other
+      half to the safest candidates, so luck on few questions does not remove them.
+    - The tests go from the safest candidate to the cheapest.
 """
 
 from __future__ import annotations
@@ -20,29 +24,37 @@ import numpy as np
 from tokenprune.errors import TokenPruneError
 from tokenprune.settings import Setting
 from tokenprune_bench.errors import DataError, RunError
-from tokenprune_bench.tuning.betting import is_below, questions_likely, upper_bound
-from tokenprune_bench.tuning.candidates import unfit
-from tokenprune_bench.tuning.estimate import CHANCE, Estimate, prior, promote, sequence
+from tokenprune_bench.tuning.betting import compute_upper_bound, estimate_questions_needed, is_below
+from tokenprune_bench.tuning.candidates import explain_unfit
+from tokenprune_bench.tuning.estimate import CHANCE, Estimate, compute_prior, select_promoted, select_tests
 from tokenprune_bench.tuning.evaluator import Evaluator
-from tokenprune_bench.tuning.objective import MAX_SPREAD, TIMED, TITLES, WORK, check_objective, spread
-from tokenprune_bench.tuning.parts import check_enough, split
-from tokenprune_bench.tuning.promise import Promise, points
-from tokenprune_bench.tuning.stacks import Alone, needless, propose, sites
+from tokenprune_bench.tuning.objective import MAX_SPREAD, TIMED, TITLES, WORK, check_objective, compute_spread
+from tokenprune_bench.tuning.promise import Promise, format_points
+from tokenprune_bench.tuning.question_split import check_question_count, split_questions
+from tokenprune_bench.tuning.stacks import StackPart, explain_skip, find_sites, propose_stacks
 from tokenprune_bench.tuning.trial import Trial, Tuning
 
 FINALISTS = 4
-_FIRST = 32  # questions, at least, before any candidate is dropped
-CARRIED = 2 * FINALISTS  # settings that answer all questions of the search, and are timed if nothing else needs times
-_MOST = 20  # times as many questions are the most that are advised
+_FIRST = 32  # minimum number of questions before a candidate is dropped
+CARRIED = 2 * FINALISTS  # settings that answer all search questions, and are timed for a timed objective
+_MAX_FACTOR = 20  # largest factor of further questions to advise
 
 
 class Tuner:
-    """One search; `run()` does it.
+    """One search; `run()` executes it.
 
-    evaluator: answers the questions. candidates: all that are tried. seed: of the split of the questions. repeats:
-    timed runs of a setting. objective: what is made small, of `objective.OBJECTIVES`. stacks: how many stacks of the
-    candidates' methods may be tried, too. step: gets what is being done, how many answers are there, and how many there
-    may be. Raises OptionError for an objective that is not known, or for too few questions.
+    Args:
+        evaluator: Answers the questions.
+        candidates: All settings to try.
+        promise: The promise to prove.
+        seed: Seed of the split of the questions.
+        repeats: Timed runs per setting.
+        objective: Cost to minimize, a key of `objective.OBJECTIVES`.
+        stacks: Maximum number of stacks of the candidates' methods to try.
+        step: Progress callback with a label, the number of answers so far and their maximum.
+
+    Raises:
+        OptionError: If the objective is not known, or there are too few questions.
     """
 
     def __init__(
@@ -61,28 +73,32 @@ class Tuner:
         self.objective = check_objective(objective)
         self._notes: list[str] = []
         self.trials = [self._trial(candidate) for candidate in dict.fromkeys(candidates)]
-        # Until times are there, FLOPs stand for them: the tower's too, where they are known.
+        # FLOPs replace times until these are measured, including the tower's FLOPs if they are known.
         tower = any(trial.predicted.get("tower_share") for trial in self.trials)
         self._stand_in = WORK if tower else "flops"
         self._by = self._stand_in if objective in TIMED and promise.target_ttft is None else objective
-        self.stacks = stacks if len(sites(trial.candidate for trial in self.trials)) > 1 else 0
-        self.search, self.held_out = split(evaluator.groups, evaluator.kinds, seed)
-        check_enough(len(evaluator.kinds), promise, len(self.held_out))
+        self.stacks = stacks if len(find_sites(trial.candidate for trial in self.trials)) > 1 else 0
+        self.search, self.held_out = split_questions(evaluator.groups, evaluator.kinds, seed)
+        check_question_count(len(evaluator.kinds), promise, len(self.held_out))
         rungs = max(0, math.ceil(math.log2(max(1, len(self.trials) + self.stacks) / FINALISTS)))
         sizes = [max(_FIRST, len(self.search) >> (rungs - rung)) for rung in range(rungs)]
         self.sizes = sorted({size for size in sizes if size < len(self.search)} | {len(self.search)})
         self._step, self._done = step or (lambda label, done, total: None), 0
-        alive, asked = sum(not unfit(trial.candidate, evaluator.videos) for trial in self.trials) + self.stacks, 0
+        alive, asked = (
+            sum(not explain_unfit(trial.candidate, evaluator.videos) for trial in self.trials) + self.stacks,
+            0,
+        )
         self.total = len(self.search) + len(self.held_out) * (1 + min(FINALISTS, alive))
         for size in self.sizes:
             self.total += alive * (size - asked)
             alive, asked = min(alive, max(CARRIED, math.ceil(alive / 2))), size
 
     def search_only(self) -> list[Trial]:
-        """Search, stacks included, and test nothing; return the trials that were left at the end."""
+        """Run the search, including stacks, without the test. Return the remaining trials."""
         return self._halved(self._able(self.trials))
 
     def run(self) -> Tuning:
+        """Run the search and the test."""
         alive = self.search_only()
         if self.objective in TIMED:
             finalists = self._finalists(self._timed(self._best(alive, CARRIED, "others promise more")))
@@ -92,13 +108,13 @@ class Tuner:
         searched, held_out = len(self.search), len(self.held_out)
         return Tuning(
             self.promise, self.trials, choice, searched, held_out, scores, self.objective, self._by,
-            more=None if choice else self._more(finalists), notes=self._notes,
+            more_questions=None if choice else self._more(finalists), notes=self._notes,
         )  # fmt: skip
 
     def estimate(self) -> tuple[int, float | None]:
-        """Return how many answers `run` may take, and about how many seconds; None where a run that goes on can't tell.
+        """Return the maximum number of answers of `run`, and its time in seconds (None if answers are stored already).
 
-        By the time of the first ones, of the unpatched model, which `run` does not ask again.
+        The time is extrapolated from the first chunk of the unpatched model, which `run` does not ask again.
         """
         chunk = self.search[: self.sizes[0]]
         if self.evaluator.is_cached(None, chunk):
@@ -112,21 +128,21 @@ class Tuner:
         return Trial(candidate, predicted=self.evaluator.predict(candidate))
 
     def _able(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Return the trials that can act, and that are fast enough if that counts."""
+        """Return the trials that can run, save cost, and reach the target speed."""
         for trial in trials:
-            reason = unfit(trial.candidate, self.evaluator.videos)
-            share = trial.expected(self._by)
+            reason = explain_unfit(trial.candidate, self.evaluator.videos)
+            share = trial.get_expected_share(self._by)
             if reason is None and share is not None and share >= 1:
-                reason = f"saves nothing: {share:.2f}x {self._by}, by the closed forms"
+                reason = f"saves no cost: {share:.2f}x {self._by} (predicted)"
             target = reason is None and self.promise.target_ttft is not None
-            if target and self._time(trial) and not self.promise.reached(trial.timing):
+            if target and self._time(trial) and not self.promise.is_reached(trial.timing):
                 reason = f"too slow: {trial.timing['ttft_ms']['p50']:.0f} ms to the first token"
             if reason is not None:
                 trial.state = reason
         return [trial for trial in trials if not trial.state]
 
     def _time(self, trial: Trial) -> bool:
-        """Time a trial once, and return whether that could be done; if not, it is left with the reason."""
+        """Time a trial once. Return False, and set the state of the trial, if timing fails."""
         if trial.timing is not None:
             return True
         self._step(f"timing {trial.candidate}", self._done, self.total)
@@ -140,7 +156,7 @@ class Tuner:
         return not trial.state
 
     def _halved(self, alive: list[Trial]) -> list[Trial]:
-        """Return those that have answered all questions of the search, and are not shown to lose too much."""
+        """Return the trials that answered all search questions and are not shown to lose too much."""
         places, asked = len(alive), 0
         for size in self.sizes:
             if not alive:
@@ -161,33 +177,32 @@ class Tuner:
         return alive
 
     def _first(self, trials: list[Trial], chunk: Sequence[int]) -> list[Trial]:
-        """Have trials answer the first chunk, the cheapest first by the closed forms, but for those that need not be
-        asked; return those that did."""
-        for trial in sorted(trials, key=lambda trial: trial.expected(self._by) or 0.0):
-            trial.state = needless(trial, self.trials, self._by, FINALISTS) or ""
+        """Ask the first chunk, the cheapest trials first, and return the asked trials. Some trials are skipped."""
+        for trial in sorted(trials, key=lambda trial: trial.get_expected_share(self._by) or 0.0):
+            trial.state = explain_skip(trial, self.trials, self._by, FINALISTS) or ""
             if not trial.state:
                 self._results(trial, chunk, chunk)
         return [trial for trial in trials if not trial.state]
 
     def _proposed(self, alive: list[Trial]) -> list[Trial]:
-        """Return trials of stacks, made of settings that have answered."""
+        """Return trials of stacks of answered settings."""
         if not self.stacks:
             return []
-        found = propose(
-            [Alone.of(trial, self._drops(trial, self.search[: trial.search]), self._by) for trial in alive],
+        stacks = propose_stacks(
+            [StackPart.from_trial(trial, self._drops(trial, self.search[: trial.search]), self._by) for trial in alive],
             lambda candidate: self.evaluator.predict(candidate).get(self._by),
-            lambda drops, saving: Estimate.of(
-                drops, saving, self.promise, len(self.held_out), prior(saving, self.promise.max_drop)
+            lambda drops, saving: Estimate.from_drops(
+                drops, saving, self.promise, len(self.held_out), compute_prior(saving, self.promise.max_drop)
             ),
             self.stacks,
         )
         known = {trial.candidate for trial in self.trials}
-        made = [self._trial(candidate) for candidate in found if candidate not in known]
-        self.trials += made
-        return made
+        trials = [self._trial(candidate) for candidate in stacks if candidate not in known]
+        self.trials += trials
+        return trials
 
     def _best(self, alive: list[Trial], places: int, reason: str) -> list[Trial]:
-        kept = promote([self._estimate_of(trial) for trial in alive], places)
+        kept = select_promoted([self._estimate_of(trial) for trial in alive], places)
         for index, trial in enumerate(alive):
             if index not in kept:
                 trial.state = reason
@@ -206,7 +221,7 @@ class Tuner:
         try:
             self._asked(trial.candidate, chunk)
         except (DataError, RunError):
-            raise  # this ends the run: no method is to blame
+            raise  # the run cannot continue, with any method
         except TokenPruneError as error:
             trial.state = _skipped(error)
             return False
@@ -218,7 +233,7 @@ class Tuner:
         return self.evaluator.scores(None, numbers) - self.evaluator.scores(trial.candidate, numbers)
 
     def _hopeless(self, trial: Trial) -> bool:
-        """Return True if the drop is shown to be above the allowed one (the same test, turned around)."""
+        """Return True if the drop is shown to exceed the limit (the same test with the opposite sign)."""
         gains = -self._drops(trial, self.search[: trial.search])
         if is_below(gains, -self.promise.max_drop, self.promise.level):
             trial.state = f"loses too much after {trial.search} questions"
@@ -226,22 +241,24 @@ class Tuner:
         return False
 
     def _estimate_of(self, trial: Trial) -> Estimate:
-        by = self._stand_in if self._by in TIMED else self._by  # what is risked does not change from run to run
+        by = self._stand_in if self._by in TIMED else self._by  # a prior without timing noise
 
-        def saved(one: Trial) -> float:
-            return max(0.0, 1 - one.price(by)[0])
+        def saved(other: Trial) -> float:
+            return max(0.0, 1 - other.get_price(by)[0])
 
-        same = [one for one in self.trials if one.search and one.candidate.name == trial.candidate.name]
-        lost, all_saved = (sum(one.search * of(one) for one in same) for of in (lambda one: one.drop, saved))
-        expected = prior(saved(trial), self.promise.max_drop, lost, all_saved)
+        same = [other for other in self.trials if other.search and other.candidate.name == trial.candidate.name]
+        lost, all_saved = (
+            sum(other.search * get_value(other) for other in same) for get_value in (lambda other: other.drop, saved)
+        )
+        expected = compute_prior(saved(trial), self.promise.max_drop, lost, all_saved)
         drops = self._drops(trial, self.search[: trial.search])
-        return Estimate.of(drops, trial.saving(self._by), self.promise, len(self.held_out), expected)
+        return Estimate.from_drops(drops, trial.saving(self._by), self.promise, len(self.held_out), expected)
 
     def _timed(self, trials: list[Trial]) -> list[Trial]:
-        """Time settings that may be tested; where times are too unsteady to rank them, FLOPs do, which is noted."""
+        """Time trials before the test. If the times are too unsteady, rank by FLOPs and add a note."""
         trials = [trial for trial in trials if self._time(trial)]
-        widest = max(trials, key=lambda trial: spread(trial.timing, self.objective), default=None)
-        steady = widest is None or spread(widest.timing, self.objective) <= MAX_SPREAD
+        widest = max(trials, key=lambda trial: compute_spread(trial.timing, self.objective), default=None)
+        steady = widest is None or compute_spread(widest.timing, self.objective) <= MAX_SPREAD
         if self.objective in TIMED:
             self._by = self.objective if steady else self._stand_in
         if not steady:
@@ -250,42 +267,41 @@ class Tuner:
             other = "prefill FLOPs" if self._stand_in == "flops" else TITLES[WORK]
             instead = "" if self.objective not in TIMED else f": settings are ranked by {other} instead"
             self._notes.append(
-                f"Times are not reliable here, that of {widest.candidate} came out at {low:.2f} to {high:.2f} of the "
-                f"unpatched model's{instead}."
+                f"Times are not reliable here: {widest.candidate} took {low:.2f} to {high:.2f} of the unpatched "
+                f"time{instead}."
             )
         return trials
 
     def _finalists(self, alive: list[Trial]) -> list[Trial]:
-        """Return those to be tested, the safest first."""
+        """Return the trials to test, the safest first."""
         estimates = [self._estimate_of(trial) for trial in alive]
-        chosen = sequence(estimates, FINALISTS)
+        chosen = select_tests(estimates, FINALISTS)
         for index, (trial, estimate) in enumerate(zip(alive, estimates, strict=True)):
             if index in chosen:
                 continue
             trial.state = "others promise more"
             if estimate.saving <= 0:
-                trial.state = f"saves nothing: {1 - estimate.saving:.2f}x {self._by}"
+                trial.state = f"saves no cost: {1 - estimate.saving:.2f}x {self._by}"
             elif estimate.chance < CHANCE:
                 trial.state = "loses too much in the search"
         return [alive[index] for index in chosen]
 
     def _tested(self, finalists: list[Trial]) -> tuple[Trial | None, dict[str, float]]:
-        """Test from the safest to the cheapest, up to the first that fails; the cheapest that passed is the choice.
+        """Test from the safest to the cheapest, up to the first failure. The cheapest passed trial is the choice.
 
-        Why nothing is corrected for the number of tests (a fixed-sequence test): the order is a function of the answers
-        of the search and of times, and is fixed before a held-out answer is looked at. A false promise needs a setting
-        that loses too much and passes. Take the first in the order that loses too much: whoever passes wrongly is this
-        one or comes after it, so it must have passed itself, which its own test lets happen with a probability of at
-        most 1 - confidence. This holds for any order and any choice among those that passed; that the safest comes
-        first, by the search, only makes an answer more likely.
+        A fixed-sequence test does not need a correction for the number of tests. The order depends only on answers of
+        the search and on times, and is fixed before any held-out answer is read. A false promise requires a setting
+        that loses too much and passes. Consider the first such setting in the order: every wrong pass is this setting
+        or a later one, so this setting must have passed its own test, with a probability of at most 1 - confidence.
+        This holds for any order and for any choice among the passed settings.
         """
         if not finalists:
             return None, {}
         self._asked(None, self.held_out)
         base = self.evaluator.scores(None, self.held_out)
-        kinds = np.array([self.evaluator.kinds[number] for number in self.held_out])
+        kinds = np.array([self.evaluator.kinds[index] for index in self.held_out])
         passed: list[Trial] = []
-        for place, trial in enumerate(finalists):
+        for position, trial in enumerate(finalists):
             self._asked(trial.candidate, self.held_out)
             drops = self._drops(trial, self.held_out)
             trial.held_out, trial.drop, trial.cost = (
@@ -293,37 +309,39 @@ class Tuner:
                 float(drops.mean()),
                 self.evaluator.cost(trial.candidate),
             )
-            trial.bound = upper_bound(drops, self.promise.level)
+            trial.bound = compute_upper_bound(drops, self.promise.level)
             trial.kinds = {kind: float(drops[kinds == kind].mean()) for kind in sorted(set(kinds.tolist()))}
             if not is_below(drops, self.promise.max_drop, self.promise.level):
                 trial.state = "not shown to keep the promise"
-                for other in finalists[place + 1 :]:
-                    other.state = f"not tested: {trial.candidate}, which was safer, failed"
+                for other in finalists[position + 1 :]:
+                    other.state = f"not tested: the safer {trial.candidate} failed"
                 break
             trial.state = "keeps the promise"
             limit = self.promise.max_kind_drop
             worst = max(trial.kinds, key=trial.kinds.get)
             if limit is not None and trial.kinds[worst] > limit:
-                trial.state = f"keeps the promise, but {worst} loses {points(trial.kinds[worst])}"
+                trial.state = f"keeps the promise, but {worst} loses {format_points(trial.kinds[worst])}"
             else:
                 passed.append(trial)
         scores = {"unpatched": float(base.mean())}
         if not passed:
             return None, scores
-        choice = min(passed, key=lambda trial: trial.price(self._by))
+        choice = min(passed, key=lambda trial: trial.get_price(self._by))
         choice.state = "chosen"
         return choice, scores | {"tuned": scores["unpatched"] - choice.drop}
 
     def _more(self, finalists: list[Trial]) -> int | None:
-        """Return about how many more questions would show that the first finalist keeps the promise, if it goes on to
-        lose what it lost in all its answers so far (`betting.questions_likely`); None if no number would."""
+        """Estimate the number of further questions that would prove the promise for the safest finalist.
+
+        None if no number would help.
+        """
         if not finalists or finalists[0].state != "not shown to keep the promise":
             return None
-        seen, held = self._drops(finalists[0], [*self.search, *self.held_out]), len(self.held_out)
-        needed = questions_likely(seen, self.promise.max_drop, self.promise.level, held, _MOST * held)
+        drops, held = self._drops(finalists[0], [*self.search, *self.held_out]), len(self.held_out)
+        needed = estimate_questions_needed(drops, self.promise.max_drop, self.promise.level, held, _MAX_FACTOR * held)
         if needed is None:
             return None
-        more = (needed - held) * (len(self.search) + held) / held  # as large a part of them is held out
+        more = (needed - held) * (len(self.search) + held) / held  # the same share is held out
         digit = 10 ** max(0, math.floor(math.log10(more)) - 1)
         return math.ceil(more / digit) * digit  # two digits: it is an estimate
 

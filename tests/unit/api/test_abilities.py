@@ -26,7 +26,7 @@ from tokenprune.settings import Setting
 
 
 def asked(name: str, family: str, backend: Backend = Backend.HF, cache: checks.Cache = checks.DYNAMIC) -> str:
-    return checks.unsupported(tokenprune.method(name), family, backend, cache) or "yes"
+    return checks.find_unsupported_reason(tokenprune.method(name), family, backend, cache) or "yes"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def asked(name: str, family: str, backend: Backend = Backend.HF, cache: checks.C
         ("ivc_prune", "llama4", "needs cosines and sines of rotary positions"),
         ("pact", "llama4", "Use a method that does not, such as divprune"),
         ("fastv", "llama4", "yes"),
-        ("divprune", "mllama", "is not supported: its images enter through cross-attention"),
+        ("divprune", "mllama", "is not supported: images enter through cross-attention"),
         ("divprune", "kimi_vl", "Only vLLM has model type 'kimi_vl'"),
         ("divprune", "never_seen", "yes"),
     ],
@@ -60,7 +60,7 @@ def test_in_transformers(method: str, family: str, says: str) -> None:
         ("divprune", "LlavaForConditionalGeneration", Backend.VLLM, "yes"),
         ("divprune", "llava", Backend.VLLM, "yes"),
         ("divprune", "fuyu", Backend.VLLM, "does not serve fuyu"),
-        ("divprune", "Ovis2_5", Backend.VLLM, "does not serve Ovis2_5, because what opens and closes its tiles"),
+        ("divprune", "Ovis2_5", Backend.VLLM, "does not serve Ovis2_5, because the encoder outputs tile separators"),
         ("fastv", "llava", Backend.VLLM, "allows it, with limits"),
         ("dart", "llava", Backend.VLLM_IN_LLM, "yes"),
         ("dart", "gemma3", Backend.VLLM_IN_LLM, "does not serve Gemma3ForConditionalGeneration, it serves llava"),
@@ -154,16 +154,18 @@ class NoDecoding(TooEarly):
 
 def test_what_a_method_or_a_config_alone_decides(build) -> None:
     """The table says it without a model, and patch() says the same."""
-    assert "too_early: a PRE_LLM method cannot need ['last_row_attention']" in str(checks.unsupported(TooEarly()))
-    assert "too_early: a method of the site DECODE must derive" in str(checks.unsupported(NoDecoding()))
+    assert "too_early: a PRE_LLM method cannot need ['last_row_attention']" in str(
+        checks.find_unsupported_reason(TooEarly())
+    )
+    assert "too_early: a method of the site DECODE must derive" in str(checks.find_unsupported_reason(NoDecoding()))
     joined = LlavaConfig(vision_feature_layer=[-2, -1])
     for backend in (Backend.HF, Backend.VLLM):
         for name in ("tome", "towerdrop"):
-            reason = checks.unsupported(tokenprune.method(name), "llava", backend, config=joined)
+            reason = checks.find_unsupported_reason(tokenprune.method(name), "llava", backend, config=joined)
             assert name in str(reason) and "joins the features of several tower layers ([-2, -1])" in str(reason)
-        assert checks.unsupported(tokenprune.method("divprune"), "llava", backend, config=joined) is None
+        assert checks.find_unsupported_reason(tokenprune.method("divprune"), "llava", backend, config=joined) is None
     for method in (TooEarly(), NoDecoding()):
-        with pytest.raises(OptionError, match=re.escape(str(checks.unsupported(method)))):
+        with pytest.raises(OptionError, match=re.escape(str(checks.find_unsupported_reason(method)))):
             tokenprune.patch(build(BUILT["llava"]), method, keep=0.5)
 
 
@@ -171,7 +173,7 @@ def test_what_a_method_or_a_config_alone_decides(build) -> None:
 def test_patch_refuses_what_the_table_refuses(name: str, build) -> None:
     model = build(BUILT[name])
     for method in MODEL_METHODS:
-        reason = checks.unsupported(tokenprune.method(method), BUILT[name].kind)
+        reason = checks.find_unsupported_reason(tokenprune.method(method), BUILT[name].kind)
         said = None
         try:
             with tokenprune.patched(model, method, keep=0.3):
@@ -204,7 +206,7 @@ def test_the_command_answers_for_every_family_at_80_columns(method: str) -> None
         said = {name: answer.strip() for answer, of in answers for name in of.split(", ")}
         assert set(said) == {*names, *refused}
         for name in names:
-            reasons = [checks.unsupported(one, name, backend) for one in Setting.from_text(method).methods]
+            reasons = [checks.find_unsupported_reason(one, name, backend) for one in Setting.from_text(method).methods]
             assert (said[name] == "yes") == (not any(reasons)), name
         assert all(said[name].startswith("no, as no method may") for name in refused)
 

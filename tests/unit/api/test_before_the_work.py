@@ -28,7 +28,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(models, "load", load)
+    monkeypatch.setattr(models, "load_model", load)
 
 
 @pytest.mark.parametrize(
@@ -113,20 +113,24 @@ def of_hub(kind: type[Exception]) -> Exception:
 
 def test_a_model_that_is_nowhere_is_said_at_once(hub: list[Any], tmp_path: Path) -> None:
     for error, said in (
-        (of_hub(errors.RepositoryNotFoundError), "the hub has none, or shows it to its owner alone"),
-        (ConnectionError("no route"), r"the hub cannot be reached \(no route\): download it"),
+        (of_hub(errors.RepositoryNotFoundError), "the model is missing on the hub or private"),
+        (ConnectionError("no route"), r"the hub cannot be reached \(no route\); download the model"),
         (TimeoutError(), r"the hub cannot be reached \(TimeoutError\)"),
-        (errors.HFValidationError("bad"), "no name of a model on the hub either"),
+        (errors.HFValidationError("bad"), "it is not a valid hub id"),
     ):
         hub[:] = [error]
-        with pytest.raises(TokenPruneError, match=f"no model 'some/model': .*{said}"):
+        with pytest.raises(TokenPruneError, match=f"model 'some/model' not found: .*{said}"):
             read_model_config("some/model")
-    with pytest.raises(TokenPruneError, match=r"did you mean demo_vlm\?"):
+    with pytest.raises(TokenPruneError, match=r"Did you mean demo_vlm\?"):
         check_source("demo_vl")
     (tmp_path / "a file").touch()
-    for name, said in ((tmp_path / "a file", "is a file: name the folder"), ("./gone", "there is no folder ./gone"),
-                       (tmp_path / "gone", "there is no folder"), ("a/b/c", "there is no folder a/b/c")):  # fmt: skip
-        with pytest.raises(TokenPruneError, match=said):
+    for name, message in (
+        (tmp_path / "a file", r"is a file\. Pass the folder"),
+        ("./gone", "folder ./gone does not exist"),
+        (tmp_path / "gone", "does not exist"),
+        ("a/b/c", "folder a/b/c does not exist"),
+    ):
+        with pytest.raises(TokenPruneError, match=message):
             check_source(name)
 
 
@@ -137,7 +141,7 @@ def test_a_model_of_the_hub_is_left_to_the_hub(hub: list[Any], tmp_path: Path, m
         check_source("some/model")
     hub[:] = [AssertionError("it was asked")]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(TokenPruneError, match="cache lacks it, which is all there is while HF_HUB_OFFLINE is set"):
+    with pytest.raises(TokenPruneError, match="not in the hub's cache, and HF_HUB_OFFLINE is set"):
         check_source("some/model")
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
     check_source("some/model")
@@ -156,14 +160,14 @@ def test_an_empty_file_and_a_folder_are_called_so(tmp_path: Path) -> None:
         assert "the file is empty" in refused("bench", "--data", path)
     for command in (("show", empty), ("profile", "--image", empty)):
         assert "the file is empty" in refused(*command)
-    assert "it is a folder: name a file in it" in refused("profile", "--image", folder)
+    assert "it is a folder; use a file" in refused("profile", "--image", folder)
     rows["image"].write_text('{"image": "folder.jpg", "question": "q", "answer": "a"}')
-    assert "it is a folder: name a file in it" in refused("bench", "--data", rows["image"])
+    assert "it is a folder; use a file" in refused("bench", "--data", rows["image"])
 
 
 def test_a_word_of_python_names_no_method() -> None:
     assert "'class' is a word of Python's own: choose another name, such as class_method" in refused(
         "new-method", "class"
     )
-    with pytest.raises(RegistrationError, match="no word of Python's own"):
+    with pytest.raises(RegistrationError, match="not a Python keyword"):
         register("lambda", site="PRE_LLM", paper="none")(method_class("divprune"))

@@ -287,7 +287,7 @@ def early(method: str) -> tokenprune.Method:
 @pytest.mark.parametrize("method", MODEL_METHODS)
 def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float, build) -> None:
     model = build(FAMILIES["llava"])  # images of 36 tokens
-    if tokenprune.method_info(method).cls.by_content_count:
+    if tokenprune.method_info(method).cls.chooses_count:
         try:
             tokenprune.method(method).stages(budget, 4)
         except BudgetError as error:  # it promises no average, and says so
@@ -295,7 +295,7 @@ def test_targets_are_met_in_a_model(method: str, budget: Budget, average: float,
             return
     stats = run(model, early(method), budget, FAMILIES["llava"].make_inputs())[1]
     got = stats.visual_tokens_average / stats.visual_tokens_in
-    if tokenprune.method_info(method).cls.least:
+    if tokenprune.method_info(method).cls.min_tokens:
         assert got == pytest.approx(average, abs=1 / 36)
     else:  # by whole layers, of four
         assert average - 1 / 4 < got <= average

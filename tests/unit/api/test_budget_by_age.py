@@ -13,7 +13,7 @@ import tokenprune
 from each import each
 from oracle import close, reduced
 from tokenprune import Budget, BudgetError
-from tokenprune.budgets.by_age import aged, ages
+from tokenprune.budgets.by_age import apply_ages, compute_ages
 from tokenprune.settings import Setting
 from zoo import FAMILIES, Family
 
@@ -120,20 +120,24 @@ def test_one_image_and_a_single_tier_are_as_without_age(build: Any) -> None:
 
 
 def test_ages_count_from_the_last_full_step() -> None:
-    assert ages(5) == [4, 3, 2, 1, 0] and ages(3, 4) == [0, 0, 0] and ages(6, 4) == [3, 2, 1, 0, 0, 0]
-    assert ages(0) == []
+    assert (
+        compute_ages(5) == [4, 3, 2, 1, 0]
+        and compute_ages(3, 4) == [0, 0, 0]
+        and compute_ages(6, 4) == [3, 2, 1, 0, 0, 0]
+    )
+    assert compute_ages(0) == []
 
 
 def test_counts_do_not_rise_with_age_and_an_image_keeps_a_token() -> None:
-    assert aged([10] * 6, ((0, 1.0), (1, 0.5), (3, 8)), 1) == [5, 5, 5, 5, 5, 10]
-    assert aged([1, 1, 4], ((0, 1.0), (1, 0.1)), 1) == [1, 1, 4]
+    assert apply_ages([10] * 6, ((0, 1.0), (1, 0.5), (3, 8)), 1) == [5, 5, 5, 5, 5, 10]
+    assert apply_ages([1, 1, 4], ((0, 1.0), (1, 0.1)), 1) == [1, 1, 4]
 
 
 def test_a_file_or_dict_says_the_same() -> None:
     said = {"method": "divprune", "keep": {"keep": 0.5, "age": [[0, 1.0], [2, 0.25]], "step": 4}}
     (budget,) = Setting.from_json(said).budgets
     assert budget == Budget.by_age(0.5, ((0, 1.0), (2, 0.25)), step=4)
-    assert eval(repr(budget)) == budget and budget.short() == repr(budget)
+    assert eval(repr(budget)) == budget and budget.format_short() == repr(budget)
     assert repr(budget) == "Budget.by_age(0.5, ((0, 1.0), (2, 0.25)), step=4)"
 
 

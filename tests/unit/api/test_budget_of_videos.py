@@ -20,7 +20,7 @@ from tokenprune.integrations.hf.sequence.segments import Tempo
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.kept import counts_after
+from tokenprune_bench.profiling.kept_tokens import count_kept_tokens
 from zoo import FAMILIES, IMAGE, VIDEO
 
 VIDEOS = [name for name, family in FAMILIES.items() if family.video is not None]
@@ -323,7 +323,7 @@ def test_frames_that_are_joined(build: Any) -> None:
 )
 def test_a_file_or_dict_says_the_same(keep: dict[str, Any], budget: Budget) -> None:
     (found,) = Setting.from_json({"method": "divprune", "keep": keep}).budgets
-    assert found == budget and eval(repr(budget)) == budget and budget.short() == repr(budget)
+    assert found == budget and eval(repr(budget)) == budget and budget.format_short() == repr(budget)
     assert (
         Budget.by_frame(torch.tensor([4, 8])) == Budget.by_frame((4, 8))
         and repr(Budget.by_frame([4])) == "Budget.by_frame((4,))"
@@ -362,4 +362,4 @@ def test_what_means_nothing_is_refused(given: dict[str, Any], said: str) -> None
 def test_a_budget_of_videos_without_one_is_refused() -> None:
     with pytest.raises(BudgetError, match="nothing is known of any here"):
         Budget.per_second(3, fps=1.0).resolve([36], layer=0, shape=DecoderShape(2, 8, 8, 1, 1, 8), text_tokens=4)
-    assert counts_after([Budget.per_second(3)], 36) == [36]  # an image keeps all
+    assert count_kept_tokens([Budget.per_second(3)], 36) == [36]  # an image keeps all

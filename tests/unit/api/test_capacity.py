@@ -17,7 +17,7 @@ from tokenprune.cli import app
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnsupportedModelError
 from tokenprune.integrations.vllm.capacity import Assumptions, Server, build_load
 from tokenprune.integrations.vllm.gpus import GPU, GPUS, find_gpu
-from tokenprune.models.tower_shape import FAMILIES as KNOWN
+from tokenprune.models.tower_shape import FAMILY_JOINS as KNOWN
 from zoo import FAMILIES
 
 QWEN_7B = Qwen2_5_VLConfig(
@@ -62,7 +62,7 @@ def test_the_sums_by_hand() -> None:
     decoder = server.costs.decoder
     gone = decoder.prefill_flops([1200] * 32) - decoder.prefill_flops([336] * 32)
     assert whole.prefill_flops - less.prefill_flops == pytest.approx(gone)
-    tower = server.costs.cost(load).tower
+    tower = server.costs.compute_cost(load).tower
     assert whole.prefill_seconds == pytest.approx((whole.prefill_flops - tower) / 50e12 + tower / 25e12)
     assert whole.prefills == 1 / whole.prefill_seconds and whole.first_token == whole.prefill_seconds > 0.01
     # What the GPU has done before the host is through takes as long as the host.
@@ -70,7 +70,7 @@ def test_the_sums_by_hand() -> None:
     slow = replace(server, assumed=waits).capacity(load, 0.25, 2, 100)
     assert (slow.first_token, slow.prefills, slow.step_seconds) == (9.0, 1.0, 2.0)
     assert slow.rate == pytest.approx(1 / (1.0 + 99 * 2.0 / 4)) and slow.prefill_seconds == less.prefill_seconds
-    read = 2 * (decoder.weights + 32000 * 4096)
+    read = 2 * (decoder.num_weights + 32000 * 4096)
     assert whole.step_seconds == pytest.approx((read + 4 * (1200 + 50) * token) / 0.5e12)
     assert whole.rate == pytest.approx(1 / (whole.prefill_seconds + 99 * whole.step_seconds / 4))
     tiny = build_load(LlavaConfig(), 1, tokens=None, tiles=None, text=0)
@@ -148,7 +148,7 @@ def test_the_command_prints_all_that_it_assumes(tmp_path: Path) -> None:
         (("--measured", "1.0=2,0.25=1"), "no shares of the peak reproduce both rates"),
         (("--block", 0), "at_once and block must be at least 1"),
         (("--json", "/nowhere/x.json"), "there is no folder"),
-        (("--model", "/nowhere"), "there is no folder"),
+        (("--model", "/nowhere"), "does not exist"),
     ],
 )
 def test_a_wrong_word_is_one_line(arguments: tuple[object, ...], said: str) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import tokenprune
 from tokenprune.cli import app
-from tokenprune.cli.completion import complete_methods, our_methods
+from tokenprune.cli.completion import complete_methods, list_builtin_methods
 from tokenprune.models import families
 from tokenprune_bench import demo
 from tokenprune_demo.heldout import FOLDER
@@ -122,7 +122,7 @@ def test_the_shell_completes_methods_and_loads_none() -> None:
         env=os.environ | words | {"_TOKENPRUNE_COMPLETE": "complete_bash"},
     )
     assert done.stdout.split() == ["divprune+fastv", "divprune+fastvid", "False"]
-    assert our_methods() == tokenprune.available_methods()
+    assert list_builtin_methods() == tokenprune.available_methods()
     assert complete_methods("dart,unif") == ["dart,uniform"]
 
 
@@ -152,7 +152,7 @@ def test_demo_says_when_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(demo, "REPEATS", 1)
     monkeypatch.setattr(demo, "METHODS", ("divprune",))
     for load, shown in ((100.0, True), (0.5, False)):
-        monkeypatch.setattr(demo, "machine_load", lambda load=load: load)
+        monkeypatch.setattr(demo, "get_machine_load", lambda load=load: load)
         said = f"The machine was busy with other work (load 100.0 on {os.cpu_count()} cores)"
         assert (said in call("demo", "--device", "cpu").stdout) is shown
 
@@ -182,9 +182,9 @@ def test_errors_are_one_line_that_helps(tmp_path: Path) -> None:
     text = tmp_path / "text.png"
     text.write_text("no image")
     assert "as an image" in refused("show", text)
-    assert "cannot read" in refused("report", tmp_path / "none.jsonl")
+    assert "Cannot read" in refused("report", tmp_path / "none.jsonl")
     assert "cannot load" in refused("demo", "--model", tmp_path)
-    assert "cannot write" in refused("bench", "--images", 1, "--device", "cpu", "--json", tmp_path / "no" / "out.jsonl")
+    assert "Cannot write" in refused("bench", "--images", 1, "--device", "cpu", "--json", tmp_path / "no" / "out.jsonl")
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,17 +18,17 @@ from report_runs import RIVALS, header, made, result
 from tests.unit.api.test_cli import IMAGE, call, refused
 from tokenprune.settings import Setting
 from tokenprune_bench.cli.common import show_progress
-from tokenprune_bench.lost import signed
-from tokenprune_bench.profiling.kept import cuts_in_words, keep_in_words, share_left
-from tokenprune_bench.profiling.model import Model, demo_model, load
+from tokenprune_bench.point_changes import format_change
+from tokenprune_bench.profiling.kept_tokens import compute_kept_share, describe_cuts, format_keep
+from tokenprune_bench.profiling.model import Model, demo_model, load_model
 from tokenprune_bench.profiling.pace import Pace
 from tokenprune_bench.report.verdict import FEWEST, find_verdicts
 from tokenprune_bench.results import summarise
 from tokenprune_bench.show import draw, side_by_side
 from tokenprune_bench.show.side_by_side import Panel, Shown
-from tokenprune_bench.tables import tables
+from tokenprune_bench.tables import build_tables
 from tokenprune_bench.tuning import Promise, Trial, Tuning
-from tokenprune_bench.tuning.report import outcome, tuning_table
+from tokenprune_bench.tuning.report import build_tuning_table, describe_outcome
 
 PROFILE = ("profile", "--config-only", "--model", "demo_vlm")  # 256 visual tokens
 BENCH = ("bench", "--methods", "uniform", "--keep", "0.25", "--images", 1, "--repeats", 0, "--device", "cpu")
@@ -36,7 +36,7 @@ BENCH = ("bench", "--methods", "uniform", "--keep", "0.25", "--images", 1, "--re
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load("demo_vlm", device="cpu")
+    return load_model("demo_vlm", device="cpu")
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
@@ -66,8 +66,8 @@ def test_the_share_that_is_told_is_the_share_that_is_left(subject: Model) -> Non
             subject.generate(inputs)
             kept = tokenprune.stats(subject.model).visual_tokens_out
         methods, budgets = setting.steps()
-        assert round(256 * share_left(budgets, 256)) == kept
-        assert f": {kept} of 256 in all (" in cuts_in_words(methods, budgets, 256)
+        assert round(256 * compute_kept_share(budgets, 256)) == kept
+        assert f": {kept} of 256 in all (" in describe_cuts(methods, budgets, 256)
 
 
 def test_a_comma_parts_settings_and_a_plus_sign_makes_a_stack() -> None:
@@ -94,7 +94,7 @@ def test_a_profile_of_two_settings_has_a_table_of_each() -> None:
 
 
 def test_a_stack_is_captioned_with_what_it_leaves(subject: Model) -> None:
-    assert keep_in_words(0.25, 1, 0.25) == "0.25" and keep_in_words(64, 2, 0.25) == "64 each, 25 % in all"
+    assert format_keep(0.25, 1, 0.25) == "0.25" and format_keep(64, 2, 0.25) == "64 each, 25 % in all"
     settings = [Setting.from_text(one, 0.25) for one in ("divprune+fastv", "divprune")]
     shown = side_by_side.show(subject, [Image.open(IMAGE)], "what?", settings)
     assert [panel.title for panel in shown.kept_panels] == [
@@ -102,7 +102,7 @@ def test_a_stack_is_captioned_with_what_it_leaves(subject: Model) -> None:
     ]  # fmt: skip
     stack = result("divprune+fastv", 0.25, 99, 99, tokens=6.25) | {"site": "PRE_LLM+IN_LLM"}
     results = summarise([header(), result("unpatched", 1.0, 100, 100), *RIVALS, stack])
-    cells = [row[1].text for row in tables(results)[0].rows if row[0].text == "divprune+fastv"]
+    cells = [row[1].text for row in build_tables(results)[0].rows if row[0].text == "divprune+fastv"]
     assert cells == ["0.25 each, 6.25 % in all"]
     assert find_verdicts(results)[0].answer == "divprune+fastv at keep 0.25 each, 6.25 % in all"
 
@@ -115,8 +115,10 @@ def test_the_tuner_tells_what_a_stack_leaves() -> None:
     chosen = Trial(Setting.from_text("divprune+fastv", 0.25), "chosen", 1, 1, 0.0, 0.01, cost, kinds={"all": 0})
     listed = Trial(Setting.from_text("divprune+fastv", [0.5, 0.125]), "", 1, 1, 0.0, 0.01, cost)
     tuning = Tuning(Promise(), [chosen, listed], chosen, 1, 1, {"unpatched": 1.0, "tuned": 1.0})
-    assert outcome(tuning)[0].startswith("divprune+fastv, keep 0.25 each, 6.25 % in all: less than 1 point lost")
-    assert [row[1].text for row in tuning_table(tuning).rows] == [
+    assert describe_outcome(tuning)[0].startswith(
+        "divprune+fastv, keep 0.25 each, 6.25 % in all: less than 1 point lost"
+    )
+    assert [row[1].text for row in build_tuning_table(tuning).rows] == [
         "0.25 each, 6.25 % in all", "0.5, 0.125 (6.25 % in all)",
     ]  # fmt: skip
 
@@ -126,10 +128,10 @@ def test_the_tuner_tells_what_a_stack_leaves() -> None:
 
 def test_no_number_contradicts_the_bound_beside_it() -> None:
     shown = {-0.0104: "-1.04", -0.01: "-1.0", -0.0096: "-0.96", -0.031: "-3.1", -0.03004: "-3.004", 0.0104: "+1.0"}
-    assert {change: signed(change) for change in shown} == shown
+    assert {change: format_change(change) for change in shown} == shown
     for points in (1, 3):
         for change in np.linspace(-0.04, 0.01, 997):
-            assert (-float(signed(change)) <= points) == (-100 * change <= points + 1e-7)
+            assert (-float(format_change(change)) <= points) == (-100 * change <= points + 1e-7)
 
 
 def test_the_verdict_and_the_table_show_a_loss_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +142,7 @@ def test_the_verdict_and_the_table_show_a_loss_beyond_the_bound(monkeypatch: pyt
     results = summarise([header(kind_of_question="01" * 480), base, worse])
     one, _ = find_verdicts(results)
     assert one.answer == "none; near at keep 0.25 loses least" and "98.96, -1.04 [" in dict(one.facts)["accuracy %"]
-    (paired,) = (table for table in tables(results) if table.title == "Against the baselines")
+    (paired,) = (table for table in build_tables(results) if table.title == "Against the baselines")
     assert paired.rows[0][2].text.startswith("-1.04 [")
 
 
@@ -175,7 +177,7 @@ def test_predictions_that_were_cut_are_named_and_nothing_changes(tmp_path: Path)
     path.write_text("".join(content.splitlines(keepends=True)[:12]))
     before = {file.name: file.read_bytes() for file in tmp_path.glob("*.jsonl")}
     said = refused(*BENCH, "--run", tmp_path)
-    assert f"{path} is cut: it ends at line 12, and of random at keep 0.25 it holds 0 of 8 answers" in said
+    assert f"{path} is truncated at line 12: it has 0 of 8 answers of random at keep 0.25" in said
     assert {file.name: file.read_bytes() for file in tmp_path.glob("*.jsonl")} == before
     # Each of the two ways out that it names leads out.
     (tmp_path / "results.jsonl").unlink()
@@ -197,7 +199,7 @@ def test_a_line_of_the_predictions_without_an_answer_is_named(tmp_path: Path) ->
     lines = path.read_text().splitlines()
     lines[2] = json.dumps({key: one for key, one in json.loads(lines[2]).items() if key != "prediction"})
     path.write_text("\n".join(lines) + "\n")
-    assert f"line 3 of {path} is damaged, it has no prediction: remove it" in refused(*BENCH, "--run", tmp_path)
+    assert f"Line 3 of {path} is damaged: it lacks prediction. Remove" in refused(*BENCH, "--run", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -243,14 +245,14 @@ class Clock:
 def test_the_time_left_follows_from_the_time_taken() -> None:
     clock = Clock()
     pace = Pace(clock)
-    assert pace.left(40, 100) == ""  # of an earlier run: they took no time
+    assert pace.format_remaining(40, 100) == ""  # of an earlier run: they took no time
     clock.now += 20
-    assert pace.left(50, 100) == "about 2 min left"
+    assert pace.format_remaining(50, 100) == "about 2 min left"
     clock.now += 20
-    assert pace.left(90, 100) == "about 8 s left" and pace.left(100, 100) == ""
+    assert pace.format_remaining(90, 100) == "about 8 s left" and pace.left(100, 100) == ""
     clock.now += 10**5
-    assert pace.left(91, 100) == "about 4.9 h left"
-    assert pace.left(1, 8) == ""  # another count began
+    assert pace.format_remaining(91, 100) == "about 4.9 h left"
+    assert pace.format_remaining(1, 8) == ""  # another count began
 
 
 @pytest.mark.parametrize("lines", [True, False])
@@ -299,7 +301,7 @@ def test_all_rows_that_do_not_fit_the_model_are_named_at_once(tmp_path: Path) ->
     data.write_text("".join(json.dumps({"question": "what?", "answer": "a", **row}) + "\n" for row in rows))
     told = (*BENCH[:5], "--repeats", 0, "--device", "cpu", "--data", data)
     said = refused(*told, "--model", "demo_vlm")
-    assert "3 of 7 questions" in said and "line 3, line 5: asks about a video" in said
+    assert "3 of 7 questions" in said and "line 3, line 5: is about a video" in said
     assert "line 7: its question holds '<image>'" in said and "--skip-bad" in said
     said = refused(*told, "--model", "demo_qwen")
     assert "3 of 7 questions" in said and "line 6: its question holds '<|image_pad|>'" in said
@@ -361,16 +363,16 @@ def test_no_question_about_a_circle_and_the_shipped_model_knows_drawings_only(tm
     Image.new("RGB", (64, 64), "gray").save(photo)
     mine = call("show", photo, *out).stdout
     assert "what is shown?  unpatched:" in mine and "circle" not in mine
-    assert "demo_vlm (shipped) knows drawn scenes only" in mine
-    assert "drawn scenes only" not in call("show", IMAGE, *out).stdout  # one of those that it was made for
-    assert subject.limits() and subject.limits([photo]) and not subject.limits([IMAGE])
+    assert "demo_vlm (shipped) was trained only on synthetic scenes" in mine
+    assert "only on synthetic scenes" not in call("show", IMAGE, *out).stdout  # one of those that it was made for
+    assert subject.describe_limits() and subject.describe_limits([photo]) and not subject.describe_limits([IMAGE])
     other = Model(subject.model, subject.processor, "other")
-    assert other.limits([photo]) == ""
+    assert other.describe_limits([photo]) == ""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"image": "photo.png", "question": "what?", "answer": "a"}))
     asked = (*BENCH[:5], "--repeats", 0, "--device", "cpu")
-    assert "knows drawn scenes only" in call(*asked, "--data", rows).stderr
-    assert "knows drawn scenes only" not in call(*asked, "--images", 1).stderr
+    assert "trained only on synthetic scenes" in call(*asked, "--data", rows).stderr
+    assert "trained only on synthetic scenes" not in call(*asked, "--images", 1).stderr
 
 
 # -- the app -----------------------------------------------------------------------------------------------------------
@@ -386,7 +388,7 @@ def test_lines_of_python_to_copy_run_one_after_the_other() -> None:
     told = snippets.python(*settings)
     names: dict[str, Any] = {"tokenprune": tokenprune, "model": model, "processor": processor}
     exec(told, names)
-    assert [method.name for method in tokenprune.api.attachment_of(model).methods] == ["downsample", "dart"]
+    assert [method.name for method in tokenprune.api.get_attachment(model).methods] == ["downsample", "dart"]
     assert told.count("tokenprune.patch(") == 3 and snippets.python(settings[0]).count("\n") == 0
     asked = Asked(Setting.from_text("divprune+fastv", 0.25), 256, 16, b"", Stats())
-    assert asked.keep_in_words == "0.25 each, 6.25 % in all"
+    assert asked.keep_text == "0.25 each, 6.25 % in all"

@@ -16,7 +16,7 @@ from families import FAMILIES
 from tokenprune import Budget, DraftCost, OptionError, UnsupportedModelError
 from tokenprune.cli import app
 
-PAGE = Path(__file__).parents[3] / "docs" / "guides" / "drafts.md"
+PAGE = Path(__file__).parents[3] / "docs/guides/drafts.md"
 SMALL = LlamaConfig(
     vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
     num_key_value_heads=1,

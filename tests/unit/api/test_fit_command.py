@@ -21,7 +21,7 @@ from tokenprune import OptionError, Pruner, cli
 from tokenprune.methods import registry
 from tokenprune_bench import calibration
 from tokenprune_bench.calibration import Thresholds
-from tokenprune_bench.calibration.fitting import fit_options, fittable
+from tokenprune_bench.calibration.fitting import fit_options, list_fittable
 
 seen: dict[str, Any] = {}
 
@@ -92,18 +92,18 @@ def test_images_and_questions_of_the_user(tmp_path: Path) -> None:
     [
         (
             ("nobody",),
-            "'nobody' is no method that is fitted: use one of d2pruner, dymu, dyrate, fitprune, hawk, theirs",
+            "'nobody' cannot be fitted. Use one of d2pruner, dymu, dyrate, fitprune, hawk, theirs",
         ),
-        (("dart",), r"'dart' is no method that is fitted: use one of d2pruner"),
-        (("theirs", "--powr", "2"), r"no option 'powr': its options are --power 1.0, --layers \(\), --loud False"),
-        (("fitprune", "--layer", "2"), r"no option 'layer': its options are \(none\)"),
-        (("theirs", "--power", "much"), "power='much' must be a number"),
-        (("theirs", "--power"), "power=True must be a number"),
-        (("theirs", "--layers", "1,x"), "layers='1,x' must be a list, each entry an int"),
+        (("dart",), r"'dart' cannot be fitted. Use one of d2pruner"),
+        (("theirs", "--powr", "2"), r"no option 'powr'. Options: --power 1.0, --layers \(\), --loud False"),
+        (("fitprune", "--layer", "2"), r"no option 'layer'. Options: \(none\)"),
+        (("theirs", "--power", "much"), "a number for power, not 'much'"),
+        (("theirs", "--power"), "a number for power, not True"),
+        (("theirs", "--layers", "1,x"), "a list, each entry an int for layers, not '1,x'"),
         (("theirs", "--power", "1", "--power", "2"), "--power stands there twice"),
         (("theirs", "stray"), "'stray' belongs to no option"),
         (("theirs", "--out", "absent/t"), "there is no folder absent"),
-        (("theirs", "--images", "absent"), "is no folder"),
+        (("theirs", "--images", "absent"), "is not a folder"),
         (("dymu",), "--images"),
         (("--images", "absent"), "name the method to fit"),
     ],
@@ -116,7 +116,7 @@ def test_refused(arguments: tuple[str, ...], says: str) -> None:
 
 def test_the_list() -> None:
     lines = dict(line.split(": ", 1) for line in call("fit").stdout.splitlines())
-    assert list(lines) == fittable() == ["d2pruner", "dymu", "dyrate", "fitprune", "hawk", "theirs"]
+    assert list(lines) == list_fittable() == ["d2pruner", "dymu", "dyrate", "fitprune", "hawk", "theirs"]
     assert lines["d2pruner"] == "--layer 2" and "--batch-size 32" in lines["dymu"] and lines["fitprune"] == "(none)"
 
 
@@ -139,4 +139,4 @@ def test_dymu_takes_drawn_scenes_as_well(tmp_path: Path) -> None:
 def test_a_folder_that_is_absent_is_named_before_the_model_is_loaded(tmp_path: Path) -> None:
     arguments = ["fit", "fitprune", "--model", str(tmp_path / "no_model"), "--images", str(tmp_path / "no_images")]
     done = CliRunner().invoke(cli.app, [*arguments, "--out", str(tmp_path / "made.safetensors")])
-    assert done.exit_code == 2 and "no_images' is no folder" in done.stderr
+    assert done.exit_code == 2 and "no_images' is not a folder" in done.stderr

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 import tokenprune
 from basics import snapshot
 from tokenprune import Budget, BudgetError, UnsupportedModelError
-from tokenprune.budgets import joint_share
-from tokenprune.budgets.schedule import profile
+from tokenprune.budgets import compute_joint_share
+from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.cli import app
 from tokenprune.integrations.vllm.settings.items import count_kept
 from tokenprune.integrations.vllm.settings.parse import parse_setting
@@ -118,12 +118,12 @@ def test_files_keep_them_apart(tmp_path: Path) -> None:
 def test_copies_are_equal_and_the_two_are_not() -> None:
     one, number = Budget(tokens=1), Budget(tokens=64)
     assert one != Budget(keep=1.0) and len({one, Budget(keep=1.0)}) == 2
-    assert number == Budget(keep=64) and repr(number) == "Budget(keep=64)" and number.short() == "64"
-    assert repr(one) == one.short() == "Budget(tokens=1)" and not one.is_identity()
+    assert number == Budget(keep=64) and repr(number) == "Budget(keep=64)" and number.format_short() == "64"
+    assert repr(one) == one.format_short() == "Budget(tokens=1)" and not one.is_identity()
     for again in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), dataclasses.replace(one), eval(repr(one))):
         assert again == one
     assert dataclasses.replace(number, per="frame") == Budget(keep=64, per="frame")
-    assert profile(4, [(0, 1.0)], one)[0].budget.resolve([9], layer=0, shape=SHAPE, text_tokens=0) == [1]
+    assert plan_cuts(4, [(0, 1.0)], one)[0].budget.resolve([9], layer=0, shape=SHAPE, text_tokens=0) == [1]
     both = {"tokens": 3, "keep": 4}
     for wrong in ({"tokens": 0}, {"tokens": 0.5}, {"tokens": True}, both, both | {"keep": 0.5}):
         with pytest.raises(BudgetError):
@@ -135,12 +135,18 @@ def test_copies_are_equal_and_the_two_are_not() -> None:
 
 def test_the_share_of_a_stack() -> None:
     quarter = Budget(keep=0.25)
-    assert joint_share([quarter]) == 0.25 and joint_share([quarter] * 2) == 0.0625 and joint_share([]) == 1.0
-    assert joint_share([quarter] * 2, 256) == 16 / 256 and joint_share([Budget(keep=0.5)] * 2, 3) == 1 / 3
+    assert (
+        compute_joint_share([quarter]) == 0.25
+        and compute_joint_share([quarter] * 2) == 0.0625
+        and compute_joint_share([]) == 1.0
+    )
+    assert (
+        compute_joint_share([quarter] * 2, 256) == 16 / 256 and compute_joint_share([Budget(keep=0.5)] * 2, 3) == 1 / 3
+    )
     number = Budget(tokens=16)
-    assert joint_share([quarter, number]) is None and joint_share([quarter, number], 256) == 1 / 16
-    assert joint_share([Budget(tokens=16), Budget(tokens=64)], 256) == 1 / 16
-    assert joint_share([quarter, Budget.from_kv_share(0.5)], 256) is None
+    assert compute_joint_share([quarter, number]) is None and compute_joint_share([quarter, number], 256) == 1 / 16
+    assert compute_joint_share([Budget(tokens=16), Budget(tokens=64)], 256) == 1 / 16
+    assert compute_joint_share([quarter, Budget.from_kv_share(0.5)], 256) is None
 
 
 @torch.no_grad()
@@ -151,7 +157,7 @@ def test_a_patched_stack_shows_its_share(build) -> None:
         assert "tokenprune: 2 methods, together keep=0.25" in repr(model)
         model(**inputs)
         stats = tokenprune.stats(model)
-        assert stats.keep_ratio == joint_share([Budget(keep=0.5)] * 2, 36) == 9 / 36
+        assert stats.keep_ratio == compute_joint_share([Budget(keep=0.5)] * 2, 36) == 9 / 36
         assert "visual tokens 36 -> 9 (25.0%)" in repr(stats)
     for method, keep in (("divprune", 0.5), (["divprune", "fastv"], Budget(average_share=0.9))):
         with tokenprune.patched(model, method, keep=keep):

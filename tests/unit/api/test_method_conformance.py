@@ -25,7 +25,7 @@ from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection.sites.encoder import Tower
 from tokenprune.testing import check_method, visual_tokens
 
-TOWER = Tower(tokens=33, protected=1, blocks=4, read=3, module=nn.Linear(2, 2))
+TOWER = Tower(tokens=33, protected=1, blocks=4, blocks_read=3, module=nn.Linear(2, 2))
 THRESHOLDS = Thresholds(
     {0.5: torch.tensor([0.2, 0.1, 0.1, 1.0]), 0.75: torch.tensor([0.3, 0.2, 0.2, 1.0])}, TOWER.fingerprint, images=9
 )
@@ -140,23 +140,23 @@ BROKEN = {
     "padding": (lambda self, tokens: Selection(first(tokens) | ~tokens.mask), "keeps padding"),
     "by shape": (lambda self, tokens: Selection(tokens.mask[:, :1]), r"must be bool \[S, N\]"),
     "no selection": (lambda self, tokens: tokens.mask, "must return a Selection, not Tensor"),
-    "counts": (lambda self, tokens: Selection(first(tokens), counts=[99] * len(tokens.keep)), "counts says"),
-    "other each time": (top(lambda tokens: tokens.hidden[..., 0] * next(SIGNS)), "other tokens the second time"),
-    "batch": (top(lambda tokens: tokens.hidden[..., 0] * (1 if len(tokens.keep) == 1 else -1)), "than alone"),
-    "row before": (top(lambda tokens: tokens.hidden.roll(1, 0)[..., 0]), "than alone"),
+    "counts": (lambda self, tokens: Selection(first(tokens), counts=[99] * len(tokens.keep)), "counts is"),
+    "other each time": (top(lambda tokens: tokens.hidden[..., 0] * next(SIGNS)), "other tokens when called again"),
+    "batch": (top(lambda tokens: tokens.hidden[..., 0] * (1 if len(tokens.keep) == 1 else -1)), "than as a single"),
+    "row before": (top(lambda tokens: tokens.hidden.roll(1, 0)[..., 0]), "than as a single"),
     "padding seen": (
         top(lambda tokens: tokens.hidden[..., 0] * (1 if tokens.hidden.abs().max() < 100 else -1)),
-        "what stands at padding changes its choice",
+        "values at padding change",
     ),
     "dtype": (top(lambda tokens: tokens.hidden @ torch.ones(40)), "raises RuntimeError"),
     "nan": (
         lambda self, tokens: Selection(first(tokens) & ~tokens.hidden.isnan().any(-1)),
         "with NaN at a token",
     ),
-    "merges in secret": (merging(lambda tokens: first(tokens).cumsum(1).sub(1) * first(tokens)), "say merges"),
+    "merges in secret": (merging(lambda tokens: first(tokens).cumsum(1).sub(1) * first(tokens)), "merges=True"),
     "undeclared": (top(lambda tokens: tokens.keys.sum(-1)), "'keys' was read but not declared"),
     "text": (top(lambda tokens: tokens.text.hidden.sum((1, 2))[:, None] * tokens.hidden[..., 0]), "text after"),
-    "scribbles": (scribbling, "changes hidden"),
+    "scribbles": (scribbling, "modifies its input hidden"),
 }  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def test_a_wrong_merge_is_found() -> None:
 
 def test_a_question_that_is_read_in_secret_is_found() -> None:
     last = top(lambda tokens: tokens.last_row_attention.mean(1))
-    with pytest.raises(ConformanceError, match="last_row_attention, which the question changes"):
+    with pytest.raises(ConformanceError, match="last_row_attention, which depend on the question"):
         check_method(pruner({"select": last, "layer": 2}, site="IN_LLM", needs=("last_row_attention",)))
     aware = {"select": last, "layer": 2, "query_aware": property(lambda self: True)}
     check_method(pruner(aware, "IN_LLM", "aware", needs=("last_row_attention",)))
@@ -203,7 +203,7 @@ def test_stages_are_checked_with_what_they_carry() -> None:
         tokens.remember("norms", tokens.hidden.norm(dim=-1))
         return Selection(tokens.mask)
 
-    first = pruner({"select": note, "by_content_count": True, "layer": 2}, "IN_LLM", "first")()
+    first = pruner({"select": note, "chooses_count": True, "layer": 2}, "IN_LLM", "first")()
     both = {"stages": lambda self, budget, layers: [(first, budget), (Second(), budget)]}
     check_method(pruner(both, "IN_LLM", "both"))
     with pytest.raises(ConformanceError, match="KeyError"):
@@ -214,8 +214,8 @@ def test_stages_are_checked_with_what_they_carry() -> None:
 def test_a_number_that_content_decides_has_its_least() -> None:
     none = lambda self, tokens: Selection(torch.zeros_like(tokens.mask))  # noqa: E731
     with pytest.raises(ConformanceError, match="fewer than 1"):
-        check_method(pruner({"select": none, "by_content_count": True}, name="none"))
-    check_method(pruner({"select": none, "by_content_count": True, "least": 0}, name="withdraws"))
+        check_method(pruner({"select": none, "chooses_count": True}, name="none"))
+    check_method(pruner({"select": none, "chooses_count": True, "min_tokens": 0}, name="withdraws"))
 
 
 def test_a_class_that_is_no_method_is_refused() -> None:
@@ -232,19 +232,20 @@ def test_a_class_that_is_no_method_is_refused() -> None:
     class Nameless(tokenprune.Pruner):
         """Was never registered."""
 
-    for given, says in ((Bare, "dataclass"), (Needy, "power"), (Nameless, "no name"), (3, "neither")):
+    for given, says in ((Bare, "dataclass"), (Needy, "power"), (Nameless, "name is missing"), (3, "neither")):
         with pytest.raises(ConformanceError, match=says):
             check_method(given)
 
 
 def test_broken_rules_of_other_sites_are_found() -> None:
     cases = [
-        ("PRE_ENCODER", extend.ResizeMethod, {"shares": lambda self, images, keep, per: [2.0] * 3}, "0, 1"),
+        ("PRE_ENCODER", extend.ResizeMethod, {"compute_shares": lambda self, images, keep, per: [2.0] * 3}, "0, 1"),
         ("PRE_ENCODER", extend.ResizeMethod,
-         {"shares": lambda self, images, keep, per: [keep * one.tokens / 64 for one in images]}, "by_content|keep=1.0"),
+         {"compute_shares": lambda self, images, keep, per: [keep * one.tokens / 64 for one in images]},
+         "depends_on_content|keep=1.0"),
         ("PRE_ENCODER", extend.ImageChooser, {"choose": lambda self, question, count, most: [0, 0]}, "sorted"),
         ("PRE_ENCODER", extend.ImageChooser, {"choose": lambda self, question, count, most: []}, "at least one"),
-        ("ATTENTION", extend.AttentionPattern, {"block_starts": lambda self, visuals, end: [9, 9]}, "rising"),
+        ("ATTENTION", extend.AttentionPattern, {"block_starts": lambda self, visuals, end: [9, 9]}, "ascending"),
         ("IN_ENCODER", extend.EncoderMethod, {"plan": lambda self, budget, tower: []}, "for each of 4 blocks"),
         ("IN_ENCODER", extend.EncoderMethod, {
             "plan": lambda self, budget, tower: [lambda keys, counts: bipartite_match(keys, 3)] * 3 + [None]
@@ -252,7 +253,7 @@ def test_broken_rules_of_other_sites_are_found() -> None:
         ("IN_ENCODER", extend.UnitDropper,
          {"keep_units": lambda self, pixels, most: torch.ones(pixels.shape[:3], dtype=torch.bool)}, "not 1 to 1"),
         ("IN_ENCODER", extend.UnitDropper, {"keep_units": lambda self, pixels, most: pixels}, "a bool tensor"),
-        ("DECODE", extend.DecodeMethod, {"next_rate": lambda self, masses, share: share + 1}, "rate in 0..1"),
+        ("DECODE", extend.DecodeMethod, {"next_rate": lambda self, masses, share: share + 1}, r"rate in \[0, 1\]"),
     ]  # fmt: skip
     for number, (site, base, members, says) in enumerate(cases):
         needs = {"needs": ("last_row_attention",)} if site == "DECODE" else {}
@@ -288,8 +289,8 @@ def test_the_view_holds_what_it_was_given() -> None:
         (lambda: tokens.received_attention, "'received_attention' was read but not declared"),
         (lambda: tokens.encoder_attention(2), "of block 2"),
         (lambda: tokens.encoder_queries(1), "'encoder_queries' was read but not declared"),
-        (lambda: visual_tokens(hidden).text, "pass text="),
-        (lambda: tokens.patches, "which visual_tokens"),
+        (lambda: visual_tokens(hidden).text, "Pass text="),
+        (lambda: tokens.patches, "not passed to visual_tokens"),
     ):
         with pytest.raises(TokenPruneError, match=says):
             read()
@@ -330,5 +331,5 @@ def test_several_images_of_one_prompt() -> None:
 
 
 def test_a_fingerprint_tells_made_up_towers_apart() -> None:
-    assert Fingerprint.of(TOWER.module, read=3, protected=1) == TOWER.fingerprint
+    assert Fingerprint.from_module(TOWER.module, read=3, protected=1) == TOWER.fingerprint
     assert Site.IN_ENCODER is tokenprune.method_info("tome").site

@@ -75,7 +75,7 @@ def test_a_package_passes_its_own_test_as_written(site: str, tmp_path: Path, cle
 
 
 def site_words(site: str) -> str:
-    return Site(site.upper().replace("-", "_")).words
+    return Site(site.upper().replace("-", "_")).description
 
 
 def test_a_rule_that_is_broken_fails_the_written_test(tmp_path: Path, clean: None) -> None:

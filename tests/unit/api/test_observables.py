@@ -79,8 +79,8 @@ def test_a_new_observable_is_one_class(family: Family, model) -> None:
         where = ObservedAt.LAYER_BEFORE
         axes = "SN"
 
-        def values(self, source: Any) -> Tensor:
-            return source.before.keys(source.width).float().norm(dim=-1)
+        def read_values(self, source: Any) -> Tensor:
+            return source.attention_before.keys(source.width).float().norm(dim=-1)
 
     norms = reader(("key_norms",), lambda tokens: (tokens.key_norms, tokens.text.key_norms, tokens.text.mask))
     with pytest.raises(OptionError, match="key_norms, and vLLM's layers give keys, last_row_attention,"):
@@ -102,7 +102,7 @@ def test_a_new_observable_of_the_tower_is_one_class(build) -> None:
     class FirstKeys(TowerBlock):
         """`[S, N, H]`: the first number of each head's key."""
 
-        def of_patches(self, seen: Any, protected: int) -> Tensor:
+        def compute_per_patch(self, seen: Any, protected: int) -> Tensor:
             return seen.key[:, :, protected:, 0]
 
     family = FAMILIES["qwen2_5_vl"]
@@ -136,8 +136,8 @@ def test_a_new_place_of_observation_is_one_class(build) -> None:
             norms = [before.input_layernorm, before.post_attention_layernorm]
             return Recorder(norms, lambda args, kwargs, output: output.float().norm(dim=-1))
 
-        def of_visual(self, source: Any, segments: Any, *layer: int | float) -> torch.Tensor:
-            return source.at(torch.stack(source.recorded(self.name), -1), segments.position, segments)
+        def compute_visual(self, source: Any, segments: Any, *layer: int | float) -> torch.Tensor:
+            return source.gather(torch.stack(source.get_recorded(self.name), -1), segments.position, segments)
 
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(1, 2))
@@ -249,11 +249,12 @@ def test_frames_are_of_whole_videos(build) -> None:
 
 
 def test_a_method_has_what_its_site_has() -> None:
-    members = {"shares", "choose", "block_starts", "plan", "score", "select", "next_rate"}
+    members = {"compute_shares", "choose", "block_starts", "plan", "score", "select", "next_rate"}
     own = {
         "fastv": {"score", "select"}, "divprune": {"score", "select"}, "vscan": {"score", "select"},
-        "dyrate": {"score", "select", "next_rate"}, "tome": {"plan"}, "dymu": {"plan"}, "downsample": {"shares"},
-        "dynres": {"shares"}, "view_select": {"choose"}, "pevlm": {"block_starts"},
+        "dyrate": {"score", "select", "next_rate"}, "tome": {"plan"}, "dymu": {"plan"},
+        "downsample": {"compute_shares"}, "dynres": {"compute_shares"}, "view_select": {"choose"},
+        "pevlm": {"block_starts"},
     }  # fmt: skip
     for name, has in own.items():
         cls = tokenprune.method_info(name).cls
@@ -284,7 +285,7 @@ def test_a_method_that_derives_from_method_is_told_the_base_of_its_site(site: st
     made = dataclass(frozen=True)(type("Old", (tokenprune.Method,), members))
     with pytest.raises(RegistrationError, match=f"must derive from tokenprune.*{base.__name__}"):
         tokenprune.register("old", site=site)(made)
-    assert re.search(f"must derive from tokenprune.*{base.__name__}", str(checks.unsupported(made())))
+    assert re.search(f"must derive from tokenprune.*{base.__name__}", str(checks.find_unsupported_reason(made())))
 
 
 @torch.no_grad()

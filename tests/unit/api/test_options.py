@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Interval, Le, Lt
 import tokenprune
 from each import each
 from tokenprune.errors import OptionError
-from tokenprune.selection.options import fits, in_words, option_types
+from tokenprune.selection.options import describe_type, get_option_types, matches_type
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ HINTS = {
 
 @each("words", HINTS)
 def test_types_are_told_in_words(words: str) -> None:
-    assert in_words(HINTS[words]) == words
+    assert describe_type(HINTS[words]) == words
 
 
 @each(
@@ -62,8 +62,8 @@ def test_types_are_told_in_words(words: str) -> None:
     ],
 )
 def test_values_fit_or_do_not(hint: Any, good: list[Any], bad: list[Any]) -> None:
-    assert all(fits(value, hint) for value in good)
-    assert not any(fits(value, hint) for value in bad)
+    assert all(matches_type(value, hint) for value in good)
+    assert not any(matches_type(value, hint) for value in bad)
 
 
 @each(
@@ -93,7 +93,7 @@ def test_options_are_those_of_the_fields() -> None:
     class Made(tokenprune.Method):
         share: SHARE = 0.5
 
-    assert option_types(Made) == {"share": SHARE}
+    assert get_option_types(Made) == {"share": SHARE}
     Made()
     with pytest.raises(OptionError, match=r"share=2 must be a number > 0 and <= 1"):
         Made(share=2)

@@ -14,8 +14,8 @@ from basics import MODEL_METHODS, pieces, snapshot
 from each import each
 from oracle import close, reduced, survivors
 from tokenprune import AlreadyPatchedError, BudgetError, NotPatchedError, OptionError, TokenPruneError
-from tokenprune.integrations.shared.attachable import states
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachable import get_thread_states
+from tokenprune.integrations.shared.attachment import get_attachment
 from zoo import FAMILIES, Family
 
 
@@ -247,11 +247,11 @@ def test_states_end_with_their_part(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
     gc.collect()
-    before = len(states())
+    before = len(get_thread_states())
     for _ in range(3):
         with tokenprune.patched(model, "random", keep=0.3):
             model.generate(**inputs, max_new_tokens=1)
-            states()[attachment_of(model).engine.parts[0]] = "what a part left"
-            assert len(states()) > before
+            get_thread_states()[get_attachment(model).engine.parts[0]] = "what a part left"
+            assert len(get_thread_states()) > before
     gc.collect()
-    assert len(states()) == before
+    assert len(get_thread_states()) == before

@@ -24,7 +24,7 @@ from tokenprune.integrations.vllm.settings.items import get_cache_key
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.methods import registry
 from tokenprune.selection.files import File
-from tokenprune.selection.options import file_options
+from tokenprune.selection.options import get_file_options
 from tokenprune.settings import Setting
 
 SERVER = {"method": "divprune", "keep": 0.25}
@@ -49,7 +49,7 @@ def awake() -> Iterator[None]:
 
 def test_the_options_that_name_a_file() -> None:
     methods = {name: registry.method_class(name) for name in registry.available_methods()}
-    found = {(name, option) for name, cls in methods.items() for option in file_options(cls)}
+    found = {(name, option) for name, cls in methods.items() for option in get_file_options(cls)}
     fitted = {("dyrate", "predictor"), ("d2pruner", "prior"), ("fitprune", "recipe"), ("hawk", "heads")}
     assert found == {("dymu", "thresholds"), *fitted}
 
@@ -61,7 +61,7 @@ def test_the_options_that_name_a_file() -> None:
         marked: str = field(default="", metadata={"file": True})
         other: str = ""
 
-    assert file_options(Typed) == {"where", "marked"}
+    assert get_file_options(Typed) == {"where", "marked"}
 
 
 @each("server", [SERVER, {"method": "dymu", "keep": 0.5, "exact": True}, {"off": True}])

@@ -17,10 +17,10 @@ import tokenprune
 import zoo
 from each import each
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.shared.checks import unserved
+from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.integrations.vllm.settings.parse import check_method
 from tokenprune.methods.registry import available_methods, method_class
-from tokenprune.selection.options import file_options
+from tokenprune.selection.options import get_file_options
 from tokenprune.settings.cost import LLAVA_7B, LLAVA_7B_LOAD, CostModel, Load
 
 ROOT = Path(tokenprune.__file__).parents[1]
@@ -50,6 +50,8 @@ ENTRIES = {
 # Prints which of some modules a command imported; torch stands for its compiled part, for `import torch` may wait.
 COUNT = """
 import sys
+from tokenprune.integrations.vllm.settings.parse import check_method
+from tokenprune.integrations.vllm.settings.parse import check_method
 from tokenprune.cli import main
 try: main()
 except SystemExit as end: assert not end.code, end.code
@@ -144,21 +146,21 @@ def test_deferred_torch_is_torch(use: str) -> None:
 
 def test_the_listed_cost_is_that_of_llava() -> None:
     config = LlavaConfig()
-    assert CostModel.from_config(config) == LLAVA_7B and Load.of_config(config) == LLAVA_7B_LOAD
+    assert CostModel.from_config(config) == LLAVA_7B and Load.from_config(config) == LLAVA_7B_LOAD
 
 
 def test_what_a_method_says_of_itself_is_what_running_it_says() -> None:
     """Of those that run without a file of their own: `recommend` names no others."""
     for name in available_methods():
         method = method_class(name)()
-        if file_options(type(method)):
+        if get_file_options(type(method)):
             continue
         tried = None
         try:
             check_method(method)
         except TokenPruneError as error:
             tried = str(error)
-        assert unserved(method) == tried
+        assert find_unserved_reason(method) == tried
 
 
 # The add-ons, and what else of the core is loaded where it is asked for alone.

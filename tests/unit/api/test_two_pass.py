@@ -18,7 +18,7 @@ from each import each
 from processors import demo_model, llava, photo, state
 from tokenprune import AlreadyPatchedError, Budget, BudgetError, OptionError, UnknownMethodError
 from tokenprune.methods.pixels.dynres import asks_for_detail
-from tokenprune_bench.two_pass import Escalation, any_detailed, certainty, escalate
+from tokenprune_bench.two_pass import Escalation, compute_certainty, escalate, has_detailed_image
 from tokenprune_demo.heldout import load_heldout
 
 QUESTION = "what color is the circle?"
@@ -112,7 +112,7 @@ def test_the_repr_is_short_and_shows_no_token_ids() -> None:
 
 def test_certainty_of_known_odds() -> None:
     logits = tuple(torch.tensor([odds]).log() for odds in ([0.5, 0.3, 0.2], [1.0, 0.0, 0.0]))
-    margin, entropy = certainty(logits)
+    margin, entropy = compute_certainty(logits)
     want = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)) / 2
     assert (margin, entropy) == (pytest.approx(0.2), pytest.approx(want))
 
@@ -138,7 +138,11 @@ def test_questions_about_what_is_written(question: str, want: bool) -> None:
 def test_the_guard_goes_to_the_full_size_at_once() -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8))
     soft = photo(200, 200)
-    assert any_detailed(llava(), noise) and any_detailed(llava(), [[soft], [noise]]) and not any_detailed(llava(), soft)
+    assert (
+        has_detailed_image(llava(), noise)
+        and has_detailed_image(llava(), [[soft], [noise]])
+        and not has_detailed_image(llava(), soft)
+    )
     for question, image, guard in [("what number is it?", soft, "question"), (QUESTION, noise, "image")]:
         made = ask(question, image, guard=True, min_margin=0, max_entropy=math.inf)
         assert (made.passes, made.accepted, made.guard) == (1, False, guard)

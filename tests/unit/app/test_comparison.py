@@ -26,15 +26,15 @@ from tokenprune_bench.app.comparison import PagePrompt, checked, kept, stages
 from tokenprune_bench.app.loading import Loading, own_folder
 from tokenprune_bench.app.session import AppSession, Superseded
 from tokenprune_bench.app.snippets import LONGEST
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.show import side_by_side
-from tokenprune_demo.drawn_sets import drawn_set
+from tokenprune_demo.drawn_sets import draw_set
 from tokenprune_demo.heldout import load_heldout
 
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load("demo_qwen", device="cpu")
+    return load_model("demo_qwen", device="cpu")
 
 
 def test_what_is_kept_is_known_first_then_answers_then_times(subject: Model) -> None:
@@ -77,7 +77,7 @@ def test_ratios_of_a_table_are_of_one_time(subject: Model) -> None:
 
 
 def test_a_video_is_a_video(subject: Model) -> None:
-    question = drawn_set("small-videos", 1).questions[-1]
+    question = draw_set("small-videos", 1).questions[-1]
     *_, last = stages(subject, PagePrompt(question.frames, question.question, ("vidcom2",)), 0.5)
     (one,) = last.asked
     assert last.strips and one.kept == one.tokens // 2

@@ -89,7 +89,7 @@ def test_what_became_of_an_answer(before: str, after: str, right: str | None, sa
 
 def test_the_page_marks_answers_warns_of_load_and_says_when_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "_CORES", 2)
-    monkeypatch.setattr(render, "machine_load", lambda: 0.1)
+    monkeypatch.setattr(render, "get_machine_load", lambda: 0.1)
     one = asked(answer="<b>red</b>", ttft=ttft(1.2, 1.25, 1.3))
     found = compared(one, "blue", right="blue")
     assert "✓ right" in render.panels(found) and "✗ wrong" in render.panels(found)
@@ -100,7 +100,7 @@ def test_the_page_marks_answers_warns_of_load_and_says_when_it_is_slower(monkeyp
     busy = compared(replace(one, ttft=ttft(0.5, 0.5, 0.5, load=100.0)), "blue")
     assert "The machine was busy with other work (load 100.0" in render.head(busy, 0.25)
     assert "faster" not in render.head(busy, 0.25)
-    monkeypatch.setattr(render, "machine_load", lambda: 100.0)
+    monkeypatch.setattr(render, "get_machine_load", lambda: 100.0)
     assert "The machine is busy (load 100.0" in render.head(compared(asked()), 0.25)  # before anything is timed
 
 

@@ -26,7 +26,7 @@ from tokenprune_bench.app.handlers import Handlers
 from tokenprune_bench.app.loading import Loading, own_folder
 from tokenprune_bench.app.page import build, launch
 from tokenprune_bench.app.session import AppSession
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.heldout import load_heldout
 
 PATIENCE = 120_000  # milliseconds
@@ -34,7 +34,7 @@ PATIENCE = 120_000  # milliseconds
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load("demo_qwen", device="cpu")
+    return load_model("demo_qwen", device="cpu")
 
 
 @contextmanager
@@ -268,7 +268,7 @@ def test_a_video_is_dropped_on_the_page(opened: Any, tmp_path: Path) -> None:
 
 def test_a_model_without_video_says_so(browser: Any, tmp_path: Path) -> None:
     loading = Loading("demo_vlm")
-    loading.give(load("demo_vlm", device="cpu"))
+    loading.give(load_model("demo_vlm", device="cpu"))
     frames = [Image.new("RGB", (112, 112), (20 * number, 80, 120)) for number in range(8)]
     frames[0].save(tmp_path / "video.gif", save_all=True, append_images=frames[1:], duration=200)
     with served(loading) as address:

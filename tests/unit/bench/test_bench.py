@@ -22,7 +22,7 @@ from tokenprune.errors import (
 )
 from tokenprune.settings import Setting
 from tokenprune_bench import paired, results, suite, tables
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.profiling.patched import patched, patched_by
 from tokenprune_bench.report.png import plot_png
 from tokenprune_bench.show import draw, grids, side_by_side
@@ -83,8 +83,8 @@ def test_four_wins_are_not_enough_and_five_are() -> None:
         return paired.Answers([[float(one) for one in right]], [right])
 
     rivals = {("random", 0.25): answers("0" * 10)}
-    assert results.marks_of("mine", 0.25, answers("1111000000"), rivals) == ("≤rnd",)
-    assert results.marks_of("mine", 0.25, answers("1111100000"), rivals) == ()
+    assert results.compute_marks("mine", 0.25, answers("1111000000"), rivals) == ("≤rnd",)
+    assert results.compute_marks("mine", 0.25, answers("1111100000"), rivals) == ()
 
 
 def test_a_kind_that_falls_by_more_than_twenty_points_has_collapsed() -> None:
@@ -100,12 +100,12 @@ def test_a_kind_that_falls_by_more_than_twenty_points_has_collapsed() -> None:
 
 def test_tables_say_it_in_each_form() -> None:
     summary = results.summarise(RECORDS)
-    cost, kinds, against = tables.tables(summary)
+    cost, kinds, against = tables.build_tables(summary)
     assert [len(row) for row in (*cost.rows, *kinds.rows, *against.rows)] == [11] * 7 + [4] * 7 + [11] * 6
     markdown = tables.to_markdown(cost)
     assert "| same | 0.25 | 8 → 2 | 2 | 25% | 0 KiB (25%) | 2.0 (0.50x) | 2.0 (0.50x) | 50.0 |" in markdown
     assert "**≤rnd ≤down**" in markdown
-    assert "IN_LLM methods (good) see all tokens" in markdown
+    assert "IN_LLM methods (good) process all tokens" in markdown
     assert "Skipped odd at keep 0.25: it cannot" in markdown
     assert "| same | 0.25 | 100 [72–100] | **0▼ [0–28]** |" in tables.to_markdown(kinds)
 
@@ -133,23 +133,23 @@ def test_times_in_a_table_agree() -> None:
             one["timing"] |= {f"{n}_{u}": values for n in ("ttft", "token") for u, values in times.items()}
             one["timing"] |= {"ttft_ratio": ratio, "token_ratio": ratio}
     summary = results.summarise(records)
-    assert summary.whole_ms("ttft") == summary.whole_ms("token") == 70.0
-    cost = tables.tables(summary)[0]
+    assert summary.unpatched_ms("ttft") == summary.unpatched_ms("token") == 70.0
+    cost = tables.build_tables(summary)[0]
     place = cost.columns.index("TTFT, ms")
     shown = {row[0].text: [cell.text for cell in row[place : place + 2]] for row in cost.rows}
     assert shown["unpatched"] == ["70.0", "70.0"]
     assert all(shown[name] == ["35.0 (2.00x)"] * 2 for name in paces)
     # Records without times show none, and records of old, without the unpatched model's times, still work out.
     untimed = results.summarise([{**one, "timing": None} if "method" in one else one for one in RECORDS[:-1]])
-    assert untimed.whole_ms() is None and tables.tables(untimed)[0].rows[0][place].text == ""
-    assert results.summarise(RECORDS).whole_ms() == 1.0  # 2 ms at a ratio of 2
+    assert untimed.unpatched_ms() is None and tables.build_tables(untimed)[0].rows[0][place].text == ""
+    assert results.summarise(RECORDS).unpatched_ms() == 1.0  # 2 ms at a ratio of 2
 
 
 def test_a_busy_machine_is_named() -> None:
     def notes(load: float) -> str:
         busy = json.loads(json.dumps(RECORDS))
         busy[4]["timing"]["load"] = load
-        return " ".join(tables.tables(results.summarise(busy))[0].notes)
+        return " ".join(tables.build_tables(results.summarise(busy))[0].notes)
 
     assert "busy" in notes(2.6)
     assert "busy" not in notes(2.4)
@@ -161,14 +161,14 @@ def test_records_are_read_back_or_refused(tmp_path: Path) -> None:
     assert results.read_records(path) == RECORDS
     for text, message in (
         ("", "no header"),
-        ("{", "no JSON lines"),
+        ("{", "not a file of JSON lines"),
         ('{"record": "result"}', "no header"),
         ('{"record": "header", "schema": 99}', "schema 99"),
     ):
         path.write_text(text)
         with pytest.raises(TokenPruneError, match=message):
             results.read_records(path)
-    with pytest.raises(TokenPruneError, match="cannot read"):
+    with pytest.raises(TokenPruneError, match="Cannot read"):
         results.read_records(tmp_path / "none.jsonl")
     with pytest.raises(TokenPruneError, match="unpatched"):
         results.summarise([HEADER, RECORDS[2]])
@@ -179,7 +179,7 @@ def test_records_are_read_back_or_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load(device="cpu")
+    return load_model(device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_a_run_gives_one_record_for_each_method_and_keep(run: list[dict[str, Any
         for name in ("device", "torch", "transformers", "tokenprune", "threads", "dtype", "model"):
             assert one["environment"][name]
     results_ = results.summarise(run)
-    assert len(tables.tables(results_)[0].rows) == 5
+    assert len(tables.build_tables(results_)[0].rows) == 5
 
 
 def test_costs_are_taken_against_the_unpatched_image(run: list[dict[str, Any]]) -> None:
@@ -247,7 +247,7 @@ def test_seeds_draw_differently(subject: Model) -> None:
             subject.generate(subject.inputs([image], ["what color is the circle?"]))
             kept.append(tokenprune.stats(subject.model).cuts[0].kept)
     assert kept[0] != kept[1]
-    assert [one.place for one in suite.BenchPlan(("dart",)).passes("dart", 0.25)] == [
+    assert [one.key for one in suite.BenchPlan(("dart",)).passes("dart", 0.25)] == [
         {"method": "dart", "keep": 0.25, "seed": None}
     ]
 
@@ -280,14 +280,14 @@ def test_a_plan_is_checked_before_any_work() -> None:
 
 def test_models_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TokenPruneError, match="cannot load"):
-        load(str(tmp_path))
-    with pytest.raises(TokenPruneError, match="no torch dtype"):
-        load(dtype="float99")
+        load_model(str(tmp_path))
+    with pytest.raises(TokenPruneError, match="not a torch dtype"):
+        load_model(dtype="float99")
     with pytest.raises(TokenPruneError, match="cannot use device"):
-        load(device="nowhere")
+        load_model(device="nowhere")
     monkeypatch.setattr("tokenprune_bench.profiling.model.adapter_for", _refuse)
     with pytest.raises(UnsupportedModelError):
-        load(device="cpu")
+        load_model(device="cpu")
 
 
 def _refuse(model: Any) -> None:

@@ -42,13 +42,13 @@ def test_mcnemar_by_hand(ours: str, theirs: str, p: float) -> None:
 
 
 def test_interleaving_takes_each_question_once_and_every_seed() -> None:
-    assert significance.interleaved(["aaaa", "bbbb", "cccc"]) == "abca"
-    assert significance.interleaved(["1010"]) == "1010"
+    assert significance.interleave_seeds(["aaaa", "bbbb", "cccc"]) == "abca"
+    assert significance.interleave_seeds(["1010"]) == "1010"
 
 
 def test_quantiles_by_hand() -> None:
-    assert timing.quantiles([5, 1, 2, 4, 3]) == {"p20": 1.8, "p50": 3, "p80": 4.2}
-    assert timing.quantiles([7.0]) == {"p20": 7, "p50": 7, "p80": 7}
+    assert timing.compute_quantiles([5, 1, 2, 4, 3]) == {"p20": 1.8, "p50": 3, "p80": 4.2}
+    assert timing.compute_quantiles([7.0]) == {"p20": 7, "p50": 7, "p80": 7}
 
 
 def test_holm_compares_the_smallest_with_the_whole_family_and_keeps_the_order() -> None:

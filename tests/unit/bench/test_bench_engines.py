@@ -23,13 +23,13 @@ from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune_bench.errors import DataError, RunError
-from tokenprune_bench.lines import read_lines
+from tokenprune_bench.json_lines import read_lines
 from tokenprune_bench.plan import Pass
 from tokenprune_bench.results import summarise
 from tokenprune_bench.run_folder import RunFolder, config_of
 from tokenprune_bench.suite import Bench, BenchPlan
-from tokenprune_bench.tables import tables
-from tokenprune_bench.vllm_backend import Chat, Reply, VllmBackend, adds_special, request_of
+from tokenprune_bench.tables import build_tables
+from tokenprune_bench.vllm_backend import Chat, Reply, VllmBackend, build_request, needs_special_tokens
 from tokenprune_bench.vllm_offline import OfflineEngine
 from tokenprune_demo.heldout import load_heldout
 
@@ -48,7 +48,7 @@ class MadeUp:
     """An engine that counts, takes each letter for a token, and answers with their number. calls: after so many it is
     killed."""
 
-    number_bytes = 2
+    bytes_per_value = 2
 
     def __init__(self, calls: int = -1, config: Any = CONFIG) -> None:
         self.config, self.left = config, calls
@@ -72,7 +72,7 @@ class MadeUp:
         self.clocked.append((setting, chat.images[0].tobytes()))
         return (100.0, 10.0) if setting == {"off": True} else (50.0, 10.0)
 
-    def counted(self) -> tuple[int, int]:
+    def count_visual_tokens(self) -> tuple[int, int]:
         return self.seen, self.kept
 
     def check(self, chat: Chat) -> None:
@@ -131,9 +131,9 @@ def test_records_are_those_of_any_backend() -> None:
     flops = [sum(shape.prefill_flops([text + one] * 2) for text in letters) for one in (25, 100)]
     assert len(set(letters)) > 1 and stats["prefill_flops_ratio"] == pytest.approx(flops[0] / flops[1])
     assert stats["overhead_ms"] is None
-    (title, *_), printed = (tables(summarise(records))[0].title,), str(tables(summarise(records))[0])
+    (title, *_), printed = (build_tables(summarise(records))[0].title,), str(build_tables(summarise(records))[0])
     assert title == ("m: 8 questions on 1 images, d, vLLM 9, float16")
-    assert "100 → 25" in printed and "no cache has seen" in printed and "Skipped dart" in printed
+    assert "100 → 25" in printed and "with uncached images" in printed and "Skipped dart" in printed
 
 
 def test_times_are_taken_in_turns_with_images_of_their_own() -> None:
@@ -150,7 +150,7 @@ def test_without_a_config_only_tokens_are_told() -> None:
     records = run(MadeUp(config=None))
     stats = records[4]["stats"]
     assert (stats["visual_tokens_average"], stats["keep_ratio"], stats["prefill_flops_ratio"]) == (200, 0.25, None)
-    row = tables(summarise(records))[0].rows[-1]
+    row = build_tables(summarise(records))[0].rows[-1]
     assert [cell.text for cell in row[2:6]] == ["100 → 25", "25", "", ""]
 
 
@@ -163,7 +163,7 @@ def test_a_killed_run_goes_on(calls: int, tmp_path: Path) -> None:
     run(engine, tmp_path / "run")
     assert len(engine.asked) == 18 - calls
     assert told(tmp_path / "run") == told(tmp_path / "whole")
-    with pytest.raises(RunError, match="holds a run with model_type"):
+    with pytest.raises(RunError, match="has a run with model_type"):
         run(MadeUp(config=None), tmp_path / "run")
 
 
@@ -177,7 +177,7 @@ def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
         answer(0, bench.examples[:3])
     engine.foreign = 7
     uniform = Setting.from_text("uniform", 0.25)
-    with backend.answering(uniform) as answer, pytest.raises(RunError, match="nobody else uses"):
+    with backend.answering(uniform) as answer, pytest.raises(RunError, match="visual tokens of other requests"):
         answer(0, bench.examples[:3])
     engine.foreign, engine.kept = 0, 0
     plain = MadeUp.ask
@@ -188,25 +188,25 @@ def test_what_others_ask_meanwhile_is_not_counted_as_ours() -> None:
         return made
 
     engine.ask = pruned.__get__(engine)
-    with backend.answering(None) as answer, pytest.raises(RunError, match="nobody else uses"):
+    with backend.answering(None) as answer, pytest.raises(RunError, match="visual tokens of other requests"):
         answer(3, bench.examples[3:6])
 
 
 def test_videos_are_refused() -> None:
     video = SimpleNamespace(is_video=True, where="line 3")
-    with pytest.raises(DataError, match=r"line 3: asks about a video.*--backend hf"):
+    with pytest.raises(DataError, match=r"line 3: is about a video.*--backend hf"):
         VllmBackend(MadeUp(), "", 4).begin([video])
 
 
 def test_a_request_names_all_options_of_a_setting() -> None:
-    assert request_of(None) == {"off": True}
-    assert request_of(Pass("unpatched", 1.0).setting) == {"off": True}
+    assert build_request(None) == {"off": True}
+    assert build_request(Pass("unpatched", 1.0).setting) == {"off": True}
 
     def asked(setting: dict) -> dict:
-        return request_of(Setting.from_json(setting))
+        return build_request(Setting.from_json(setting))
 
     (drawn,) = BenchPlan(("random",), seeds=(2,)).passes("random", 0.5)
-    assert request_of(drawn.setting) == {"method": "random", "keep": 0.5, "seed": 2}
+    assert build_request(drawn.setting) == {"method": "random", "keep": 0.5, "seed": 2}
     assert asked({"method": "vscan", "keep": 64})["stage2"] is True
     assert "thresholds" not in asked({"method": "dymu", "keep": 0.5})  # a file, which requests cannot name
     two = {"method": [{"method": "random", "seed": 2}, "pool"], "keep": [0.5, 0.25], "per": "frame"}
@@ -218,7 +218,7 @@ def test_a_request_names_all_options_of_a_setting() -> None:
     [([5], [1, 5], True), ([1, 5], [1, 1, 5], False), ([5], [5], False), ([1, 5], [1, 5], False)],
 )
 def test_special_tokens_come_once(plain: list[int], special: list[int], expected: bool) -> None:
-    assert adds_special(lambda added: special if added else plain) is expected
+    assert needs_special_tokens(lambda added: special if added else plain) is expected
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -240,13 +240,13 @@ def bench(*arguments: str, **environment: str) -> Result:
         ("--backend vllm --server http://localhost:1 --engine-args {}", "--engine-args is no option of a server"),
         ("--backend vllm --engine-args {", "is no JSON"),
         ("--backend vllm --engine-args []", "takes an object"),
-        ('--backend vllm --engine-args {"model":"x"}', "cannot hold model: name it with --model"),
-        ('--backend vllm --engine-args {"mm_processor_kwargs":{"tokenprune":{}}}', "methods and keeps are those of"),
-        ("--backend vllm --server localhost:8000", "is no address"),
+        ('--backend vllm --engine-args {"model":"x"}', "cannot set model: name it with --model"),
+        ('--backend vllm --engine-args {"mm_processor_kwargs":{"tokenprune":{}}}', "benchmark sets methods and keeps"),
+        ("--backend vllm --server localhost:8000", "is not an address"),
     ],
 )
 def test_options_that_do_not_go_together(arguments: str, says: str) -> None:
-    if "is no address" in says:
+    if "is not an address" in says:
         pytest.importorskip("openai", reason="the address is looked at by the client")
     result = bench(*arguments.split())
     assert result.exit_code == 2 and says in result.stderr
@@ -315,7 +315,7 @@ def test_questions_of_a_batch_are_asked_at_once(server: Pretender) -> None:
     server.gate = threading.Barrier(4)  # opens when four are there
     replies = engine.ask([Chat((), f"{number}") for number in range(4)], {"off": True}, 1)
     assert [reply.text for reply in replies] == ["0", "1", "2", "3"]
-    assert engine.counted() == tuple(server.counts) == (4 * VISUAL, 4 * VISUAL)  # nothing that others count
+    assert engine.count_visual_tokens() == tuple(server.counts) == (4 * VISUAL, 4 * VISUAL)  # nothing that others count
     engine.close()
 
 
@@ -332,7 +332,7 @@ def test_special_tokens_are_left_to_a_template_that_writes_them(server: Pretende
 def test_a_server_without_the_plugin_is_not_measured(server: Pretender) -> None:
     server.plugin = False
     result = ask(server)
-    assert result.exit_code == 2 and "no plugin of tokenprune counted" in result.stderr
+    assert result.exit_code == 2 and "without tokenprune's plugin" in result.stderr
     assert "--trust-request-mm-kwargs" in result.stderr and len(server.chats) == 1
 
 
@@ -342,9 +342,9 @@ def test_a_server_without_the_plugin_is_not_measured(server: Pretender) -> None:
         (
             400,
             "disabled by default",
-            "disabled by default. To let requests choose what they keep, start it with --trust-",
+            "disabled by default. To allow a setting per request, start it with --trust-",
         ),
-        (401, "no key", "asks for a key: set OPENAI_API_KEY"),
+        (401, "no key", "needs a key. Set OPENAI_API_KEY"),
         (403, "not yours", "failed: Error code: 403"),
     ],
 )
@@ -372,8 +372,8 @@ def test_a_method_that_the_server_refuses_is_skipped(server: Pretender, monkeypa
 
 def test_a_server_that_is_not_there(server: Pretender) -> None:
     result = ask(server, "--model", "three")
-    assert result.exit_code == 2 and "serves one, two, not three" in result.stderr
+    assert result.exit_code == 2 and "does not serve three. It serves one, two" in result.stderr
     server.shutdown()
     server.server_close()
     result = ask(server)
-    assert result.exit_code == 2 and "does not answer" in result.stderr and "is it running" in result.stderr
+    assert result.exit_code == 2 and "does not answer" in result.stderr and "Check that it runs" in result.stderr

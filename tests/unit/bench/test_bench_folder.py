@@ -19,8 +19,8 @@ import pytest
 import tokenprune
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.group import Group
-from tokenprune_bench.lines import Lines, read_lines, write_whole
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.json_lines import JsonLinesWriter, read_lines, write_records
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.suite import Bench, BenchPlan
 
@@ -84,11 +84,11 @@ def test_the_lock_of_a_killed_process_holds_nobody_up(tmp_path: Path) -> None:
 
 def test_a_folder_without_locks_is_said_and_a_foreign_one_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "run/.lock").mkdir(parents=True)
-    with pytest.raises(RunError, match=r"cannot lock .*run: "):
+    with pytest.raises(RunError, match=r"Cannot lock .*run: "):
         RunFolder(tmp_path / "run", {}).__enter__()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()
-    with pytest.raises(RunError, match="no folder of a run"):
+    with pytest.raises(RunError, match="not a run folder"):
         RunFolder(tmp_path / "mine", {}).__enter__()
     assert files(tmp_path / "mine") == ["notes.txt"]
 
@@ -153,15 +153,15 @@ def test_what_one_process_cannot_read_or_write_ends_all(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text("{}")
     for error in in_threads(lambda group: work(group, {"a": 1} if group.rank else {})):
-        assert isinstance(error, RunError) and "holds a run with a null, and this one has 1" in str(error)
+        assert isinstance(error, RunError) and "has a run with a null, but this run has 1" in str(error)
     (tmp_path / "run/config.json.new").mkdir()  # nothing can be written there, by the first process
     for error in in_threads(lambda group: work(group, {})):
-        assert isinstance(error, RunError) and "cannot write" in str(error)
+        assert isinstance(error, RunError) and "Cannot write" in str(error)
     (tmp_path / "run/config.json.new").rmdir()
     (tmp_path / "run/predictions.1.jsonl.new").touch()
     (tmp_path / "run/predictions.jsonl.new").mkdir()  # nor there
     for error in in_threads(lambda group: work(group, {})):
-        assert isinstance(error, RunError) and "cannot write" in str(error)
+        assert isinstance(error, RunError) and "Cannot write" in str(error)
     assert {"predictions.jsonl", "predictions.1.jsonl"} < set(files(tmp_path / "run"))  # all answers are there
     (tmp_path / "run/predictions.jsonl.new").rmdir()
     with RunFolder(tmp_path / "run", {}) as run:
@@ -197,7 +197,7 @@ with joined() as group:
 def test_processes_share_the_work() -> None:
     """Of four batches each asks two, and all have the answers to all."""
     # Loaded one after the other: transformers switches torch's default device for the whole process while it loads.
-    subjects = [load(device="cpu") for _ in range(2)]
+    subjects = [load_model(device="cpu") for _ in range(2)]
 
     def work(group: Group) -> tuple[int, str]:
         subject, calls = subjects[group.rank], []
@@ -245,9 +245,9 @@ def test_processes_learn_of_each_others_end(tmp_path: Path) -> None:
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
-    write_whole(path, [{"a": "ä"}])
+    write_records(path, [{"a": "ä"}])
     (tmp_path / "a.jsonl.new").write_text("of a crash")
-    write_whole(path, [{"b": 1}, {"c": 2}])
+    write_records(path, [{"b": 1}, {"c": 2}])
     assert path.read_text() == '{"b": 1}\n{"c": 2}\n' and files(tmp_path) == ["a.jsonl"]
 
     def full(self: Path, target: Path) -> None:
@@ -255,8 +255,8 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(RunError, match=r"cannot write .*a\.jsonl: No space left on device; what was written before is"):
-        write_whole(path, [{"d": 3}])
+    with pytest.raises(RunError, match=r"Cannot write .*a\.jsonl: No space left on device\. Earlier records"):
+        write_records(path, [{"d": 3}])
     assert path.read_text() == '{"b": 1}\n{"c": 2}\n' and files(tmp_path) == ["a.jsonl"]
 
 
@@ -285,16 +285,16 @@ def test_only_the_last_line_of_a_batch_has_its_cost(tmp_path: Path) -> None:
         run.add_batch(PLACE, [0], ["x"], {})
     assert len(read_lines(tmp_path / "predictions.jsonl")) == 1  # what was torn is gone
     (tmp_path / "predictions.jsonl").write_text('{"prediction": "x"}\n')
-    with pytest.raises(RunError, match=r"line 1 of .*predictions\.jsonl is damaged, it has no question"):
+    with pytest.raises(RunError, match=r"Line 1 of .*predictions\.jsonl is damaged: it lacks question"):
         RunFolder(tmp_path, {}).__enter__()
 
 
 def test_lines_go_on_where_they_are_told(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"b": 2}\n{"c"')
-    with Lines(path, 9) as lines:
+    with JsonLinesWriter(path, 9) as lines:
         assert path.read_text() == '{"a": 1}\n'  # before anything is written: a crash here must leave no torn line
         lines.write({"d": 4})
     assert path.read_text() == '{"a": 1}\n{"d": 4}\n'
-    with Lines(path):
+    with JsonLinesWriter(path):
         assert path.read_text() == ""

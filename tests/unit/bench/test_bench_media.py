@@ -19,7 +19,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune_bench.data import load_data
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.profiling import media
-from tokenprune_bench.profiling.media import BadRow, read_frames, read_image, read_video
+from tokenprune_bench.profiling.media import RowError, read_frames, read_image, read_video
 
 RED, BLUE = (250, 10, 10), (10, 10, 250)
 
@@ -32,7 +32,7 @@ def image() -> Image.Image:
 
 
 def source(path: Path, folder: Path | None = None) -> media.Source:
-    return media.source_of(str(path), folder or path.parent)
+    return media.find_source(str(path), folder or path.parent)
 
 
 def near(image: Image.Image, place: tuple[int, int], color: tuple[int, int, int]) -> bool:
@@ -77,7 +77,7 @@ def test_grey_with_sixteen_bits_keeps_its_shades(tmp_path: Path) -> None:
     found = np.asarray(read_image(source(tmp_path / "a.png")))
     np.testing.assert_array_equal(found, np.arange(256, dtype=np.uint8).reshape(16, 16, 1).repeat(3, 2))
     Image.fromarray(shades.astype(np.float32)).save(tmp_path / "a.tiff")
-    with pytest.raises(BadRow, match=r"cannot read a\.tiff as an image: its pixels have 32 bits"):
+    with pytest.raises(RowError, match=r"cannot read a\.tiff as an image: its pixels have 32 bits"):
         read_image(source(tmp_path / "a.tiff"))
 
 
@@ -103,7 +103,7 @@ def test_an_animation_is_its_first_frame_or_a_video(tmp_path: Path) -> None:
     video = read_video(source(tmp_path / "a.png"), 2)
     assert [frame.getpixel((0, 0))[2] for frame in video] == [50, 150]
     data = (tmp_path / "a.png").read_bytes()
-    assert len(read_video(media.source_of({"bytes": data, "path": "x.png"}, tmp_path), 3)) == 3
+    assert len(read_video(media.find_source({"bytes": data, "path": "x.png"}, tmp_path), 3)) == 3
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")  # of Pillow
@@ -119,8 +119,8 @@ def test_no_damage_raises_anything_but_a_bad_row(kind: str) -> None:
             damaged[place : place + 1] = bytes([rng.integers(256)])
         for read in (read_image, lambda source: read_video(source, 4)):
             try:
-                read(media.source_of({"bytes": bytes(damaged), "path": None}, Path()))
-            except BadRow as error:
+                read(media.find_source({"bytes": bytes(damaged), "path": None}, Path()))
+            except RowError as error:
                 refused += 1
                 assert str(error).startswith("cannot read image as a") and "\n" not in str(error)
     assert refused > 20
@@ -149,7 +149,7 @@ def test_a_folder_has_its_frames_in_order_and_nothing_else(tmp_path: Path) -> No
 def test_frames_of_several_sizes_are_a_bad_row(tmp_path: Path) -> None:
     for number, size in enumerate([(8, 6), (8, 6), (6, 8)]):
         Image.new("RGB", size).save(tmp_path / f"{number}.png")
-    with pytest.raises(BadRow, match=r"as a video: its frames have several sizes, such as 8 x 6 and 6 x 8"):
+    with pytest.raises(RowError, match=r"as a video: its frames have several sizes, such as 8 x 6 and 6 x 8"):
         read_video(source(tmp_path), 8)
     assert len(read_video(source(tmp_path), 1)) == 1
     assert len(read_frames([tmp_path], 8)) == 3  # images of a prompt may
@@ -160,7 +160,7 @@ def test_frames_of_several_sizes_are_no_video_for_a_model() -> None:
     from tokenprune_bench.profiling.model import Model
 
     subject = Model(None, None, "none")
-    with pytest.raises(DataError, match=r"'what\?' is about a video, and its frames have several sizes"):
+    with pytest.raises(DataError, match=r"Cannot use the video of 'what\?': its frames have several sizes"):
         subject.video_inputs([Image.new("RGB", (8, 6)), Image.new("RGB", (6, 8))], "what?")
 
 
@@ -206,7 +206,7 @@ def test_frames_of_a_video_are_evenly_chosen(av: Any, name: str, options: Any, t
     assert shades(video) == [2, 7, 12, 17]
     assert video[0].size == (48, 32) and near(video[0], (4, 4), BLUE)
     assert shades(read_video(source(path), 50)) == list(range(20))
-    data = media.source_of({"bytes": path.read_bytes(), "path": None}, tmp_path)
+    data = media.find_source({"bytes": path.read_bytes(), "path": None}, tmp_path)
     assert shades(read_video(data, 1)) == [10]
     assert shades(read_frames([path], 2)) == [5, 15]
 
@@ -265,12 +265,12 @@ def test_videos_that_cannot_be_read_are_bad_rows(av: Any, tmp_path: Path) -> Non
         video.mux(stream.encode(sound))
         video.mux(stream.encode())
     messages = {
-        "none.mp4": "it has no frames",
-        "end.mp4": "it has no images, or is cut off|FFmpeg says",
-        "cut.mp4": r"it is cut off, \d+ of 20 frames are there",
-        "noise.mp4": "FFmpeg says",
+        "none.mp4": "it is empty",
+        "end.mp4": "it lacks images, or is truncated|FFmpeg: ",
+        "cut.mp4": r"it is truncated: it has \d+ of 20 frames",
+        "noise.mp4": "FFmpeg: ",
         "empty.mp4": "the file is empty",
-        "sound.mp4": "it has no images",
+        "sound.mp4": "it lacks images",
     }
     rows = [f'{{"video": "{name}", "question": "q", "answer": "a"}}\n' for name in ("a.mp4", *messages)]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
@@ -279,7 +279,7 @@ def test_videos_that_cannot_be_read_are_bad_rows(av: Any, tmp_path: Path) -> Non
     assert len(data.skipped) == len(messages)
     for number, (said, (name, why)) in enumerate(zip(data.skipped, messages.items(), strict=True), 2):
         assert said.startswith(f"line {number}: cannot read {name} as a video: ")
-        with pytest.raises(BadRow, match=why):
+        with pytest.raises(RowError, match=why):
             read_video(source(tmp_path / name), 8)
 
 

@@ -25,9 +25,9 @@ from tokenprune.statistics import Stats
 from tokenprune_bench import results
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.group import Group
-from tokenprune_bench.lines import Lines, read_lines
+from tokenprune_bench.json_lines import JsonLinesWriter, read_lines
 from tokenprune_bench.profiling import cost
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_demo.heldout import load_heldout
@@ -184,9 +184,9 @@ def test_another_config_in_the_folder_is_refused(data: Path, whole: tuple[Path, 
         assert message in result.stderr and "another folder" in result.stderr
     assert (whole[0] / "predictions.jsonl").read_text() == before
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match="not empty and no folder of a run"), RunFolder(tmp_path, {}):
+    with pytest.raises(RunError, match="not empty and not a run folder"), RunFolder(tmp_path, {}):
         pass
-    with pytest.raises(RunError, match="cannot use"), RunFolder(tmp_path / "notes.txt", {}):
+    with pytest.raises(RunError, match="Cannot use"), RunFolder(tmp_path / "notes.txt", {}):
         pass
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(RunError, match="damaged"), RunFolder(tmp_path, {}):
@@ -196,11 +196,11 @@ def test_another_config_in_the_folder_is_refused(data: Path, whole: tuple[Path, 
 def test_a_damaged_line_is_not_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n{"b"\n{"c": 3}\n')
-    with pytest.raises(RunError, match=r"line 2 of .* is damaged"):
+    with pytest.raises(RunError, match=r"Line 2 of .* is damaged"):
         read_lines(path)
     path.write_text('{"a": 1}\n{"b": 2}')  # whole, but nothing says so
     assert read_lines(path) == [({"a": 1}, 9)]
-    with Lines(path, 9) as lines:
+    with JsonLinesWriter(path, 9) as lines:
         lines.write({"c": "ä"})
     assert [record for record, _ in read_lines(path)] == [{"a": 1}, {"c": "ä"}]
 
@@ -215,7 +215,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_done(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert result.exit_code == 2
-    assert "cannot write" in result.stderr and "what was written before is kept" in result.stderr
+    assert "Cannot write" in result.stderr and "Earlier records are kept" in result.stderr
     assert len(told(tmp_path / "run/results.jsonl")) >= 2  # the header and the unpatched model
     made = kill_after(monkeypatch, None)
     assert bench(data, "--run", tmp_path / "run").stdout == whole[1]
@@ -226,7 +226,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_done(
 def test_a_full_disk_is_said_of_json_too(data: Path) -> None:
     result = bench(data, "--json", "/dev/full")
     assert result.exit_code == 2
-    assert "cannot write /dev/full: No space left on device" in result.stderr
+    assert "Cannot write /dev/full: No space left on device" in result.stderr
 
 
 def test_a_image_that_goes_away_ends_the_run_and_keeps_what_is_done(
@@ -260,7 +260,7 @@ def test_bad_rows_are_refused_or_said_and_left_out(data: Path, tmp_path: Path) -
     result = bench(mine, "--skip-bad")
     assert result.exit_code == 0, result.output
     assert "skipped: line 4: cannot read" in result.stderr
-    assert "Left out of the data: line 4: cannot read" in result.stdout
+    assert "Skipped in the data: line 4: cannot read" in result.stdout
 
 
 def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, tmp_path: Path) -> None:
@@ -278,13 +278,13 @@ def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, t
     assert result.exit_code == 0, result.output
     said = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
     assert [line[:17] for line in said] == ["skipped: line 2: ", "skipped: line 4: "] and "'<image>'" in said[0]
-    assert "Left out of the data: line 2: " in result.stdout and "and 1 more" in result.stdout
+    assert "Skipped in the data: line 2: " in result.stdout and "and 1 more" in result.stdout
     header = told(tmp_path / "run/results.jsonl")[0]
     assert header["data"]["questions"] == len(rows) - 1 == len(header["kind_of_question"])
     # Where nothing is left there is nothing to measure.
     mine.write_text(json.dumps(rows[1]) + "\n")
     result = bench(mine, "--skip-bad")
-    assert result.exit_code == 2 and "holds no questions: all 1 rows are bad, line 1: " in result.stderr
+    assert result.exit_code == 2 and "has no questions: all 1 rows are bad, line 1: " in result.stderr
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], 
     killed.kill()
     killed.communicate()
     _, said = leader.communicate(timeout=120)
-    assert leader.returncode != 0 and "another process of this run has ended" in said
+    assert leader.returncode != 0 and "Another process of this run has ended" in said
 
     processes = two_processes(data, run)
     (first, said), (second, _) = [process.communicate(timeout=120) for process in processes]
@@ -340,13 +340,13 @@ def test_two_processes_give_what_one_gives(data: Path, whole: tuple[Path, str], 
 
 def test_more_processes_than_batches_are_refused() -> None:
     with pytest.raises(OptionError, match=r"3 processes, but only 1 batches .* smaller --batch-size"):
-        Bench(load(device="cpu"), BenchPlan(images=1), group=Group(0, 3))
+        Bench(load_model(device="cpu"), BenchPlan(images=1), group=Group(0, 3))
 
 
 def test_more_than_ten_kinds_are_told_apart() -> None:
     kinds = [f"{number:02}" for number in range(12)]
     asked = [SimpleNamespace(kind=kind, question="what is it?", is_video=False) for kind in (*kinds, "11", "01", "00")]
-    bench = Bench(load(device="cpu"), BenchPlan(repeats=0), questions=asked)
+    bench = Bench(load_model(device="cpu"), BenchPlan(repeats=0), questions=asked)
     header = bench.header()
     assert header["kinds"] == kinds
     assert header["kind_of_question"] == [*map(str, range(12)), "11", "1", "0"]
@@ -355,7 +355,9 @@ def test_more_than_ten_kinds_are_told_apart() -> None:
     made = dict(record="result", method="unpatched", keep=1.0, site=None, right=[right], questions=15, stats=stats)
     (row,) = results.summarise([header, made]).rows
     assert {kind: share.value for kind, share in row.kinds.items()} == dict.fromkeys(kinds, 0.0) | {"11": 1.0}
-    assert Bench(load(device="cpu"), BenchPlan(), questions=asked[:10]).header()["kind_of_question"] == "0123456789"
+    assert (
+        Bench(load_model(device="cpu"), BenchPlan(), questions=asked[:10]).header()["kind_of_question"] == "0123456789"
+    )
 
 
 def test_costs_of_batches_are_summed() -> None:
@@ -371,8 +373,8 @@ def test_costs_of_batches_are_summed() -> None:
     # What one engine does not tell is not known of all; nor are shares of a model whose sizes are not at hand.
     unknown = Stats(4, 1, [1], overhead_ms=None)
     assert (unknown + stats(1)).overhead_ms is None and "overhead unknown" in repr(unknown)
-    assert cost.record(unknown, unknown)["prefill_flops_ratio"] is None
-    told = cost.record(stats(1), stats(10))
+    assert cost.build_cost_record(unknown, unknown)["prefill_flops_ratio"] is None
+    told = cost.build_cost_record(stats(1), stats(10))
     assert told == {
         "visual_tokens_in": 40, "visual_tokens_out": 1, "visual_tokens_per_layer": [4, 1], "kv_bytes": 10,
         "kv_bytes_full": 100, "overhead_ms": 0.5, "visual_tokens_average": 2.5, "keep_ratio": 1 / 40,

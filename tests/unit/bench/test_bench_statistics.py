@@ -28,27 +28,31 @@ def test_the_bootstrap_is_that_of_a_loop() -> None:
 
 def test_versus_by_hand() -> None:
     ours, theirs = answers("1111110000"), answers("1000000000")
-    found = paired.versus(ours, theirs)
+    found = paired.compare_paired(ours, theirs)
     assert found.difference == pytest.approx(0.5)
     assert found.p == pytest.approx(2 / 2**5)  # five wins, no loss, two-sided
     assert 0 < found.low < 0.5 < found.high <= 1
-    back = paired.versus(theirs, ours)
+    back = paired.compare_paired(theirs, ours)
     assert (back.difference, back.p) == (-found.difference, found.p)
-    assert paired.versus(ours, ours) == paired.Versus(0, 0, 0, 1)
-    assert paired.versus(answers("1100"), answers("0011")).p == 1  # as many wins as losses
-    assert paired.versus(answers("11100"), answers("00011")).p == 1  # three of five, either way
+    assert paired.compare_paired(ours, ours) == paired.PairedDifference(0, 0, 0, 1)
+    assert paired.compare_paired(answers("1100"), answers("0011")).p == 1  # as many wins as losses
+    assert paired.compare_paired(answers("11100"), answers("00011")).p == 1  # three of five, either way
     # Seeds are averaged before questions are drawn.
-    assert paired.versus(answers("10", "01"), answers("00")).difference == 0.5
-    assert paired.versus(answers("10", "01"), answers("00")).low == 0.5
+    assert paired.compare_paired(answers("10", "01"), answers("00")).difference == 0.5
+    assert paired.compare_paired(answers("10", "01"), answers("00")).low == 0.5
 
 
 def test_without_right_and_wrong_the_interval_decides() -> None:
     low, high = (paired.Answers([values], None, True) for values in ([0.2, 0.4, 0.1] * 5, [0.9, 0.5, 1.4] * 5))
-    assert paired.versus(high, low).p is None
-    assert paired.beats(high, low) and not paired.beats(low, high) and not paired.beats(low, low)
+    assert paired.compare_paired(high, low).p is None
+    assert (
+        paired.is_better_graded(high, low)
+        and not paired.is_better_graded(low, high)
+        and not paired.is_better_graded(low, low)
+    )
     rivals = {("random", 0.25): low}
-    assert results.marks_of("mine", 0.25, high, rivals) == ()
-    assert results.marks_of("mine", 0.25, low, rivals) == ("≤rnd",)
+    assert results.compute_marks("mine", 0.25, high, rivals) == ()
+    assert results.compute_marks("mine", 0.25, low, rivals) == ("≤rnd",)
 
 
 def test_hard_questions_are_those_that_downsample_gets_wrong() -> None:
@@ -74,5 +78,5 @@ def test_hard_questions_are_those_that_downsample_gets_wrong() -> None:
     assert (hard.questions, hard.ours.value, hard.unpatched) == (4, 0.75, 0.75)
     assert rows["downsample", 0.5].hard.ours.value == 0
     assert rows["downsample", 0.25].hard.questions == 6
-    assert set(rows["mine", 0.5].versus) == {"unpatched", "downsample"}
-    assert rows["downsample", 0.5].versus.keys() == {"unpatched"}
+    assert set(rows["mine", 0.5].differences) == {"unpatched", "downsample"}
+    assert rows["downsample", 0.5].differences.keys() == {"unpatched"}

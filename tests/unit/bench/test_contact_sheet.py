@@ -61,7 +61,7 @@ def test_frames_come_from_files_folders_and_animations(tmp_path: Path) -> None:
     assert colors(tmp_path / "3.png") == [3]
     assert colors(tmp_path, most=1) == [2]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TokenPruneError, match="no images in"):
+    with pytest.raises(TokenPruneError, match="has no images"):
         read_frames([tmp_path / "empty"], 8)
     with pytest.raises(TokenPruneError, match="as an image"):
         read_frames([tmp_path / "notes.txt"], 8)

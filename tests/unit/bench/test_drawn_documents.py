@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tokenprune
-from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, document_answers, draw_document
-from tokenprune_demo.drawn_sets import drawn_set
+from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, LAYOUTS, draw_document, get_document_answers
+from tokenprune_demo.drawn_sets import draw_set
 from tokenprune_demo.scenes import COLORS
 
 
@@ -44,11 +44,11 @@ def test_what_cannot_be_drawn_is_said(layout: str, size: tuple[int, int]) -> Non
 
 
 def test_the_set_is_even_and_of_three_groups() -> None:
-    asked = drawn_set("documents", 30)
+    asked = draw_set("documents", 30)
     assert len(asked.questions) == 120 and set(asked.groups) == {"pages", "screens", "charts"}
-    assert asked.about() == drawn_set("documents", 30).about() != drawn_set("documents", 3).about()
+    assert asked.about() == draw_set("documents", 30).about() != draw_set("documents", 3).about()
     digits = [one.answer for one in asked.questions if one.kind == "digits"]
-    assert {digits.count(answer) for answer in document_answers()["digits"]} == {3}
+    assert {digits.count(answer) for answer in get_document_answers()["digits"]} == {3}
     assert all(side % 16 == 0 for one in asked.questions for side in one.images[0].size)
     assert asked.questions[0].where == "drawn page 0"
 
@@ -58,7 +58,7 @@ def test_most_of_a_document_repeats_and_no_letter_does() -> None:
     from tokenprune.methods.encoder.prediction import predict_anchored
 
     for number in range(3):
-        question = drawn_set("documents", 3).questions[4 * number]
+        question = draw_set("documents", 3).questions[4 * number]
         image = torch.from_numpy(np.asarray(question.images[0]).astype(np.float32) / 255)
         height, width = (side // 16 for side in image.shape[:2])
         units = image.view(height, 16, width, 16, 3).transpose(1, 2).reshape(1, height, width, -1)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, TEXT_KINDS, document_answers
+from tokenprune_demo.drawn_documents import DOCUMENT_KINDS, TEXT_KINDS, get_document_answers
 from tokenprune_demo.drawn_pages import PAGE_LAYOUTS, PAGE_SIZES, draw_pages
-from tokenprune_demo.drawn_sets import drawn_set
+from tokenprune_demo.drawn_sets import draw_set
 from tokenprune_demo.scenes import COLORS
 
 WANTED = {"word": "bus", "digits": "7", "colour": "cyan", "small": "pink"}
@@ -42,10 +42,10 @@ def test_what_cannot_be_drawn_is_said(layout: str, size: tuple[int, int]) -> Non
 
 
 def test_the_set_is_even_and_of_a_thousand_tokens_and_more() -> None:
-    asked = drawn_set("pages", 0)
+    asked = draw_set("pages", 0)
     assert len(asked.questions) == 300 and len(set(asked.groups)) == 4
-    assert drawn_set("pages", 5).about() == drawn_set("pages", 5).about() != drawn_set("pages", 4).about()
-    for kind, options in document_answers().items():
+    assert draw_set("pages", 5).about() == draw_set("pages", 5).about() != draw_set("pages", 4).about()
+    for kind, options in get_document_answers().items():
         counts = [[one.answer for one in asked.questions if one.kind == kind].count(answer) for answer in options]
         assert max(counts) - min(counts) <= 1
     for at in range(0, 300, len(DOCUMENT_KINDS)):

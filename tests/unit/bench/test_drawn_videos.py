@@ -13,8 +13,8 @@ from PIL import Image
 from each import each
 from tokenprune.methods.pixels.view_select import find_named_views
 from tokenprune_demo import drawn_videos, drawn_views
-from tokenprune_demo.drawn_videos import ANSWERS, FRAMES, GROUNDS, VIDEO_KINDS, draw_video, video_words
-from tokenprune_demo.drawn_views import CAMERAS, VIEW_KINDS, draw_views, view_answers, view_words
+from tokenprune_demo.drawn_videos import ANSWERS, FRAMES, GROUNDS, VIDEO_KINDS, draw_video, get_video_words
+from tokenprune_demo.drawn_views import CAMERAS, VIEW_KINDS, draw_views, get_view_answers, get_view_words
 from tokenprune_demo.scenes import COLORS
 
 SIZES = ((112, 112), (224, 128), (144, 208), (224, 224))
@@ -49,10 +49,10 @@ def test_a_video_is_the_same_by_seed_and_another_by_another():
 def test_every_kind_is_asked_and_all_words_are_listed(videos, many_views):
     asked = {question.kind for video in videos for question in video.questions}
     assert asked == set(VIDEO_KINDS) and len(VIDEO_KINDS) == 8
-    _all_words_listed([question for video in videos for question in video.questions], video_words())
+    _all_words_listed([question for video in videos for question in video.questions], get_video_words())
     questions = [question for one in many_views for question in one.questions]
     assert {question.kind for question in questions} == set(VIEW_KINDS)
-    _all_words_listed(questions, view_words())
+    _all_words_listed(questions, get_view_words())
 
 
 def _all_words_listed(questions, words):
@@ -260,14 +260,14 @@ def test_views_hold_what_is_asked_and_name_it_as_view_select_reads_it(many_views
 
 
 def test_answers_about_views_are_those_asked_for_and_even(monkeypatch):
-    monkeypatch.setattr(drawn_views, "background", lambda rng, kind, photos: Image.new("RGB", (224, 224)))
+    monkeypatch.setattr(drawn_views, "draw_background", lambda rng, kind, photos: Image.new("RGB", (224, 224)))
     for number in (2, 6):
         given = defaultdict(Counter)
         for seed in range(60):
             one = draw_views(np.random.default_rng(seed), number, named=True)
             for question in one.questions:
                 given[question.kind][question.answer] += 1
-        for kind, answers in view_answers(number).items():
+        for kind, answers in get_view_answers(number).items():
             assert set(given[kind]) == set(answers)
             assert max(given[kind].values()) < 2.2 * sum(given[kind].values()) / len(answers), (kind, given[kind])
     wanted = {"which": "third", "named": "pink", "numbered": "cyan", "across": "0"}

@@ -21,30 +21,30 @@ from tokenprune.errors import BudgetError, OptionError
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune.settings.cost import CostModel, Load
-from tokenprune_bench.equal_cost import in_words, missed, setting_for
-from tokenprune_bench.profiling.model import load
-from tokenprune_bench.profiling.patched import escalating
+from tokenprune_bench.equal_cost import describe_setting, explain_miss, solve_setting
+from tokenprune_bench.profiling.model import load_model
+from tokenprune_bench.profiling.patched import build_escalation
 from tokenprune_bench.report.compare import same_questions
 from tokenprune_bench.report.drawing import FILE, FOLDER
 from tokenprune_bench.report.runs import Run
 from tokenprune_bench.results import summarise
 from tokenprune_bench.suite import Bench, BenchPlan
-from tokenprune_bench.tables import tables
+from tokenprune_bench.tables import build_tables
 from tokenprune_demo.heldout import load_heldout
 
 SHAPE = DecoderShape(layers=32, hidden=64, intermediate=128, heads=4, kv_heads=4, head_dim=16)
 NO_PROMISE = {
-    "dynres": "content decides how many tokens an image gets",
-    "view_select": "takes or leaves whole images",
+    "dynres": "the number of tokens depends on the image's content",
+    "view_select": "keeps or drops whole images",
     "pevlm": "removes no tokens",
     "ipcv": "removes no tokens",
-    "escalate": "may ask twice",
+    "escalate": "runs a second pass",
 }
 BY_WHOLE_LAYERS = ("vtw",)
 
 
 def spec(name: str) -> Setting:
-    return escalating(1.0) if name == "escalate" else Setting.from_text(name)
+    return build_escalation(1.0) if name == "escalate" else Setting.from_text(name)
 
 
 # -- what a method is given --------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def spec(name: str) -> Setting:
 def test_the_closed_form_of_what_a_method_is_given_is_the_target(name: str, share: float) -> None:
     """In a decoder of 32 layers, with 576 tokens; or the method is refused by its name."""
     try:
-        setting = setting_for(spec(name), share)
+        setting = solve_setting(spec(name), share)
         methods, budgets = setting.steps()
         cost = CostModel(SHAPE).predict(Load((), 576), methods, budgets)
     except BudgetError as error:
@@ -72,33 +72,35 @@ def test_the_closed_form_of_what_a_method_is_given_is_the_target(name: str, shar
 @pytest.mark.parametrize(("name", "why"), NO_PROMISE.items())
 def test_a_method_that_promises_nothing_is_refused_by_name(name: str, why: str) -> None:
     with pytest.raises(BudgetError, match=f"{name} has no setting for a layer average of 0.25: .*{why}"):
-        setting_for(spec(name), 0.25)
+        solve_setting(spec(name), 0.25)
 
 
 def test_each_place_has_a_setting_of_its_own() -> None:
-    assert setting_for(spec("divprune"), 0.25).to_json() == {"method": "divprune", "keep": 0.25}
-    assert setting_for(spec("vscan"), 0.25).to_json() == {
+    assert solve_setting(spec("divprune"), 0.25).to_json() == {"method": "divprune", "keep": 0.25}
+    assert solve_setting(spec("vscan"), 0.25).to_json() == {
         "method": "vscan",
         "keep": 0.25,
     }  # `keep` is the average of its two cuts
-    assert setting_for(spec("fastv"), 0.25).to_json() == {"method": "fastv", "keep": {"average_share": 0.25}}
-    assert setting_for(spec("dymu"), 0.25).to_json() == {"method": "dymu", "keep": 0.25, "exact": True}
-    assert setting_for(spec("tome"), 0.25).to_json() == {"method": "tome", "keep": 0.25}
+    assert solve_setting(spec("fastv"), 0.25).to_json() == {"method": "fastv", "keep": {"average_share": 0.25}}
+    assert solve_setting(spec("dymu"), 0.25).to_json() == {"method": "dymu", "keep": 0.25, "exact": True}
+    assert solve_setting(spec("tome"), 0.25).to_json() == {"method": "tome", "keep": 0.25}
 
 
 def test_a_run_that_spends_something_else_is_told() -> None:
-    assert missed(spec("vtw"), 0.5, 128, images=1, tokens=256) is None
-    assert missed(spec("fastv"), 0.25, 65, images=1, tokens=256) is None and missed(spec("fastv"), 0.25, 66, 1, 256)
-    assert missed(spec("fastv"), 0.25, 2 * 65, images=2, tokens=2 * 256) is None
-    assert "spent 0.167 of the visual" in missed(spec("vtw"), 0.25, 256 / 6, images=1, tokens=256)
-    assert missed(spec("downsample"), 0.5, 121, images=1, tokens=256) is None  # 11 x 11, and 12 x 12 is no nearer
-    assert missed(spec("downsample"), 0.5, 100, images=1, tokens=256)
+    assert explain_miss(spec("vtw"), 0.5, 128, images=1, tokens=256) is None
+    assert explain_miss(spec("fastv"), 0.25, 65, images=1, tokens=256) is None and explain_miss(
+        spec("fastv"), 0.25, 66, 1, 256
+    )
+    assert explain_miss(spec("fastv"), 0.25, 2 * 65, images=2, tokens=2 * 256) is None
+    assert "spent 0.167 of the visual" in explain_miss(spec("vtw"), 0.25, 256 / 6, images=1, tokens=256)
+    assert explain_miss(spec("downsample"), 0.5, 121, images=1, tokens=256) is None  # 11 x 11, and 12 x 12 is no nearer
+    assert explain_miss(spec("downsample"), 0.5, 100, images=1, tokens=256)
 
 
 def test_a_setting_in_words() -> None:
     inside = {"method": "fastv", "keep": {"average_share": 0.5}}
-    assert in_words(inside, [256, 256, 64], 256) == "average_share=0.5: 100 %, 25 % from layer 2"
-    assert in_words({"method": "dymu", "keep": 0.25, "exact": True}, [64, 64], 256) == "keep=0.25, exact=True"
+    assert describe_setting(inside, [256, 256, 64], 256) == "average_share=0.5: 100 %, 25 % from layer 2"
+    assert describe_setting({"method": "dymu", "keep": 0.25, "exact": True}, [64, 64], 256) == "keep=0.25, exact=True"
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ def records() -> list[dict[str, Any]]:
     methods = ("fastv", "pyramiddrop", "sparsevlm", "vtw", "dymu", "divprune", "dynres", "visipruner")
     plan = BenchPlan(methods, keeps=(0.5, 0.25), seeds=(0,), repeats=0, equal_cost=True)
     questions = load_heldout(kinds=("word",), limit=1)
-    return json.loads(json.dumps(list(Bench(load(device="cpu"), plan, questions=questions).records())))
+    return json.loads(json.dumps(list(Bench(load_model(device="cpu"), plan, questions=questions).records())))
 
 
 def test_what_ran_spent_the_target_and_the_rest_is_listed_with_the_reason(records: list[dict[str, Any]]) -> None:
@@ -127,19 +129,19 @@ def test_what_ran_spent_the_target_and_the_rest_is_listed_with_the_reason(record
         ("fastv", 0.25), ("vtw", 0.25)
     }  # fmt: skip
     assert "layer 2 of 6: the layers before it alone spend 0.333" in why["fastv", 0.25]
-    assert "set to it, it spent 0.167" in why["vtw", 0.25]
-    assert "content decides" in why["dynres", 0.5] and "content decides" in why["visipruner", 0.5]
+    assert "it spent 0.167" in why["vtw", 0.25]
+    assert "depends on the image's content" in why["dynres", 0.5] and "content decides" in why["visipruner", 0.5]
 
 
 def test_the_tables_say_the_setting_and_what_was_reached(records: list[dict[str, Any]]) -> None:
-    first, settings, *others = tables(summarise(records))
+    first, settings, *others = build_tables(summarise(records))
     assert {one.columns[1] for one in (first, settings, *others)} == {"target"}
     rows = [tuple(cell.text for cell in row) for row in settings.rows]
     assert ("fastv", "0.5", "50.0 %", "average_share=0.5: 100 %, 25 % from layer 2") in rows
     assert ("downsample", "0.5", "47.3 %", "keep=0.5") in rows
     assert ("divprune", "0.25", "25.0 %", "keep=0.25") in rows
     assert any(note.startswith("Skipped fastv at target 0.25") for note in first.notes)
-    assert not any("at the same keep they spend more" in note for note in first.notes)
+    assert not any("compare them with PRE_LLM methods" in note for note in first.notes)
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -171,7 +173,7 @@ def test_the_command_line_chooses_settings_and_draws_with_them(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--keep", "64"), "a share of the unpatched model's visual tokens, such as 0.25, not 64 tokens"),
+        (("--keep", "64"), "shares of the visual tokens, such as 0.25, not 64 tokens"),
         (("--keep", "1.5"), "keep=1.5 is no share"),
         (("--keep", "0"), "keeps nothing"),
         (("--keep", "many"), "many"),

@@ -15,9 +15,9 @@ from tokenprune.selection.method import Site
 from tokenprune.settings import Setting
 from tokenprune.statistics import Cut
 from tokenprune_bench.backend import EVIDENCE, HfBackend
-from tokenprune_bench.evidence import outcome, recall, tokens_of
-from tokenprune_bench.profiling.model import Model, load
-from tokenprune_demo.drawn_sets import drawn_set, first_frame, shuffled
+from tokenprune_bench.evidence import compute_recall, find_evidence_tokens, trace_tokens
+from tokenprune_bench.profiling.model import Model, load_model
+from tokenprune_demo.drawn_sets import draw_set, freeze_first_frame, shuffle_frames
 from tokenprune_demo.heldout import load_heldout
 
 POSITIONS = [3, 4, 5, 6, 9, 10, 11, 12]  # eight visual tokens among text
@@ -33,44 +33,46 @@ def look(*tokens: int) -> np.ndarray:
 
 
 def test_dropping_keeps_looks_of_which_a_token_is_left() -> None:
-    left = outcome([cut([3, 5, 12])], POSITIONS)
+    left = trace_tokens([cut([3, 5, 12])], POSITIONS)
     assert np.array_equal(left.toarray(), np.diag([1.0, 0, 1, 0, 0, 0, 0, 1]))
-    assert recall([look(0), look(1), look(1, 7), look(3, 4)], left) == 0.5
-    assert recall([look(0, 1)], outcome([], POSITIONS)) == 1.0
-    assert recall([look(0)], outcome([cut([], step=1)], POSITIONS)) == 1.0  # what is lost later was there in prefill
-    assert recall([look(0)], outcome([cut([])], POSITIONS)) == 0.0
+    assert compute_recall([look(0), look(1), look(1, 7), look(3, 4)], left) == 0.5
+    assert compute_recall([look(0, 1)], trace_tokens([], POSITIONS)) == 1.0
+    assert (
+        compute_recall([look(0)], trace_tokens([cut([], step=1)], POSITIONS)) == 1.0
+    )  # what is lost later was there in prefill
+    assert compute_recall([look(0)], trace_tokens([cut([])], POSITIONS)) == 0.0
 
 
 def test_a_merged_token_counts_where_half_of_its_weight_is() -> None:
     three = {3: [3, 4, 5], 9: [6, 9], 12: [12]}
-    left = outcome([cut([3, 9, 12], three)], POSITIONS)
+    left = trace_tokens([cut([3, 9, 12], three)], POSITIONS)
     made = left.toarray()
     assert made.sum(1) == pytest.approx([1, 0, 0, 0, 1, 0, 0, 1])
     assert made[0] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 0, 0, 0, 0]) and made[4, [3, 4]].tolist() == [0.5, 0.5]
-    assert recall([look(0)], left) == 0.0
-    assert recall([look(0, 1)], left) == 1.0  # two of three, in one look
-    assert recall([look(3)], left) == 1.0  # just half
-    assert recall([look(5)], left) == 0.0
-    heavy = outcome([cut([3, 9, 12], three, {3: [0.6, 0.2, 0.2], 9: [0.1, 0.9], 12: [1.0]})], POSITIONS)
-    assert recall([look(0)], heavy) == 1.0 and recall([look(1, 2)], heavy) == 0.0
-    assert recall([look(3)], heavy) == 0.0
+    assert compute_recall([look(0)], left) == 0.0
+    assert compute_recall([look(0, 1)], left) == 1.0  # two of three, in one look
+    assert compute_recall([look(3)], left) == 1.0  # just half
+    assert compute_recall([look(5)], left) == 0.0
+    heavy = trace_tokens([cut([3, 9, 12], three, {3: [0.6, 0.2, 0.2], 9: [0.1, 0.9], 12: [1.0]})], POSITIONS)
+    assert compute_recall([look(0)], heavy) == 1.0 and compute_recall([look(1, 2)], heavy) == 0.0
+    assert compute_recall([look(3)], heavy) == 0.0
 
 
 def test_merges_of_merges_and_a_drop_behind_them() -> None:
     first = cut([3, 9, 12], {3: [3, 4], 9: [9, 10, 11], 12: [12]})
     second = cut([9], {9: [3, 9]})
-    left = outcome([first, second], POSITIONS)
+    left = trace_tokens([first, second], POSITIONS)
     assert left.toarray()[4] == pytest.approx([0.25, 0.25, 0, 0, 1 / 6, 1 / 6, 1 / 6, 0])
-    assert recall([look(0, 1), look(4, 5), look(0, 4, 5)], left) == pytest.approx(2 / 3)
-    assert recall([look(0, 1)], outcome([first, cut([12])], POSITIONS)) == 0.0
+    assert compute_recall([look(0, 1), look(4, 5), look(0, 4, 5)], left) == pytest.approx(2 / 3)
+    assert compute_recall([look(0, 1)], trace_tokens([first, cut([12])], POSITIONS)) == 0.0
 
 
 def test_a_token_may_be_in_several_means() -> None:
     both = cut([3, 9], {3: [3, 5], 9: [5, 9]})
-    left = outcome([both], POSITIONS)
-    assert recall([look(2), look(0), look(4)], left) == 1.0
-    assert recall([look(2)], outcome([both, cut([9])], POSITIONS)) == 1.0
-    assert recall([look(0)], outcome([both, cut([9])], POSITIONS)) == 0.0
+    left = trace_tokens([both], POSITIONS)
+    assert compute_recall([look(2), look(0), look(4)], left) == 1.0
+    assert compute_recall([look(2)], trace_tokens([both, cut([9])], POSITIONS)) == 1.0
+    assert compute_recall([look(0)], trace_tokens([both, cut([9])], POSITIONS)) == 0.0
 
 
 def test_tokens_lie_in_boxes_that_hold_their_middle() -> None:
@@ -82,7 +84,7 @@ def test_tokens_lie_in_boxes_that_hold_their_middle() -> None:
         [(2, (22, 11, 24, 13))],
         [(3, (0, 0, 6, 6)), (0, (34, 4, 40, 20))],
     ]
-    found = [np.flatnonzero(one).tolist() for one in tokens_of(looks, sizes, grids, 18)]
+    found = [np.flatnonzero(one).tolist() for one in find_evidence_tokens(looks, sizes, grids, 18)]
     assert found[0] == found[1] == [0, 1]  # in either frame of a pair
     assert found[2] == [8 + 4 + 2]  # no middle in so small a box: the token it lies in
     assert found[3] == [3, 7, 8]
@@ -99,7 +101,7 @@ def test_a_naive_count_agrees() -> None:
         box = (int(left), int(top), min(int(right), size[0]), min(int(bottom), size[1]))
         if box[2] - box[0] < 16 or box[3] - box[1] < 16:
             continue
-        (mine,) = tokens_of([[(0, box)]], [size], [(int(height), int(width))], int(height * width))
+        (mine,) = find_evidence_tokens([[(0, box)]], [size], [(int(height), int(width))], int(height * width))
         for number in range(height * width):
             x, y = 16 * (number % width) + 8, 16 * (number // width) + 8
             assert mine[number] == (box[0] <= x <= box[2] and box[1] <= y <= box[3])
@@ -112,12 +114,12 @@ def test_a_naive_count_agrees() -> None:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
     from tiny_video_model import write_tiny_video_model
 
-    return load(str(write_tiny_video_model(tmp_path_factory.mktemp("tiny"))), device="cpu", suffix="")
+    return load_model(str(write_tiny_video_model(tmp_path_factory.mktemp("tiny"))), device="cpu", suffix="")
 
 
 @pytest.fixture(scope="module")
 def videos() -> list:
-    return drawn_set("videos", 2).questions
+    return draw_set("videos", 2).questions
 
 
 def measured(subject: Model, questions: list, setting: dict | None) -> list:
@@ -200,21 +202,21 @@ def test_an_image_that_is_cropped_has_no_known_evidence(tiny: Model) -> None:
 
 @pytest.mark.parametrize(("name", "sides"), [("videos", {160, 192, 224}), ("small-videos", {144})])
 def test_sets_are_even_and_controls_show_less(name: str, sides: set[int], videos: list) -> None:
-    drawn = drawn_set(name, 16)
+    drawn = draw_set(name, 16)
     assert len(drawn.questions) == 16 * 8 and len(set(drawn.groups)) == 4
     assert {side for one in drawn.questions for side in one.frames[0].size} == sides
     given = [one.answer for one in drawn.questions if one.kind == "direction"]
     assert {given.count(answer) for answer in ("left", "right", "up", "down")} == {4}
-    assert drawn_set(name, 2).about() == drawn_set(name, 2).about() != drawn.about()
+    assert draw_set(name, 2).about() == draw_set(name, 2).about() != drawn.about()
     same = [one.question for one in drawn.questions[:16]] == [one.question for one in videos]
     assert same == (name == "videos")
     first, mixed = drawn.controls
     assert set(first.chance) == set(drawn.kinds) - {"still"} and set(mixed.chance) == {"direction", "order", "when"}
     question = videos[0]
-    assert all(frame is question.frames[0] for frame in first_frame(question).frames)
-    order = [question.frames.index(frame) for frame in shuffled(question).frames]
+    assert all(frame is question.frames[0] for frame in freeze_first_frame(question).frames)
+    order = [question.frames.index(frame) for frame in shuffle_frames(question).frames]
     assert sorted(order) == list(range(8)) != order
-    assert shuffled(question).frames == shuffled(videos[1]).frames  # of the same video
+    assert shuffle_frames(question).frames == shuffle_frames(videos[1]).frames  # of the same video
 
 
 def test_no_held_out_drawing_is_one_of_training() -> None:
@@ -222,7 +224,7 @@ def test_no_held_out_drawing_is_one_of_training() -> None:
     from tokenprune_demo import drawn_sets
 
     assert drawn_sets.SEED == 20260102
-    views = drawn_set("views", 8)
+    views = draw_set("views", 8)
     assert len(views.questions) == 32 and {len(one.images) for one in views.questions} == {6}
     assert views.options["view_select"]["views"] == [label.rstrip(":") for label in views.questions[0].labels]
     assert {one.answer for one in views.questions if one.kind == "across"} > {"0", "6"}

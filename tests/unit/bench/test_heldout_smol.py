@@ -11,10 +11,10 @@ from pathlib import Path
 import PIL
 import pytest
 
-from tokenprune_bench.own_questions import sample_of
+from tokenprune_bench.demo_package import get_default_images
 from tokenprune_bench.plan import DEFAULT_IMAGES
 from tokenprune_demo.backgrounds import PHOTOS
-from tokenprune_demo.heldout import FOLDER, SMOL, heldout_of, load_heldout, load_sample
+from tokenprune_demo.heldout import FOLDER, SMOL, get_heldout_folder, load_heldout, load_sample
 
 TRAINING = Path(__file__).parents[3] / "benchmarks/experiments/training"
 PILLOW = "13.0.0"  # that drew the set: other versions set letters and resize a little differently
@@ -28,7 +28,7 @@ def script(monkeypatch):
 
 
 def test_the_set_is_balanced_and_every_answer_is_one_of_its_kind(script):
-    assert heldout_of("demo_smol") == SMOL
+    assert get_heldout_folder("demo_smol") == SMOL
     asked: dict[str, Counter] = defaultdict(Counter)
     for example in load_heldout(folder=SMOL):
         asked[example.kind][example.answer] += 1
@@ -39,27 +39,33 @@ def test_the_set_is_balanced_and_every_answer_is_one_of_its_kind(script):
 
 
 def test_no_question_is_asked_twice_of_an_image():
-    asked = Counter((example.number, example.question) for example in load_heldout(folder=SMOL))
+    asked = Counter((example.index, example.question) for example in load_heldout(folder=SMOL))
     assert set(asked.values()) == {1}
 
 
 def test_a_sample_asks_about_every_kind_and_the_first_images_where_each_has_all():
     sample = load_sample(12, SMOL)
     counts = Counter(one.kind for one in sample)
-    assert len({one.number for one in sample}) == 12 and min(counts.values()) >= 2 and len(counts) == 10
-    assert sample == [one for one in load_heldout(folder=SMOL) if one.number in {other.number for other in sample}]
+    assert len({one.index for one in sample}) == 12 and min(counts.values()) >= 2 and len(counts) == 10
+    assert sample == [one for one in load_heldout(folder=SMOL) if one.index in {other.index for other in sample}]
     assert load_sample(0, SMOL) == load_sample(10**6, SMOL) == load_heldout(folder=SMOL)
     assert load_sample(5, FOLDER) == load_heldout(limit=5)
 
 
 def test_a_slow_model_is_asked_about_fewer_images_by_default():
-    assert sample_of("demo_smol") < sample_of("demo_vlm") == sample_of(None) == sample_of("mine") == DEFAULT_IMAGES
+    assert (
+        get_default_images("demo_smol")
+        < get_default_images("demo_vlm")
+        == get_default_images(None)
+        == get_default_images("mine")
+        == DEFAULT_IMAGES
+    )
 
 
 def test_the_images_are_small_enough_to_ship():
     images = sorted((SMOL / "images").iterdir())
     assert [file.stem for file in images] == [f"{number:03d}" for number in range(len(images))]
-    assert len(images) == 1 + max(example.number for example in load_heldout(folder=SMOL))
+    assert len(images) == 1 + max(example.index for example in load_heldout(folder=SMOL))
     assert sum(file.stat().st_size for file in SMOL.rglob("*.*")) < 2**23
     assert {example.image.size for example in load_heldout(folder=SMOL, limit=20)} == {(336, 336)}
 
@@ -87,6 +93,6 @@ def test_the_first_images_are_drawn_again(script):
         pytest.skip(f"the set was drawn with Pillow {PILLOW}, this is {PIL.__version__}")
     examples = load_heldout(folder=SMOL, limit=3)
     for number, (scene, chosen) in enumerate(itertools.islice(script.scenes(), 3)):
-        wanted = [(one.kind, one.question, one.answer, one.boxes) for one in examples if one.number == number]
+        wanted = [(one.kind, one.question, one.answer, one.boxes) for one in examples if one.index == number]
         assert [(one.kind, one.text, one.answer, one.boxes) for one in chosen] == wanted
         assert script.encoded(scene) == (SMOL / f"images/{number:03d}.jpg").read_bytes()

@@ -148,7 +148,7 @@ def _short(lines: Records) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Records], Any], str]] = {
     "another schema": (_other(0, schema=7), "has schema 7"),
-    "no header": (lambda lines: lines.pop(0), "its first line is no header"),
+    "no header": (lambda lines: lines.pop(0), "its first line is not a header"),
     "no unpatched row": (lambda lines: lines.pop(1), "no row of the unpatched model"),
     "a row is missing": (lambda lines: lines.pop(4), "has 4 of its 5 rows"),
     "no answers": (_other(0, evidence_only=True), "asked nothing for its answer"),

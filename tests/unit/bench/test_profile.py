@@ -19,10 +19,10 @@ from tokenprune.cli import app
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.selection.method import Site
 from tokenprune.settings import Setting
-from tokenprune.settings.cost import CostModel, Load, decode_limit, site_limits
-from tokenprune_bench.profiling.model import Model, load
-from tokenprune_bench.profiling.profile import Profile, Side, profile_call
-from tokenprune_bench.profiling.profile_tables import TO_FIRST_TOKEN, limit_table, stage_table
+from tokenprune.settings.cost import CostModel, Load, compute_decode_limit, compute_site_limits
+from tokenprune_bench.profiling.model import Model, load_model
+from tokenprune_bench.profiling.profile import Profile, SideProfile, profile_call
+from tokenprune_bench.profiling.profile_tables import TO_FIRST_TOKEN, build_limit_table, build_stage_table
 from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
 from tokenprune_bench.report.flame import flames, profile_page
 from tokenprune_demo.heldout import load_heldout
@@ -41,7 +41,7 @@ STACK = {"method": ["downsample", "divprune", "fastv"], "keep": [0.5, 0.5, 0.5]}
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load("demo_vlm")
+    return load_model("demo_vlm")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_profile_tells_every_stage_of_both_sides(made: Profile, subject: Model
     example = load_heldout(limit=1)[0]
     length = subject.inputs([example.image], [example.question])["input_ids"].numel()
     assert made.load == Load((256,), 256, length - 256)
-    assert made.predicted() > 2 and json.loads(json.dumps(made.as_dict()))["speedup"] == made.ratio()
+    assert made.predict_speedup() > 2 and json.loads(json.dumps(made.as_dict()))["speedup"] == made.ratio()
 
 
 def test_a_profile_leaves_the_model_as_it_was(made: Profile, subject: Model) -> None:
@@ -99,21 +99,21 @@ def _made_up(after: bool = True) -> Profile:
     environment = dict(model="<m>", device="cpu", dtype="float32", tokenprune="1", transformers="2", torch="3")
     return Profile(
         Setting.from_text("divprune", 0.25) if after else None,
-        Side(runs, "a", (1024, 1024, 1024.0), 4096),
-        Side(less, "b", (1024, 256, 256.0), 1024) if after else None,
-        CostModel.from_config(config), Load.of_config(config, tokens=1024), environment, 0.5,
+        SideProfile(runs, "a", (1024, 1024, 1024.0), 4096),
+        SideProfile(less, "b", (1024, 256, 256.0), 1024) if after else None,
+        CostModel.from_config(config), Load.from_config(config, tokens=1024), environment, 0.5,
     )  # fmt: skip
 
 
 def test_the_table_says_what_limits() -> None:
-    table = stage_table(_made_up())
+    table = build_stage_table(_made_up())
     cells = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
     assert cells["vision tower and projector"] == ["60.0 ms", "60%", "30.0 ms", "x2.00"]
     assert cells["to the first token"] == ["100.0 ms", "", "50.0 ms", "x2.00"]
     assert cells["KV cache"][-1] == "x4.00" and cells["visual tokens, first to last layer"][2] == "1024 → 256 (25 %)"
-    assert any("What limits it now: vision tower and projector, 60%" in note for note in table.notes)
+    assert any("Largest stage now: vision tower and projector, 60%" in note for note in table.notes)
     assert any("tower (28%)" in note and "x2.06 faster" in note for note in table.notes)
-    alone = stage_table(_made_up(after=False))
+    alone = build_stage_table(_made_up(after=False))
     assert alone.columns == ("stage", "unpatched", "share") and all(len(row) == 3 for row in alone.rows)
 
 
@@ -153,18 +153,18 @@ def test_bars_and_table_show_the_same_numbers_in_the_same_order() -> None:
         *stages, total, _ = (float(time.split()[0]) for _, time in wanted)
         assert sum(stages) == pytest.approx(total, abs=0.3)
     medians = [made.before.median(stage) for stage in FIRST_TOKEN]
-    assert sum(medians) < sum(made.before.middle[stage] for stage in FIRST_TOKEN) - 10
-    assert made.before.middle["tower"] == 90
+    assert sum(medians) < sum(made.before.median_run[stage] for stage in FIRST_TOKEN) - 10
+    assert made.before.median_run["tower"] == 90
     made.before.runs.append(dict.fromkeys(STAGES, 0.1))  # of four the faster of the two in the middle
-    assert sum(made.before.middle[stage] for stage in FIRST_TOKEN) == pytest.approx(91.04)
+    assert sum(made.before.median_run[stage] for stage in FIRST_TOKEN) == pytest.approx(91.04)
 
 
 def test_limits_are_those_of_the_closed_forms() -> None:
     """By hand, from the FLOPs of the parts."""
     config = limits.SHAPES[0].made()
-    model, prompt = CostModel.from_config(config), Load.of_config(config, text=10)
-    whole = model.cost(prompt)
-    found = {one.site: one for one in site_limits(model, prompt, 0.25)}
+    model, prompt = CostModel.from_config(config), Load.from_config(config, text=10)
+    whole = model.compute_cost(prompt)
+    found = {one.site: one for one in compute_site_limits(model, prompt, 0.25)}
     decoder = model.decoder
     assert whole.decoder == decoder.prefill_flops([586] * 32) and whole.tower == model.tower.flops([576])
     assert found[Site.PRE_LLM].at_keep == pytest.approx(whole.flops / (whole.tower + decoder.prefill_flops([154] * 32)))
@@ -174,10 +174,10 @@ def test_limits_are_those_of_the_closed_forms() -> None:
     assert found[Site.PRE_ENCODER].limit == pytest.approx(whole.flops / decoder.prefill_flops([10] * 32))
     for one in found.values():
         assert 1 < one.at_keep < one.limit
-    half, least = decode_limit(model, prompt, 0.5)
+    half, least = compute_decode_limit(model, prompt, 0.5)
     cache, weights = 2 * 32 * 4096, 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     assert half == pytest.approx((weights + 586 * cache) / (weights + 298 * cache)) and least > half
-    assert model.cost(prompt).cache == 586 * cache
+    assert model.compute_cost(prompt).cache == 586 * cache
 
 
 def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
@@ -185,7 +185,7 @@ def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
     example = load_heldout(limit=1)[0]
     inputs = subject.inputs([example.image], [example.question])
     model = CostModel.from_config(subject.model.config)
-    prompt = Load.of_inputs(subject.model.config, inputs, 256)
+    prompt = Load.from_inputs(subject.model.config, inputs, 256)
     for setting in (
         {"method": "divprune", "keep": 0.25}, {"method": "fastv", "keep": 100},
         {"method": ["divprune", "fastv"], "keep": [0.5, 0.25]}, {"method": "fastv", "keep": {"flops_share": 0.6}},
@@ -201,8 +201,8 @@ def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
 
 def test_methods_before_the_decoder_spare_the_tower() -> None:
     config = limits.SHAPES[4].made()
-    model, prompt = CostModel.from_config(config), Load.of_config(config, tokens=1024)
-    whole = model.cost(prompt)
+    model, prompt = CostModel.from_config(config), Load.from_config(config, tokens=1024)
+    whole = model.compute_cost(prompt)
     costs = {
         name: model.predict(prompt, *Setting.from_json({"method": name, "keep": 0.5}).steps())
         for name in ("downsample", "tome", "divprune")
@@ -215,11 +215,11 @@ def test_methods_before_the_decoder_spare_the_tower() -> None:
 
 def test_a_load_says_what_it_needs() -> None:
     llava, qwen = (limits.SHAPES[index].made() for index in (1, 4))
-    assert Load.of_config(llava, tiles=5) == Load((576,) * 5, 2880, 64)
-    assert Load.of_config(qwen, tokens=100, text=0) == Load((400,), 100, 0)
+    assert Load.from_config(llava, tiles=5) == Load((576,) * 5, 2880, 64)
+    assert Load.from_config(qwen, tokens=100, text=0) == Load((400,), 100, 0)
     for config, wrong in ((llava, {"tokens": 9}), (qwen, {"tiles": 2}), (qwen, {"tokens": 0}), (llava, {"text": -1})):
         with pytest.raises(OptionError):
-            Load.of_config(config, **wrong)
+            Load.from_config(config, **wrong)
 
 
 def test_the_page_has_the_table_that_the_script_makes() -> None:
@@ -236,7 +236,7 @@ def test_the_page_has_the_table_that_the_script_makes() -> None:
 def test_a_tower_that_is_not_known_leaves_the_decoder() -> None:
     prompt = Load((), 100, 10)
     decoder = CostModel.from_config(limits.SHAPES[0].made()).decoder
-    table = limit_table(CostModel(decoder), prompt, 0.25)
+    table = build_limit_table(CostModel(decoder), prompt, 0.25)
     assert [row[0].text for row in table.rows] == ["PRE_LLM", "IN_LLM", "DECODE"] and "not known" in table.notes[0]
     assert CostModel(decoder).predict(prompt, *Setting.from_json({"method": "tome", "keep": 0.5}).steps()).tower == 0
 
@@ -254,7 +254,7 @@ def test_the_command(tmp_path: Path) -> None:
     html, raw = tmp_path / "p.html", tmp_path / "p.json"
     small = ("--image", str(image), "--repeats", "1", "--max-new-tokens", "2", "--threads", "1")
     told = run(*small, "--method", "divprune", "--html", str(html), "--json", str(raw))
-    assert "to the first token" in told and "What each site can save at most" in told
+    assert "to the first token" in told and "Maximum saving per site" in told
     assert json.loads(raw.read_text())["setting"] == {"method": "divprune", "keep": 0.25}
     assert html.read_text().count('<figure class="flame">') == 2
     for arguments, said in {

@@ -13,12 +13,12 @@ from each import each
 from report_runs import BASE, GOOD, QUESTIONS, RIVALS, header, made, result, timing
 from tests.unit.api.test_cli import call, refused
 from tokenprune import TokenPruneError
-from tokenprune.models.model_config import known_images
+from tokenprune.models.model_config import describe_known_images
 from tokenprune_bench import results
 from tokenprune_bench.report import compare, warnings
 from tokenprune_bench.report.page import make_page
 from tokenprune_bench.report.runs import Run, read_runs
-from tokenprune_demo.drawn_sets import drawn_set
+from tokenprune_demo.drawn_sets import draw_set
 
 
 def codes(*records: dict[str, Any], **changes: Any) -> list[str]:
@@ -113,14 +113,14 @@ def test_what_is_missing_is_named() -> None:
 
 def test_the_page_says_of_a_shipped_model_what_the_command_says() -> None:
     shipped = {"model": "demo_vlm (shipped)", "weights": "abc"}
-    said = "demo_vlm (shipped) knows drawn scenes only: what it answers about other images says nothing of a method"
-    for name, weights in (("photos.jsonl", "abc"), ("photos.jsonl", None), (f"{results.OWN_SET}documents", "abc")):
+    said = "demo_vlm (shipped) was trained only on synthetic scenes: do not compare methods on other images with it"
+    for name, weights in (("photos.jsonl", "abc"), ("photos.jsonl", None), (f"{results.DRAWN_PREFIX}documents", "abc")):
         run = made("", environment=shipped | {"weights": weights}, data={"name": name, "skipped": []})
         known = name != "photos.jsonl" or weights is None
         assert (said in make_page([run])) is not known
         assert any(said in line for line in warnings.lines(run.results)) is not known
-    assert "photographs and pages with things drawn on them, only" in known_images("demo_smol (shipped)")
-    assert drawn_set("documents", 1).about()["name"].startswith(results.OWN_SET)
+    assert "photos and pages with drawn objects" in describe_known_images("demo_smol (shipped)")
+    assert draw_set("documents", 1).about()["name"].startswith(results.DRAWN_PREFIX)
 
 
 def test_a_page_without_a_winner_shows_no_card_of_one() -> None:
@@ -160,10 +160,10 @@ def test_a_run_cannot_be_named_twice(tmp_path: Path) -> None:
 @each(
     "text, message",
     [
-        (None, "cannot read"),
-        ("", "its first line is no header"),
-        ("{", "holds no JSON lines"),
-        (json.dumps(header()), "no result of the unpatched model"),
+        (None, "Cannot read"),
+        ("", "its first line is not a header"),
+        ("{", "is not a file of JSON lines"),
+        (json.dumps(header()), "lack a result of the unpatched model"),
         (json.dumps(header(kinds=7)) + "\n" + json.dumps(BASE), "is damaged"),
         (json.dumps(header(environment=dict(cores="x"))) + "\n" + json.dumps({**BASE, "stats": 3}), "is damaged"),
         (json.dumps(header(metric="none")) + "\n" + json.dumps(BASE), "is damaged"),

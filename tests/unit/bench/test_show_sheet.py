@@ -16,7 +16,7 @@ from processors import photo
 from tests.unit.api.test_cli import call, refused
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.show import animation, draw, layout, side_by_side
 from tokenprune_bench.show.layout import Panel
 
@@ -28,7 +28,7 @@ COUNTS = (1, 3, 6)
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load("demo_vlm", device="cpu")
+    return load_model("demo_vlm", device="cpu")
 
 
 def panels(number: int, ratio: float, frames: int = 1) -> list[Panel]:

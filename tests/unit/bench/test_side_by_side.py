@@ -10,7 +10,7 @@ from PIL import Image
 import tokenprune
 from tokenprune.errors import AlreadyPatchedError, OptionError
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.show import draw, layout, side_by_side
 
 QUESTION = "is there a star?"
@@ -18,7 +18,7 @@ QUESTION = "is there a star?"
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load("demo_vlm", device="cpu")
+    return load_model("demo_vlm", device="cpu")
 
 
 def settings(keep: float, *names: str) -> list[Setting]:

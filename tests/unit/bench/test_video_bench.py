@@ -14,11 +14,11 @@ from tests.unit.api.test_cli import call, refused
 from tiny_video_model import write_tiny_video_model
 from tokenprune_bench import results, tables
 from tokenprune_bench.plan import BenchPlan, Pass
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.report.warnings import find_warnings
 from tokenprune_bench.run_folder import RunFolder, config_of
 from tokenprune_bench.suite import Bench
-from tokenprune_demo.drawn_sets import drawn_set
+from tokenprune_demo.drawn_sets import draw_set
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def subject(folder: Path) -> Model:
-    made = load(str(folder), device="cpu", suffix="")
+    made = load_model(str(folder), device="cpu", suffix="")
     made.max_new_tokens = 1
     return made
 
@@ -58,7 +58,7 @@ def test_limit_counts_questions_and_images_counts_images(tmp_path: Path) -> None
 
 
 def test_a_shortened_set_keeps_its_controls_and_the_kinds_that_are_asked() -> None:
-    whole = drawn_set("videos", 2)
+    whole = draw_set("videos", 2)
     short = whole.first(3)
     assert short.questions == whole.questions[:3] and whole.first(0) is whole
     assert set(short.kinds) == {one.kind for one in short.questions}
@@ -67,7 +67,7 @@ def test_a_shortened_set_keeps_its_controls_and_the_kinds_that_are_asked() -> No
 
 
 def test_videos_are_asked_by_kind_with_controls(subject: Model, tmp_path: Path) -> None:
-    asked, shown = drawn_set("videos", 1), []
+    asked, shown = draw_set("videos", 1), []
     video_inputs = Model.video_inputs
 
     def spy(self: Model, frames: Any, question: str) -> dict[str, Any]:
@@ -107,12 +107,12 @@ def test_videos_are_asked_by_kind_with_controls(subject: Model, tmp_path: Path) 
     assert len(told) == 8 and all(0 <= one <= 1 for one in told)
 
     summary = results.summarise(records)
-    titles = [table.title for table in tables.tables(summary)]
+    titles = [table.title for table in tables.build_tables(summary)]
     assert titles[1:] == [
-        "Accuracy by kind of question", "Accuracy by what is behind the things", "Evidence kept",
+        "Accuracy by kind of question", "Accuracy by ground", "Evidence kept",
         "Controls, which must fail", "Against the baselines",
     ]  # fmt: skip
-    assert "evidence" in tables.tables(summary)[0].columns
+    assert "evidence" in tables.build_tables(summary)[0].columns
     assert not [one for one in find_warnings(summary) if one.code in ("unfinished", "control-passed")]
 
 
@@ -120,27 +120,27 @@ def test_pevlm_reads_drawn_videos_in_blocks(subject: Model) -> None:
     """With its own sizes it would leave so short a video as it is."""
     import tokenprune
 
-    options = drawn_set("videos", 1).options["pevlm"]
-    question = drawn_set("videos", 1).questions[0]
+    options = draw_set("videos", 1).options["pevlm"]
+    question = draw_set("videos", 1).questions[0]
     with tokenprune.patched(subject.model, "pevlm", **options):
         subject.generate(subject.video_inputs(question.video, question.question))
         assert tokenprune.stats(subject.model).attention_blocks == 3
 
 
 def test_views_are_asked_with_their_labels(subject: Model) -> None:
-    asked = drawn_set("views", 2)
+    asked = draw_set("views", 2)
     header, unpatched, *rest = Bench(
         subject, plan("view_select", "escalate", "divprune", "pevlm", several=True), questions=asked
     ).records()
     made = {one["method"]: one for one in rest}
     assert header["options"] == asked.options and unpatched["questions"] == 8
-    assert made["pevlm"]["record"] == "skipped" and "acts on videos" in made["pevlm"]["reason"]
+    assert made["pevlm"]["record"] == "skipped" and "works on videos" in made["pevlm"]["reason"]
     # A quarter of six images is one: four of the eight questions name a view, the others get the first.
     tokens = {name: one["stats"]["visual_tokens_out"] for name, one in made.items() if one["record"] == "result"}
     assert tokens["view_select"] == unpatched["stats"]["visual_tokens_out"] / 6
     # Without a bound, by name or number one of six images, else all: it got the names as `views`.
     free = BenchPlan(("view_select",), (1.0,), repeats=0, seeds=(0,), several=True)
-    *_, free = Bench(subject, free, questions=drawn_set("views", 1)).records()
+    *_, free = Bench(subject, free, questions=draw_set("views", 1)).records()
     assert free["stats"]["visual_tokens_out"] * 24 == free["stats"]["visual_tokens_in"] * (1 + 1 + 6 + 6)
     assert made["escalate"]["record"] == "result" and made["escalate"]["site"] is None
     assert "timing" not in made["escalate"] and tokens["escalate"] > 0
@@ -152,8 +152,8 @@ def test_video_methods_are_skipped_on_images(subject: Model, monkeypatch: pytest
     from tokenprune.methods.pre_llm.divprune import DivPrune
 
     monkeypatch.setattr(DivPrune, "needs", frozenset({"frames"}))
-    *_, record = Bench(subject, plan("divprune"), questions=drawn_set("views", 1)).records()
-    assert record["record"] == "skipped" and "acts on videos" in record["reason"]
+    *_, record = Bench(subject, plan("divprune"), questions=draw_set("views", 1)).records()
+    assert record["record"] == "skipped" and "works on videos" in record["reason"]
 
 
 def control(right: str, chance: float = 0.25) -> dict[str, Any]:
@@ -171,15 +171,15 @@ def test_a_control_that_does_not_fail_is_said(right: str, passed: bool) -> None:
     assert [one.passed for one in summary.controls] == [["colour"] if passed else []]
     warned = [one for one in find_warnings(summary) if one.code == "control-passed"]
     assert len(warned) == passed
-    (table,) = (one for one in tables.tables(summary) if one.title.startswith("Controls"))
+    (table,) = (one for one in tables.build_tables(summary) if one.title.startswith("Controls"))
     assert table.rows[0][1].bad is passed and "chance 25" in table.rows[0][1].text
     if passed:
         assert warned[0].items == ("first frame only: colour 100 %, chance 25 %",)
 
 
 def test_controls_are_passes_of_the_unpatched_model() -> None:
-    assert Pass.of_control("shuffled frames").setting is None
-    assert Pass.of_control("shuffled frames").method != "unpatched"
+    assert Pass.for_control("shuffled frames").setting is None
+    assert Pass.for_control("shuffled frames").method != "unpatched"
 
 
 def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
         (("--evidence", "--data", "x.jsonl"), "leave out --data"),
         (("--evidence", "--html", "x.html"), "asks for none"),
         (("--evidence", "--backend", "vllm"), "leave out --backend"),
-        (("--set", "videos", "--images", "1", "--device", "cpu"), "this model takes none"),
+        (("--set", "videos", "--images", "1", "--device", "cpu"), "this model does not support videos"),
     ],
 )
 def test_what_does_not_go_together_is_said(given: tuple[str, ...], why: str) -> None:

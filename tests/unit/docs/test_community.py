@@ -45,7 +45,7 @@ def test_a_form_is_one_that_github_takes(path: Path) -> None:
 def test_there_is_a_form_for_each_of_three() -> None:
     assert [path.stem for path in FORMS] == ["bug", "method", "model"]
     (site,) = (part for part in read(ROOT / ".github/ISSUE_TEMPLATE/method.yml")["body"] if part.get("id") == "site")
-    assert [one.words for one in Site] == site["attributes"]["options"][:-1]
+    assert [one.description for one in Site] == site["attributes"]["options"][:-1]
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)

@@ -28,7 +28,7 @@ from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
 from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.selection.segments import Segments
 from zoo import FAMILIES
@@ -133,7 +133,7 @@ def test_nobody_holds_a_call_that_is_over(method: str, options: dict[str, Any], 
             model(**family.make_inputs())
         hook.remove()
         gc.collect()
-        parts = attachment_of(model).engine.parts
+        parts = get_attachment(model).engine.parts
         kept = [one for part in parts for one in vars(part).values() if isinstance(one, PerCall)]
         # One of them is that of packed rows, which every patch has.
         assert (len(kept) > 1) == (method != "divprune") and not any(kept)
@@ -231,7 +231,7 @@ def test_planning_again_says_nothing(caplog):
     family = FAMILIES["llava"]
     model = family.build()
     with tokenprune.patched(model, "fastv", keep=0.1, layer=1, guard="warn"), torch.no_grad():
-        engine = attachment_of(model).engine
+        engine = get_attachment(model).engine
         engine.planner._on_plan.append(Watch().on_plan)
         model(**family.make_inputs())
     (call,) = calls

@@ -21,7 +21,7 @@ from oracle import close
 from tokenprune import OptionError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.forward.part import PerCall
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.methods import registry
 from tokenprune.selection import observable
 from tokenprune.selection import observable_registry as observable_registry
@@ -53,7 +53,7 @@ def reader(needs: tuple[str, ...], site: str = "IN_LLM", read: Any = None) -> li
         text = {}
         for name in {"hidden", *needs}:
             one = observable_registry.find_observable(name)
-            if type(one).of_text is not observable.Observable.of_text:
+            if type(one).compute_text is not observable.Observable.compute_text:
                 text[one.text_name] = getattr(tokens.text, one.text_name)
         place = tokens.text.position
         return SimpleNamespace(segments=tokens.segments, mask=tokens.text.mask, place=place, text=text, **found)
@@ -321,7 +321,7 @@ def test_nothing_is_kept_that_nobody_reads(build) -> None:
         reader(needs, read=read)
         with tokenprune.patched(model, "reader", keep=0.5):
             model(**inputs)
-            parts = attachment_of(model).engine.parts
+            parts = get_attachment(model).engine.parts
         assert observed.pop() == fields
         kept = [one for part in parts for one in vars(part).values() if isinstance(one, PerCall)]
         assert kept or not needs

@@ -24,9 +24,9 @@ from tokenprune import (
     UnsupportedSetupError,
     VisualTokens,
 )
-from tokenprune.kernels.temporal import by_frame, same_place
+from tokenprune.kernels.temporal import group_by_frame, previous_frame_similarity
 from tokenprune.models.families import SUPPORTED
-from tokenprune.selection.frames import frame_and_place, tokens_per_frame
+from tokenprune.selection.frames import compute_frame_indices, count_tokens_per_frame
 from zoo import FAMILIES, IMAGE, VIDEO, Family, Inputs
 
 VIDEOS = {name: family for name, family in {**OTHERS, **FAMILIES}.items() if family.video is not None}
@@ -118,7 +118,7 @@ def test_an_image_is_one_frame(name: str, build: Callable[..., Any]) -> None:
     family = FAMILIES[name]
     tokens = watched(build(family), family.make_inputs(images=(2, 1)), method=Plain())
     assert tokens.segments.frames == [[count] for count in tokens.counts]
-    frame, place = frame_and_place(tokens.segments.frames, tokens.mask.shape[1], tokens.mask.device)
+    frame, place = compute_frame_indices(tokens.segments.frames, tokens.mask.shape[1], tokens.mask.device)
     index = torch.arange(tokens.mask.shape[1]).expand_as(tokens.mask)
     assert torch.equal(frame, torch.where(tokens.mask, 0, -1)) and torch.equal(
         place, torch.where(tokens.mask, index, -1)
@@ -137,11 +137,11 @@ def test_a_ragged_batch_of_videos_and_images(name: str, second: int, build: Call
     tokens = watcher.seen[0]
     videos = [frames for frames, kind in zip(tokens.frames, tokens.segments.modality, strict=True) if kind == "video"]
     assert videos == [[4] * 5, [4] * 5, [4] * second, [4] * second]
-    dense, there = by_frame(tokens.hidden, tokens.frame, tokens.place, 5, max(map(max, tokens.frames)))
+    dense, there = group_by_frame(tokens.hidden, tokens.frame, tokens.place, 5, max(map(max, tokens.frames)))
     for segment, frames in enumerate(tokens.frames):
         assert there[segment].sum(1).tolist() == frames + [0] * (5 - len(frames))
         assert torch.equal(dense[segment][there[segment]], tokens.hidden[segment, : sum(frames)])
-    assert same_place(dense, there).shape == (len(tokens.frames), 4, dense.shape[2])
+    assert previous_frame_similarity(dense, there).shape == (len(tokens.frames), 4, dense.shape[2])
 
 
 def test_frames_are_not_known_where_tokens_are_gone(build: Callable[..., Any]) -> None:
@@ -286,8 +286,8 @@ def test_a_method_that_did_not_ask_is_refused(build: Callable[..., Any]) -> None
         (12, 0, 0, None), (2, 3, 0, None), (1, 1, 1, None), (12, -1, 0, None),
     ],
 )  # fmt: skip
-def test_tokens_per_frame(tokens: int, frames: int, behind: int, want: list[int] | None) -> None:
-    assert tokens_per_frame(tokens, frames, behind) == want
+def test_count_tokens_per_frame(tokens: int, frames: int, behind: int, want: list[int] | None) -> None:
+    assert count_tokens_per_frame(tokens, frames, behind) == want
 
 
 def test_ids_agree(build: Callable[..., Any]) -> None:

@@ -74,7 +74,7 @@ def test_more_tokens_than_there_are(family: Family, model) -> None:
     inputs = family.make_inputs()
     before = model(**inputs).logits
     for method in METHODS:
-        if method not in MODEL_METHODS or tokenprune.method(method).by_content_count:
+        if method not in MODEL_METHODS or tokenprune.method(method).chooses_count:
             continue  # takes shares only, or not every family, or `keep` is only its upper bound
         with tokenprune.patched(model, method, keep=100_000):
             assert torch.equal(model(**inputs).logits, before), method

@@ -18,7 +18,7 @@ from transformers import StaticCache
 
 import tokenprune
 from tokenprune import UnsupportedSetupError
-from tokenprune.api import attachment_of
+from tokenprune.api import get_attachment
 from zoo import FAMILIES
 
 LLAVA = FAMILIES["llava"]
@@ -142,7 +142,7 @@ def test_next_generate_gives_the_earlier_answer(event: str, method: str, keep: f
             EVENTS[event](model, others)
         got = generate(model, inputs)
         assert torch.equal(got, want)
-        assert not attachment_of(model).engine.calls.active
+        assert not get_attachment(model).engine.calls.active
         assert tokenprune.stats(model).visual_tokens_in == LLAVA.visual_mask(model, inputs).sum()
 
 
@@ -185,7 +185,7 @@ def test_an_interrupted_inner_call_does_not_disturb_the_outer_call(method: str) 
         got = model(**inputs).logits
         hook.remove()
         assert depth and torch.equal(got, want)
-        assert not attachment_of(model).engine.calls.active
+        assert not get_attachment(model).engine.calls.active
 
 
 @torch.no_grad()
@@ -238,7 +238,7 @@ def test_a_static_cache_continues_after_an_interrupted_call(interrupted: bool) -
 def test_unpatch_forgets_an_interrupted_call() -> None:
     model, inputs = LLAVA.build(), LLAVA.make_inputs()
     tokenprune.patch(model, "divprune", keep=0.4)
-    engine = attachment_of(model).engine
+    engine = get_attachment(model).engine
     raise_in_layer(KeyboardInterrupt)(model, inputs)
     assert len(engine.calls.active) == 1
     tokenprune.unpatch(model)

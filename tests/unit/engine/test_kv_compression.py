@@ -28,7 +28,7 @@ from zoo import FAMILIES, Family
 
 METHODS = ["divprune", "fastv", ["divprune", "fastv"]]
 STEPS = 4
-PAGE = Path(__file__).parents[3] / "docs" / "quantization.md"
+PAGE = Path(__file__).parents[3] / "docs/guides/caches.md"
 
 
 def cache_positions(model: nn.Module) -> Any:

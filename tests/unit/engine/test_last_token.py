@@ -50,7 +50,7 @@ class Nothing(Pruner):
 
     name: ClassVar[str] = "nothing"
     site: ClassVar[Site] = Site.IN_LLM
-    least: ClassVar[int] = 0
+    min_tokens: ClassVar[int] = 0
     layer: int = 2
 
     def select(self, tokens: VisualTokens) -> Selection:

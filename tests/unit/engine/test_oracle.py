@@ -45,7 +45,7 @@ def check_survivors(cuts: list, inputs: Any, family: Family, model: Any) -> torc
     alive = survivors(cuts[-1], length)
     visual, real = family.visual_mask(model, inputs), inputs["attention_mask"].bool()
     assert torch.equal(alive & ~visual, real & ~visual)
-    withdraws = not tokenprune.method_info(cuts[-1].method).cls.least
+    withdraws = not tokenprune.method_info(cuts[-1].method).cls.min_tokens
     assert (visual & ~alive).any() and (withdraws or (alive & visual).any())
     return alive
 

@@ -17,7 +17,7 @@ from each import each
 from tokenprune import UnsupportedSetupError
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.sequence.packing import restarts
-from tokenprune.integrations.shared.checks import unsupported
+from tokenprune.integrations.shared.checks import find_unsupported_reason
 from zoo import FAMILIES, Family
 
 ONE_AXIS = ("llava", "internvl", "smolvlm", "gemma3")
@@ -122,7 +122,7 @@ def test_samples_of_every_family(family: Family, model) -> None:
     ends = torch.cat([torch.zeros(1, dtype=torch.long), real.sum(1).cumsum(0)]).int()
     row |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     for method in ("divprune", "fastv"):
-        if unsupported(tokenprune.method(method), adapter_for(model).family) is not None:
+        if find_unsupported_reason(tokenprune.method(method), adapter_for(model).family) is not None:
             continue
         with tokenprune.patched(model, method, keep=0.5):
             want, before = model(**batch).logits[real], tokenprune.stats(model)

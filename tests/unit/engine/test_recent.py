@@ -15,7 +15,7 @@ from transformers import StaticCache
 import tokenprune
 from far_device import Far, counting, far_inputs, to_far
 from tokenprune.integrations.hf.engine import planner
-from tokenprune.kernels.transfer import Recent
+from tokenprune.kernels.transfer import FIFOCache
 from tokenprune.methods import tiles
 from zoo import FAMILIES, Family
 
@@ -42,13 +42,13 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 def test_as_many_are_kept_as_it_says_and_the_oldest_leave() -> None:
-    recent = Recent()
-    for key in range(3 * Recent.MOST):
+    recent = FIFOCache()
+    for key in range(3 * FIFOCache.MAX_ENTRIES):
         assert recent.get(key, lambda key=key: str(key)) == str(key)
-    assert len(recent._made) == Recent.MOST
+    assert len(recent._entries) == FIFOCache.MAX_ENTRIES
     assert recent.get(key, pytest.fail) == str(key)
     assert recent.get(0, lambda: "anew") == "anew"
-    assert not copy.deepcopy(recent)._made and not pickle.loads(pickle.dumps(recent))._made
+    assert not copy.deepcopy(recent)._entries and not pickle.loads(pickle.dumps(recent))._entries
 
 
 def test_a_prompt_of_the_same_shape_is_searched_once(searches: list[torch.device]) -> None:
@@ -112,7 +112,7 @@ def test_another_budget_is_planned_anew() -> None:
 def test_what_inference_made_serves_training() -> None:
     model, inputs = FAMILY.build(), FAMILY.make_inputs(images=(1, 2))
     tokenprune.patch(model, "visionzip", keep=0.5)
-    recent = Recent()
+    recent = FIFOCache()
     with torch.inference_mode():
         assert not recent.get(0, lambda: torch.zeros(1)).is_inference()
         first = model(**inputs).logits
@@ -174,8 +174,8 @@ def test_tiles_share_their_budget_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(len(weight))
         return shares(weight, *rest)
 
-    shares = tiles.shares
-    monkeypatch.setattr(tiles, "shares", noted)
+    shares = tiles.split_budget
+    monkeypatch.setattr(tiles, "split_budget", noted)
     model = tokenprune.patch(FAMILY.build(), "visionzip", keep=0.5)
     for images in ((1, 2), (1, 2), (1, 1), (1, 2)):
         logits(model, FAMILY.make_inputs(images=images))

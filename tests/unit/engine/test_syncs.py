@@ -170,7 +170,7 @@ def test_prefill(family_name: str, name: str, large: bool, monkeypatch: pytest.M
     assert not decode.ours
     with counting() as reading:
         stats = tokenprune.stats(model)
-    assert stats.visual_tokens_out or not tokenprune.method_info(name).cls.least
+    assert stats.visual_tokens_out or not tokenprune.method_info(name).cls.min_tokens
     assert bool(reading.found) == bool(stats.cuts)  # what is recorded is read when it is asked for
 
     key = (family_name, large, name == "pevlm", name in VIDEO_METHODS)  # what tells inputs apart
@@ -199,7 +199,7 @@ def test_positions_of_the_caller_are_read_with_the_placeholders(
     assert sum(prefill.ours.values()) <= allowed(family, "divprune"), prefill.ours
 
 
-ASKS = [name for name in METHODS if tokenprune.method_info(name).cls.asks_device]
+ASKS = [name for name in METHODS if tokenprune.method_info(name).cls.syncs_device]
 
 
 def test_who_asks_says_so() -> None:
@@ -253,7 +253,7 @@ def test_guard_on_a_device_without_events(arrived: bool, monkeypatch: pytest.Mon
         monkeypatch.setattr(transfer, "_event", lambda device: None)
     with counting() as sending:
         late = transfer.AsyncValues(Far(torch.tensor([0.5])))
-        assert late.ready() is arrived
+        assert late.is_ready() is arrived
     assert not sending.found
     with counting() as reading:
         assert late.read() == [0.5]
@@ -384,7 +384,7 @@ def test_on_a_gpu(family_name: str, name: str, monkeypatch: pytest.MonkeyPatch) 
 
         return run
 
-    if not tokenprune.method_info(name).cls.asks_device:
+    if not tokenprune.method_info(name).cls.syncs_device:
         for module in (engine, cuts):
             monkeypatch.setattr(module, "select_tokens", strict(module.select_tokens))
             monkeypatch.setattr(module, "apply_selection", strict(module.apply_selection))
@@ -414,8 +414,8 @@ def test_an_image_of_a_server(name: str, pieces: str, per_run: bool) -> None:
     plan = Plan.make(parse_setting({"method": name, "keep": 0.5}), text, per_run)
     with counting() as served:
         rows = Far(torch.randn(sum(plan.counts), 16))
-        segments = before_llm.segments_of(plan.counts, None, "image", rows.device)
+        segments = before_llm.build_segments(plan.counts, None, "image", rows.device)
         kept, rows = before_llm.choose(get_method(plan.setting), rows, 16, segments, plan.keep)
-        awaited = AwaitedRows.kept(plan, rows, kept)
+        awaited = AwaitedRows.from_kept(plan, rows, kept)
     assert not served.ours
-    assert awaited.rows.shape[:2] == awaited.places.shape == (1, plan.rows)
+    assert awaited.rows.shape[:2] == awaited.indices.shape == (1, plan.rows)

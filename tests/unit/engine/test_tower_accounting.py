@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from each import each
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.models.tower_shape import FAMILIES as KNOWN
-from tokenprune.models.tower_shape import TowerShape, views_of
+from tokenprune.models.tower_shape import FAMILY_JOINS as KNOWN
+from tokenprune.models.tower_shape import TowerShape, count_view_patches
 from zoo import FAMILIES
 
 SIZES: dict[str, list[Any]] = {  # whole windows of 4 x 4 patches, one and several views
@@ -43,7 +43,7 @@ def test_tower_flops_are_those_that_ran(name: str) -> None:
         names = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "batch_num_images")
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
             base.get_image_features(**{key: inputs[key] for key in names if key in inputs})
-        views = views_of(model.config, inputs)
+        views = count_view_patches(model.config, inputs)
         assert shape.flops(views) == pytest.approx(counter.get_total_flops(), rel=1e-9), (size, views)
         if name not in ("llava_next", "llava_onevision"):  # which add newlines
             assert shape.visual_tokens(views) == sum(map(sum, inputs.counts))

@@ -13,7 +13,7 @@ from peft import LoraConfig
 
 import tokenprune
 from oracle import close
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.heldout import load_heldout
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -25,7 +25,7 @@ QUIET = dict(max_steps=1, learning_rate=1e-3, save_strategy="no", report_to="non
 
 @pytest.fixture
 def subject() -> Iterator[Model]:
-    yield load("demo_vlm", device="cpu")
+    yield load_model("demo_vlm", device="cpu")
 
 
 def rows(count: int) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from tests.unit.engine.test_cache import longer, words
 from tests.unit.tower.test_encoder import expected_sources, with_features
 from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged
 from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.selection.method import Selection
 from zoo import FAMILIES, HEAD_DIM, TEXT, Family
 
@@ -159,7 +159,7 @@ def test_each_token_its_own_group_is_the_model(family: Family, model) -> None:
     before = model(**inputs).logits
     with tokenprune.patched(model, Merging(r=0)):
         assert torch.equal(model(**inputs).logits, before)  # nothing to do
-        encoder, seen = attachment_of(model).engine.parts[0], []
+        encoder, seen = get_attachment(model).engine.parts[0], []
 
         def all_for_themselves(call: Any, device: Any, left: Any) -> Selection:
             segments = call.state.segments.to(device)

@@ -37,7 +37,7 @@ from zoo import FAMILIES, Family
 
 @dataclass(frozen=True)
 class Withdraws(ByContent):
-    least: ClassVar[int] = 0
+    min_tokens: ClassVar[int] = 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def test_budgets_are_solved_for_what_is_left(build: Any) -> None:
 
     @dataclass(frozen=True)
     class Gone(Withdraws):
-        def budget(self, count: int, keep: int) -> int:
+        def resolve_count(self, count: int, keep: int) -> int:
             return 0
 
         def select(self, tokens: VisualTokens) -> Selection:

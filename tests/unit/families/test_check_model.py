@@ -78,7 +78,7 @@ def remembers(model: Any, inputs: dict[str, Any]) -> None:
 
 BROKEN = {
     "two forwards": lambda model, inputs: setattr(model, "lm_head", nn.Sequential(model.lm_head, Restless())),
-    "tokens that stay differ": counts_anew,
+    "logits of kept tokens differ": counts_anew,
     "after unpatch": remembers,
     "no visual token": lambda model, inputs: inputs.pop("pixel_values"),
 }
@@ -99,7 +99,7 @@ def test_what_cannot_be_checked_says_what_to_do() -> None:
     model, inputs = family.build(), dict(family.make_inputs(images=(1, 1)))
     with pytest.raises(OptionError, match=r"model\.eval\(\)"):
         check_model(model.train(), inputs)
-    with pytest.raises(ConformanceError, match=r"keep=1\.0 removed none of"):
+    with pytest.raises(ConformanceError, match=r"keep=1\.0 dropped none of"):
         check_model(model.eval(), inputs, keep=1.0)
     with pytest.raises(UnsupportedModelError):
         check_model(nn.Linear(2, 2).eval(), inputs)

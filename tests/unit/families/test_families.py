@@ -26,11 +26,11 @@ from oracle import close, generate_logits, reduced, survivors
 from tokenprune import Pruner, Selection, Site, TokenPruneError, UnsupportedModelError, VisualTokens
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.shared.checks import unsupported
+from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.models import families
 from tokenprune.models.families.tested import list_tested_sites
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 from zoo import Family
 
 # A score method, a merge method, one inside the decoder, and one that goes on while decoding.
@@ -38,7 +38,7 @@ METHODS: dict[str, dict[str, int]] = {"divprune": {}, "pool": {}, "dart": {}, "d
 READ_THE_TOWER = [
     name
     for name in MODEL_METHODS
-    if observables_of(tokenprune.method_info(name).needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
+    if select_observables(tokenprune.method_info(name).needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
 ]
 STEPS = 2
 
@@ -47,7 +47,7 @@ STEPS = 2
 class TakesAll(Pruner):
     """Keep all tokens, whatever it is asked for."""
 
-    name, site, by_content_count = "takes_all", Site.PRE_LLM, True
+    name, site, chooses_count = "takes_all", Site.PRE_LLM, True
 
     def select(self, tokens: VisualTokens) -> Selection:
         return Selection(tokens.mask)
@@ -156,7 +156,7 @@ def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> No
 def test_units_leave_the_tower_where_the_table_says(family: Family, model) -> None:
     """docs/reference/families.md has the same answers, and says of the others that they are refused."""
     drop = tokenprune.method("towerdrop", layer=1)
-    if unsupported(drop, family.kind, config=adapter_for(model).config) is not None:
+    if find_unsupported_reason(drop, family.kind, config=adapter_for(model).config) is not None:
         with pytest.raises(TokenPruneError, match=family.kind):
             tokenprune.patch(model, drop, keep=0.3)
         return

@@ -20,7 +20,7 @@ from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.hf.families import Adapter, adapter_for, base, register_adapter
 from tokenprune.integrations.shared import checks
 from tokenprune.models import families
-from tokenprune.models.families import Family, family_of_config
+from tokenprune.models.families import Family, get_config_family
 
 NEW = "made_up"
 
@@ -68,8 +68,8 @@ def test_a_row_is_all_that_a_family_needs(model) -> None:
     with tokenprune.patched(model, "fastervlm", keep=0.5):
         model(**inputs)
         assert tokenprune.stats(model).visual_tokens_out < tokenprune.stats(model).visual_tokens_in
-    assert "makes as many tokens" in str(checks.unsupported(tokenprune.method("downsample"), NEW))
-    assert family_of_config(SimpleNamespace(model_type=NEW)).patches == "tiles"  # the plugin reads the same row
+    assert "makes as many tokens" in str(checks.find_unsupported_reason(tokenprune.method("downsample"), NEW))
+    assert get_config_family(SimpleNamespace(model_type=NEW)).patches == "tiles"  # the plugin reads the same row
     # What the model itself decides: its config has no id for videos.
     assert adapter_for(model).family == Family(NEW, patches="tiles", square="always", resizing=None)
     assert NEW in base.supported_families()

@@ -219,7 +219,7 @@ def test_what_is_inside_is_no_way_around_a_refusal() -> None:
         pytest.skip(f"this transformers has no {refused.kind}")
     model: Any = refused.build()
     for asked in (model, model.vlm):
-        with pytest.raises(UnsupportedModelError, match="'colmodernvbert' is not supported: its encoder counts"):
+        with pytest.raises(UnsupportedModelError, match="'colmodernvbert' is not supported: the encoder counts"):
             tokenprune.patch(asked, "divprune", keep=0.5)
         assert not tokenprune.is_patched(model)
 

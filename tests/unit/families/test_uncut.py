@@ -69,7 +69,7 @@ def test_a_method_on_pixels_acts(processor: Any) -> None:
     assert torch.equal(model.generate(**inputs, max_new_tokens=4), answer)
 
 
-@pytest.mark.parametrize("name", sorted(families.UNCUT & REFUSED.keys()))
+@pytest.mark.parametrize("name", sorted(families.PIXELS_ONLY & REFUSED.keys()))
 def test_what_leaves_the_prompt_is_refused(name: str, processor: Any) -> None:
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
@@ -87,9 +87,9 @@ def test_what_leaves_the_prompt_is_refused(name: str, processor: Any) -> None:
 def test_an_adapter_of_ones_own_may_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "ADAPTERS", dict(base.ADAPTERS))
     for family in ("minimax_m3_vl", Family("minimax_m3_vl")):
-        for row in families.FAMILIES.keys() & families.UNCUT:
+        for row in families.FAMILIES.keys() & families.PIXELS_ONLY:
             monkeypatch.delitem(families.FAMILIES, row)
-        assert checks.unsupported(tokenprune.method("divprune"), "minimax_m3_vl") is not None
+        assert checks.find_unsupported_reason(tokenprune.method("divprune"), "minimax_m3_vl") is not None
         register_adapter(family)(Adapter)
-        assert checks.unsupported(tokenprune.method("divprune"), adapter_for(minimax()).family) is None
+        assert checks.find_unsupported_reason(tokenprune.method("divprune"), adapter_for(minimax()).family) is None
         monkeypatch.delitem(families.FAMILIES, "minimax_m3_vl")

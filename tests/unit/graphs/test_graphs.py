@@ -219,7 +219,7 @@ def test_bounds(build: Any) -> None:
     """The graph that was used last longest ago goes first, by number and by bytes; unpatching frees all."""
     model = build(FAMILIES["llava"])
     tokenprune.patch(model, "divprune", graphs=Graphs(step=16, number=2))
-    part = next(part for part in tokenprune.api.attachment_of(model).engine.parts if hasattr(part, "buckets"))
+    part = next(part for part in tokenprune.api.get_attachment(model).engine.parts if hasattr(part, "buckets"))
     try:
         warm_up(model, [10, 30, 10, 50])
         assert counts(model).captured == 3 and len(part.buckets) == 2
@@ -300,7 +300,7 @@ def test_copies(build: Any) -> None:
         other = copy.deepcopy(model)
         with torch.no_grad():
             other.model.language_model.layers[0].mlp.up_proj.weight.mul_(3)
-        assert counts(other).hits == 1 and len(tokenprune.api.attachment_of(other).engine.parts[0].__dict__) > 0
+        assert counts(other).hits == 1 and len(tokenprune.api.get_attachment(other).engine.parts[0].__dict__) > 0
         moved = [generate(other, inputs) for _ in range(2)][-1]
         assert not torch.equal(moved.logits[0], want.logits[0])
         same(generate(model, inputs), want)
@@ -361,7 +361,7 @@ def test_something_else_between_layers(build: Any) -> None:
     model, inputs = build(family), family.make_inputs(images=(1,))
     with tokenprune.patched(model, "divprune", keep=0.4, graphs=True):
         generate(model, inputs)
-        part = next(part for part in tokenprune.api.attachment_of(model).engine.parts if hasattr(part, "buckets"))
+        part = next(part for part in tokenprune.api.get_attachment(model).engine.parts if hasattr(part, "buckets"))
         layer = part.decoder.layers[1]
         found = layer.forward
         layer.forward = lambda hidden, **kwargs: found(hidden + 1, **kwargs)

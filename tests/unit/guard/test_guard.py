@@ -22,16 +22,16 @@ from tokenprune.integrations.hf.guard.floors import shipped
 from tokenprune.integrations.hf.guard.images import blocks_of
 from tokenprune.integrations.hf.guard.part import GuardPart
 from tokenprune.integrations.hf.guard.settings import KINDS, TEXT_LIMIT
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.kernels.transfer import AsyncValues
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES
 
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load()
+    return load_model()
 
 
 @pytest.fixture(autouse=True)
@@ -225,7 +225,7 @@ class Waiting(AsyncValues):
 
     arrived = False
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return Waiting.arrived
 
 
@@ -248,7 +248,7 @@ def test_a_verdict_that_comes_later(subject: Model, caplog: pytest.LogCaptureFix
 
 
 def parts(model: Any) -> list[GuardPart]:
-    return [part for part in attachment_of(model).engine.parts if isinstance(part, GuardPart)]
+    return [part for part in get_attachment(model).engine.parts if isinstance(part, GuardPart)]
 
 
 def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> None:
@@ -264,7 +264,7 @@ def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> 
         try:
             with tokenprune.patched(model, **dict(guard="warn") | options):
                 assert len(parts(model)) == number, options
-                assert attachment_of(model).engine._reads_text is False
+                assert get_attachment(model).engine._reads_text is False
         except UnsupportedSetupError:
             assert options["method"] == "pevlm"  # refuses models without videos
         assert snapshot(model) == was
@@ -376,7 +376,7 @@ def test_copies(subject: Model) -> None:
     inputs = asked(subject)
     with tokenprune.patched(subject.model, "random", keep=0.2, guard="auto", processor=subject.processor):
         want = subject.generate(inputs)
-        fresh = tokenprune.patch(load().model, "random", keep=0.2, guard="auto", processor=subject.processor)
+        fresh = tokenprune.patch(load_model().model, "random", keep=0.2, guard="auto", processor=subject.processor)
         for other in (copy.deepcopy(subject.model), pickle.loads(pickle.dumps(fresh))):
             with torch.no_grad():
                 other(**inputs)
@@ -385,7 +385,7 @@ def test_copies(subject: Model) -> None:
         assert subject.generate(inputs) == want
     late = AsyncValues(torch.tensor([0.25, 0.5]))
     for made in (copy.deepcopy(late), pickle.loads(pickle.dumps(late))):
-        assert made.ready() and made.read() == [0.25, 0.5] and made.count == 2
+        assert made.is_ready() and made.read() == [0.25, 0.5] and made.count == 2
 
 
 def test_replacing_a_patch(subject: Model) -> None:

@@ -116,14 +116,14 @@ def test_prompts_that_keep_full_attention() -> None:
     assert not isinstance(tokenprune.method("pevlm").block_starts([video(2, 36)], 500), str)
     assert "24" in why([video(2, 23)], 500, sink_mode="text")
     assert "only_single_video" in why([video(2, 40), video(200, 40)], 500, only_single_video=True)
-    assert "nothing follows" in why([video(2, 40)], 162)
-    assert "sink holds all" in why([video(2, 4)], 50, min_frames=1)
+    assert "no token follows" in why([video(2, 40)], 162)
+    assert "sink contains all" in why([video(2, 4)], 50, min_frames=1)
 
 
 @pytest.mark.parametrize(("count", "frames"), [(20, 5), (21, 5), (48, 3), (4, 4)])
 def test_frames_of_tokens(count: int, frames: int) -> None:
     places = [position for position in range(3, 300) if position % 7][:count]
-    visual = Visual.of("video", places, frames)
+    visual = Visual.from_positions("video", places, frames)
     size = count // frames
     assert len(visual.frames) == frames
     for number, (first, last) in enumerate(visual.frames):
@@ -132,9 +132,9 @@ def test_frames_of_tokens(count: int, frames: int) -> None:
 
 
 def test_tokens_that_are_no_frames() -> None:
-    assert Visual.of("video", range(10), 4) is None  # a rest as long as a frame
-    assert Visual.of("video", range(3), 4) is None
-    assert Visual.of("video", range(3), 0) is None
+    assert Visual.from_positions("video", range(10), 4) is None  # a rest as long as a frame
+    assert Visual.from_positions("video", range(3), 4) is None
+    assert Visual.from_positions("video", range(3), 0) is None
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def qkv(length: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> tupl
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 def test_both_ways_equal_a_loop(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = ids_from(parts)
-    assert Parts.of(ids) == parts
+    assert Parts.from_ids(ids) == parts
     query, key, value = qkv(len(ids), batch=2)
     want = naive_attention(query, key, value, ids.expand(2, -1), 0.4)
     torch.testing.assert_close(attend_by_mask(query, key, value, ids.expand(2, -1), 0.4), want, atol=1e-5, rtol=0)

@@ -13,7 +13,13 @@ from each import each
 from tests.unit.methods.naive.flashvid import far_apart
 from tests.unit.methods.naive.ottvid import cover
 from tokenprune.kernels import clusters as kernels
-from tokenprune.kernels.clusters import covering, farthest_weighted, nearest, peaks_and_members, roots
+from tokenprune.kernels.clusters import (
+    assign_to_centres,
+    cluster_density_peaks,
+    facility_location,
+    find_roots,
+    select_farthest_weighted,
+)
 from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import rank_in_group
 from videos import best, clusters, cos
@@ -39,19 +45,19 @@ def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("at_once")
 def test_clusters_around_peaks() -> None:
     x, mask, _, number = rows()
-    centres, member = peaks_and_members(x, mask, number, 4)
+    centres, member = cluster_density_peaks(x, mask, number, 4)
     for row, count in enumerate(COUNTS):
         want = clusters(dict(enumerate(x[row, :count].tolist())), int(number[row]))
         assert member[row].tolist() == [want[i] for i in range(count)] + [-1] * (9 - count)
         assert centres[row].nonzero().flatten().tolist() == sorted(set(want.values()))
-    none = peaks_and_members(x, mask, torch.zeros(3, dtype=torch.long), 1)
+    none = cluster_density_peaks(x, mask, torch.zeros(3, dtype=torch.long), 1)
     assert not none[0].any() and (none[1] == -1).all()
 
 
 def test_of_equally_near_centres_the_first() -> None:
     x = torch.tensor([[[0.0], [2.0], [1.0], [math.nan]]])
     centres, mask = torch.tensor([[True, True, False, False]]), torch.ones(1, 4, dtype=torch.bool)
-    assert nearest(x, mask, centres, 2).tolist() == [[0, 1, 0, 0]]
+    assert assign_to_centres(x, mask, centres, 2).tolist() == [[0, 1, 0, 0]]
 
 
 def test_distances_lose_nothing_of_what_cancels() -> None:
@@ -68,18 +74,18 @@ def test_distances_lose_nothing_of_what_cancels() -> None:
 @pytest.mark.usefixtures("at_once")
 def test_far_from_each_other_by_weight() -> None:
     x, mask, weight, number = rows(1)
-    got = farthest_weighted(x, mask, weight, number, 4)
+    got = select_farthest_weighted(x, mask, weight, number, 4)
     for row, count in enumerate(COUNTS):
         want = far_apart(x[row, :count].tolist(), weight[row, :count].tolist(), int(number[row]))
         assert got[row].nonzero().flatten().tolist() == sorted(want)
     x[0, 3], weight[0, 2] = 0, math.nan
-    assert farthest_weighted(x, mask, weight, number, 4).sum(1).tolist() == [4, 2, 1]
+    assert select_farthest_weighted(x, mask, weight, number, 4).sum(1).tolist() == [4, 2, 1]
 
 
 @pytest.mark.usefixtures("at_once")
 def test_covering() -> None:
     x, mask, weight, number = rows(2)
-    got = covering(x, mask, weight, number, 4)
+    got = facility_location(x, mask, weight, number, 4)
     for row, count in enumerate(COUNTS):
         points, w = x[row, :count].tolist(), weight[row, :count].tolist()
         alike = [[cos(a, b) for b in points] for a in points]
@@ -94,7 +100,7 @@ def test_covering() -> None:
 def test_chains_end_at_their_roots(length: int) -> None:
     line = (torch.arange(length) - 1).clamp(min=0)
     branches = torch.tensor([i // 2 for i in range(length)])
-    assert not roots(torch.stack([line, branches]), length).any()
+    assert not find_roots(torch.stack([line, branches]), length).any()
 
 
 def test_ranks_in_groups() -> None:

@@ -12,7 +12,7 @@ from each import each
 from tokenprune.kernels import farthest as farthest_module
 from tokenprune.kernels import farthest_blocks as blocks
 from tokenprune.kernels.farthest import farthest
-from tokenprune.kernels.farthest_blocks import Leaders, distances, farthest_of_many, most_alone
+from tokenprune.kernels.farthest_blocks import Leaders, cosine_distances, find_most_isolated, select_farthest_blocked
 
 COUNT, WIDTH = 150, 24
 
@@ -25,7 +25,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_after_the_other(unit: Tensor, number: int) -> Tensor:
-    apart = distances(unit, unit).clone().fill_diagonal_(torch.inf)
+    apart = cosine_distances(unit, unit).clone().fill_diagonal_(torch.inf)
     near, taken = apart.amin(1), []
     for step in range(number):
         free = [i for i in range(len(unit)) if i not in taken]
@@ -60,15 +60,15 @@ KINDS = ("random", "groups", "copies", "corners", "levels", "line", "some zeros"
 def test_same_picks_as_one_after_the_other(kind: str, dtype: torch.dtype) -> None:
     for seed, number in enumerate((1, 2, 17, 100, COUNT)):
         unit = normalize(tokens(kind, seed).to(dtype).float(), dim=-1)
-        assert torch.equal(farthest_of_many(unit, number), one_after_the_other(unit, number)), number
+        assert torch.equal(select_farthest_blocked(unit, number), one_after_the_other(unit, number)), number
 
 
 @pytest.mark.parametrize("count", [2, 15, 16, 17, 33])
 def test_few_tokens(count: int) -> None:
     unit = normalize(tokens("copies", 3)[:count], dim=-1)
     for number in range(count + 1):
-        assert torch.equal(farthest_of_many(unit, number), one_after_the_other(unit, number))
-    assert farthest_of_many(unit[:1], 1).tolist() == [True]
+        assert torch.equal(select_farthest_blocked(unit, number), one_after_the_other(unit, number))
+    assert select_farthest_blocked(unit[:1], 1).tolist() == [True]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -90,26 +90,26 @@ def test_a_distance_is_the_same_number_everywhere(width: int, monkeypatch: pytes
     """As it is not in products of any shapes: so copies would win or lose by their place."""
     monkeypatch.undo()  # the real shape
     unit = normalize(torch.randn(700, width, generator=torch.Generator().manual_seed(width)), dim=-1)
-    whole = distances(unit, unit)
+    whole = cosine_distances(unit, unit)
     assert torch.equal(whole, whole.T)
     for rows, columns in ((1, 1), (3, 650), (520, 2), (600, 130)):
         a = torch.randperm(700, generator=torch.Generator().manual_seed(rows))[:rows]
         b = torch.randperm(700, generator=torch.Generator().manual_seed(columns))[:columns]
-        assert torch.equal(distances(unit[a], unit[b]), whole[a][:, b])
+        assert torch.equal(cosine_distances(unit[a], unit[b]), whole[a][:, b])
 
 
 def test_the_token_that_is_most_alone() -> None:
     for kind in KINDS:
         unit = normalize(tokens(kind, 7), dim=-1)
-        near = distances(unit, unit).clone().fill_diagonal_(torch.inf).amin(1).tolist()
-        assert most_alone(unit) == near.index(max(near)), kind
+        near = cosine_distances(unit, unit).clone().fill_diagonal_(torch.inf).amin(1).tolist()
+        assert find_most_isolated(unit) == near.index(max(near)), kind
 
 
 def test_leaders() -> None:
     value = torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0, -torch.inf])
     for number, places in {1: [1], 2: [1, 3], 4: [1, 2, 3, 4], 6: [0, 1, 2, 3, 4, 5]}.items():
-        assert Leaders.of(value, number).place.tolist() == places
-    assert Leaders.of(value, 4)[1:] == (2.0, 4) and Leaders.of(value, 1)[1:] == (3.0, 1)
+        assert Leaders.from_values(value, number).indices.tolist() == places
+    assert Leaders.from_values(value, 4)[1:] == (2.0, 4) and Leaders.from_values(value, 1)[1:] == (3.0, 1)
 
 
 def test_fewer_comparisons_than_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +118,11 @@ def test_fewer_comparisons_than_one_after_the_other(monkeypatch: pytest.MonkeyPa
 
     def counted(a: Tensor, b: Tensor) -> Tensor:
         sizes.append(len(a) * len(b))
-        return distances(a, b)
+        return cosine_distances(a, b)
 
-    monkeypatch.setattr(blocks, "distances", counted)
+    monkeypatch.setattr(blocks, "cosine_distances", counted)
     g = torch.Generator().manual_seed(0)
     unit = normalize(torch.randn(40, 16, generator=g).repeat(50, 1) + 0.1 * torch.randn(2000, 16, generator=g), dim=-1)
-    farthest_of_many(unit, 500)
+    select_farthest_blocked(unit, 500)
     assert sum(sizes) < (2000 * 2000 + 2000 * 500) / 2
     assert max(sizes) < 2000**2 / 10

@@ -14,10 +14,10 @@ from far_device import Far, counting
 from greedy import next_pick
 from tokenprune.kernels import coverage as coverage_module
 from tokenprune.kernels import pairs, suppress
-from tokenprune.kernels.coverage import Coverage, alike, cosines, cover, coverage_gain, most_covering
+from tokenprune.kernels.coverage import Coverage, cosine_products, cosines, coverage_gain, greedy_cover, most_covering
 from tokenprune.kernels.dpp import greedy_dpp
-from tokenprune.kernels.pairs import Known, Products, Relation
-from tokenprune.kernels.suppress import unsuppressed
+from tokenprune.kernels.pairs import Products, Relation, TableRelation
+from tokenprune.kernels.suppress import non_maximum_suppression
 
 COUNTS, WANTED = [12, 7, 1], [5, 6, 1]
 
@@ -80,9 +80,9 @@ def test_coverage_is_kept_up_to_date(weighed: bool) -> None:
     other, weight = torch.rand(3, 5, 12, generator=g), torch.ones(3, 12)
     if weighed:
         weight = torch.rand(3, 12, generator=g)
-    parts = [Relation(alike(x, mask), torch.mul, weight), Known(other)]
+    parts = [Relation(cosine_products(x, mask), torch.mul, weight), TableRelation(other)]
     direction = Far(parts[0].products.a)
-    on = [Relation(Products(direction, round_=True), torch.mul, Far(weight)), Known(Far(other))]
+    on = [Relation(Products(direction, round_=True), torch.mul, Far(weight)), TableRelation(Far(other))]
     with counting() as seen:
         coverage, far = Coverage(parts, start=-1.0), Coverage(on, start=-1.0)
         table = torch.cat([part.table for part in parts], dim=1).double()
@@ -103,7 +103,7 @@ def test_copies_add_the_same_and_the_first_is_taken() -> None:
     """Wherever they stand among the candidates, though sums of several rounds may not round alike."""
     g = torch.Generator().manual_seed(7)
     table = torch.rand(1, 301, 12, generator=g).pow(20)[..., torch.arange(301) % 12]
-    coverage = Coverage([Known(table)])
+    coverage = Coverage([TableRelation(table)])
     for pick in range(12):
         gain = coverage.gain[0]
         assert all(torch.equal(gain[place::12], gain[place].expand(len(gain[place::12]))) for place in range(12))
@@ -121,18 +121,20 @@ def test_the_same_picks_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None
     weight, factor = torch.rand(3, 12, generator=g), torch.rand(3, 12, generator=g)
 
     def found() -> list[Tensor]:
-        relation = Relation(alike(x, mask), lambda one, weight: (one + 1) / 2 * weight, weight.masked_fill(~mask, 0))
-        sums = relation.products.of_rows(lambda rows, segment, start: rows.triu(start).sum(1))
-        near = Relation(alike(x, mask), lambda one, weight: one > weight - 0.5, weight)
+        relation = Relation(
+            cosine_products(x, mask), lambda one, weight: (one + 1) / 2 * weight, weight.masked_fill(~mask, 0)
+        )
+        sums = relation.products.reduce_rows(lambda rows, segment, start: rows.triu(start).sum(1))
+        near = Relation(cosine_products(x, mask), lambda one, weight: one > weight - 0.5, weight)
         places = torch.arange(12)
         made = [torch.stack([relation.rows(s, places) for s in range(3)])]
         for place in range(12):
             assert torch.equal(torch.stack([relation.column(s, place) for s in range(3)]), made[0][:, :, place])
         made += [sums]
-        return [*made, cover([relation], mask, number, 6, factor), unsuppressed(near, factor, mask)]
+        return [*made, greedy_cover([relation], mask, number, 6, factor), non_maximum_suppression(near, factor, mask)]
 
     want = found()
-    monkeypatch.setattr(Products, "fits", False)
+    monkeypatch.setattr(Products, "fits_in_memory", False)
     for at_once in (2**22, 30):
         monkeypatch.setattr(pairs, "_AT_ONCE", at_once)
         monkeypatch.setattr(coverage_module, "_AT_ONCE", at_once)
@@ -159,7 +161,7 @@ def test_the_picks_of_the_kernel(kernel_device: torch.device, s: int, n: int, r:
         weight = None if factor is None else factor.to(kernel_device)
         assert torch.equal(most_covering.triton(*on, most, weight, blocks=(8, 16)).cpu(), want)
     assert torch.equal(most_covering.triton(*on, most, weight).cpu(), want)
-    assert "float32" in most_covering.obstacle(on[0].half(), *on[1:], most)
+    assert "float32" in most_covering.get_unsupported_reason(on[0].half(), *on[1:], most)
     assert most_covering.triton(*(one[..., :0] for one in on[:2]), number, 0).shape == (s, 0)
 
 
@@ -178,7 +180,7 @@ def test_the_greedy_determinant_of_the_kernel(kernel_device: torch.device, s: in
         on = [one.to(kernel_device) for one in (a, x, mask, number)]
         assert torch.equal(greedy_dpp.triton(*on, most, ridge, blocks=(8, 16, 2)).cpu(), want)
     assert torch.equal(greedy_dpp.triton(*on, most, ridge).cpu(), want)
-    assert "float32" in greedy_dpp.obstacle(on[0].half(), *on[1:], most)
+    assert "float32" in greedy_dpp.get_unsupported_reason(on[0].half(), *on[1:], most)
     assert greedy_dpp.triton(x[:, :0], x[:, :0], mask[:, :0], number, 0).shape == (s, 0)
 
 
@@ -198,7 +200,7 @@ def test_the_kernel_gives_what_the_reference_does(kernel_device: torch.device, s
     for blocks in ((32, 64), (4, 16)):
         got = coverage_gain.triton(table.to(kernel_device), covered.to(kernel_device), blocks=blocks)
         torch.testing.assert_close(got.cpu(), coverage_gain.reference(table, covered), atol=1e-5, rtol=1e-5)
-    assert "float32" in coverage_gain.obstacle(table.half().to(kernel_device), covered.to(kernel_device))
+    assert "float32" in coverage_gain.get_unsupported_reason(table.half().to(kernel_device), covered.to(kernel_device))
 
 
 def test_a_row_that_is_left_out_counts_nothing() -> None:
@@ -280,9 +282,9 @@ def test_unsuppressed(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     score[0, 2] = math.nan
     mask = torch.arange(12) < torch.tensor(COUNTS)[:, None]
     monkeypatch.setattr(suppress, "_BLOCK", block)
-    got = taken(unsuppressed(Known(near), score, mask))
+    got = taken(non_maximum_suppression(TableRelation(near), score, mask))
     with counting() as seen:
-        there = unsuppressed(Known(Far(near)), Far(score), Far(mask))
+        there = non_maximum_suppression(TableRelation(Far(near)), Far(score), Far(mask))
         assert not seen.ours
         assert taken(there.cpu()) == got
     for row, count in enumerate(COUNTS):

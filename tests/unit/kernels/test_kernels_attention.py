@@ -156,9 +156,9 @@ def test_what_the_kernels_do_not_take(kernel_device: torch.device, monkeypatch: 
     query, key, index, mask = on(kernel_device, (query, key, torch.zeros(2, 1, dtype=torch.long), mask))
     with pytest.raises(UnsupportedSetupError, match="float64"):
         attention_rows(query.double(), key.double(), index, **options)
-    with pytest.raises(UnsupportedSetupError, match="300 wide"):
+    with pytest.raises(UnsupportedSetupError, match="head dimension 300"):
         attention_column_means(query.new_zeros(1, 1, 2, 300), query.new_zeros(1, 1, 2, 300), **options)
-    with pytest.raises(UnsupportedSetupError, match="the mask is"):
+    with pytest.raises(UnsupportedSetupError, match="masks of dtype"):
         attention_rows(query, key, index, mask.double(), **options)
 
 
@@ -332,10 +332,10 @@ def test_the_whole_model_runs_on_the_kernels(kernel_device: torch.device, monkey
     seen = Observation(*on(kernel_device, (query, key, mask)), options["scaling"])
     index, valid = torch.tensor([[4], [2]]).to(kernel_device), torch.ones(2, 5, dtype=torch.bool, device=kernel_device)
     monkeypatch.setenv("TOKENPRUNE_KERNELS", "reference")
-    want = seen.rows(index), seen.received(valid)
+    want = seen.rows(index), seen.column_means(valid)
     monkeypatch.setenv("TOKENPRUNE_KERNELS", "triton")
     close(seen.rows(index), want[0])
-    close(seen.received(valid), want[1])
+    close(seen.column_means(valid), want[1])
 
 
 # -- real shapes

@@ -74,7 +74,7 @@ def test_a_demand_that_cannot_be_met_is_an_error(op: Operation, monkeypatch: pyt
 
 def test_a_kernel_takes_what_its_reference_takes(kernel_device: torch.device) -> None:
     """Same parameters in the same order with the same defaults; a kernel may have block sizes behind them."""
-    known = dispatch.operations()
+    known = dispatch.list_operations()
     assert {"attention_rows", "attention_column_means"} <= known.keys()
     for name, op in known.items():
         mine, theirs = (list(inspect.signature(f).parameters.values()) for f in (op.triton, op.reference))
@@ -86,7 +86,7 @@ def test_a_kernel_takes_what_its_reference_takes(kernel_device: torch.device) ->
 
 def test_limits_take_what_the_function_takes() -> None:
     """Each parameter by place and by name, as callers hand it over: on a GPU limits are asked in every call."""
-    for op in dispatch.operations().values():
+    for op in dispatch.list_operations().values():
         if op._limits is None:
             continue
         kinds = {name: one.kind for name, one in inspect.signature(op.reference).parameters.items()}
@@ -102,7 +102,7 @@ def test_every_operation_has_a_case_in_the_benchmark(monkeypatch: pytest.MonkeyP
     benchmark, compare = importlib.import_module("kernel_cases"), importlib.import_module("e_kernels").compare
     for name in set(sys.modules) - before:  # `common` and the like are nobody else's names
         monkeypatch.delitem(sys.modules, name)
-    for name, op in dispatch.operations().items():
+    for name, op in dispatch.list_operations().items():
         tiny = list(benchmark.CASES[name](torch.device("cpu"), True))
         assert tiny, name
         for case in tiny:
@@ -200,5 +200,5 @@ def test_tensors_on_two_gpus_take_the_reference(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
     monkeypatch.setattr(dispatch, "_is_old", lambda device: False)
     first, second = torch.ones(2).as_subclass(OnGPU), torch.ones(2).as_subclass(OnSecondGPU)
-    assert "several devices" in op.obstacle(first, second)
-    assert op.obstacle(second, second) is None
+    assert "several devices" in op.get_unsupported_reason(first, second)
+    assert op.get_unsupported_reason(second, second) is None

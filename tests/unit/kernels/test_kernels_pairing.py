@@ -61,10 +61,10 @@ def test_pairing(kernel_device: torch.device, counts: list[int], gone: list[int]
     even = min(counts) == max(counts) and min(gone) == max(gone)
     for by_place in (True, False) if even and protected == 0 else (True,):
         there = None if even else (torch.tensor(gone), torch.tensor(counts))
-        want = pairing.reference(best, partner, gone, counts, protected, by_place, there=there)
+        want = pairing.reference(best, partner, gone, counts, protected, by_place, on_device=there)
         there = None if even else tuple(one.to(kernel_device) for one in there)
         on = best.to(kernel_device), partner.to(kernel_device)
-        on = pairing.triton(*on, gone, counts, protected, by_place, there=there, alone=alone)
+        on = pairing.triton(*on, gone, counts, protected, by_place, on_device=there, alone=alone)
         for row, (count, less) in enumerate(zip(counts, gone, strict=True)):
             order = sorted(range(best.shape[1]), key=lambda i: (-float(best[row, i]), i))
             leave = order[:less]

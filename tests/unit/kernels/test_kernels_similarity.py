@@ -66,7 +66,7 @@ def test_best_match_with_ties_bad_vectors_and_nothing_allowed(kernel_device: tor
     groups = torch.arange(19).expand(3, -1) // 7
     allowed = real([19, 12, 0], 19) & (torch.arange(19) % 3 > 0)
     cases = [
-        dict(), dict(allowed=allowed), dict(allowed=allowed, others=True),
+        dict(), dict(allowed=allowed), dict(allowed=allowed, exclude_self=True),
         dict(allowed=allowed, group_a=groups, group_b=groups),
     ]  # fmt: skip
     for case in cases:
@@ -254,7 +254,7 @@ def test_no_matrix_of_all_tokens_by_all_tokens() -> None:
     count = 8192
     x, mask = normal(1, count, 8), torch.ones(1, count, dtype=torch.bool)
     with LargestTensor() as largest:
-        best_match(x, x, mask, others=True)
+        best_match(x, x, mask, exclude_self=True)
         best_match(x[:, ::2], x[:, 1::2])
         farthest(x, mask, torch.tensor([3]), 3)
     assert count * 8 <= largest.size <= count * count // 16

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from each import each
-from tokenprune.kernels.take import settle
+from tokenprune.kernels.take import adjust_count
 from tokenprune.kernels.temporal import (
-    by_frame,
     curvature,
     density_peaks,
+    find_segment_ends,
+    find_static_segment_ends,
     frame_means,
-    same_place,
-    segments_at,
-    segments_by_stillness,
-    shares,
-    shares_in_rounds,
+    group_by_frame,
+    previous_frame_similarity,
+    split_budget,
+    split_budget_in_rounds,
 )
 
 VIDEOS = [(5, 4), (1, 6), (3, 1), (2, 5)]  # frames and places of each
@@ -57,9 +57,9 @@ def test_tokens_are_brought_to_their_frames() -> None:
         for i, (f, p) in enumerate(spots):
             frame[row, i], place[row, i] = f, p
             x[row, i] = video[f, p] if f >= 0 else 5.0
-    dense, there = by_frame(x, frame, place, *padded.shape[1:3])
+    dense, there = group_by_frame(x, frame, place, *padded.shape[1:3])
     assert torch.equal(there, mask) and torch.equal(dense, padded.masked_fill(~mask[..., None], 0))
-    scores, _ = by_frame(x[..., 0], frame, place, *padded.shape[1:3])
+    scores, _ = group_by_frame(x[..., 0], frame, place, *padded.shape[1:3])
     assert torch.equal(scores, dense[..., 0])
 
 
@@ -68,8 +68,8 @@ def test_similarity_to_the_frame_before() -> None:
     padded[0, 2, 1] = 0  # similar to nothing
     padded[0, 3, 2, 0] = torch.nan
     videos[0] = padded[0, :5, :4]
-    got = same_place(padded, mask)
-    assert got.dtype == torch.float32 and same_place(padded.half(), mask).dtype == torch.float32
+    got = previous_frame_similarity(padded, mask)
+    assert got.dtype == torch.float32 and previous_frame_similarity(padded.half(), mask).dtype == torch.float32
     want = torch.zeros_like(got)
     for row, video in enumerate(videos):
         for f, p in product(range(1, video.shape[0]), range(video.shape[1])):
@@ -102,7 +102,7 @@ def test_segments_by_threshold_and_number(least: int, threshold: float) -> None:
     padded = torch.full((len(rows), 6), -5.0)  # padding is less similar than anything
     for i, row in enumerate(rows):
         padded[i, : len(row)] = torch.tensor(row)
-    got = segments_at(padded, torch.tensor([len(row) + 1 for row in rows]), least, threshold)
+    got = find_segment_ends(padded, torch.tensor([len(row) + 1 for row in rows]), least, threshold)
     for i, row in enumerate(rows):
         assert got[i].tolist() == naive_segments(row, least, threshold) + [False] * (6 - len(row))
 
@@ -135,7 +135,7 @@ def test_segments_by_stillness_save_most(seed: int, most: int) -> None:
         video = (torch.rand(frames - 1, places, generator=g) < (0.5, 0.8, 1.0)[seed % 3]).float()
         padded[row, : frames - 1, :places], mask[row, : frames - 1, :places] = video, True
         videos.append(video.bool().tolist())
-    got = segments_by_stillness(padded, mask, torch.tensor([f for f, _ in sizes]), 0.5, most)
+    got = find_static_segment_ends(padded, mask, torch.tensor([f for f, _ in sizes]), 0.5, most)
     for row, ((frames, _), still) in enumerate(zip(sizes, videos, strict=True)):
         ways = [way for way in partitions(frames) if max(way) <= most]
         best = max(ways, key=lambda way: (saving(still or [[False]], way), [-n for n in way[::-1]]))
@@ -148,8 +148,8 @@ def test_segments_by_stillness_save_most(seed: int, most: int) -> None:
 
 def test_a_still_video_is_one_segment() -> None:
     still, there = torch.ones(1, 9, 4), torch.ones(1, 9, 4, dtype=torch.bool)
-    assert not segments_by_stillness(still, there, torch.tensor([10]), 0.9).any()
-    assert segments_by_stillness(still.fill_(torch.nan), there, torch.tensor([10]), 0.9).all()
+    assert not find_static_segment_ends(still, there, torch.tensor([10]), 0.9).any()
+    assert find_static_segment_ends(still.fill_(torch.nan), there, torch.tensor([10]), 0.9).all()
 
 
 def test_curvature() -> None:
@@ -215,18 +215,18 @@ def test_shares_by_largest_remainder() -> None:
         most = torch.randint(0, 8, (rows, frames), generator=g)
         total = torch.randint(0, 40, (rows,), generator=g)
         least = case % 3
-        got = shares(weight, total, most, least)
+        got = split_budget(weight, total, most, least)
         for row in range(rows):
             want = naive_shares(weight[row].tolist(), int(total[row]), most[row].tolist(), least)
             assert got[row].tolist() == want, (weight[row], total[row], most[row], least)
             assert got[row].sum() == min(total[row], most[row].sum())
-            alone = shares(weight[row : row + 1], total[row : row + 1], most[row : row + 1], least)
+            alone = split_budget(weight[row : row + 1], total[row : row + 1], most[row : row + 1], least)
             assert torch.equal(alone[0], got[row])
 
 
 def test_shares_of_ties_and_of_nothing() -> None:
     def one(weight: list[float], total: int, most: list[int], least: int = 0) -> list[int]:
-        return shares(torch.tensor([weight]), torch.tensor([total]), torch.tensor([most]), least)[0].tolist()
+        return split_budget(torch.tensor([weight]), torch.tensor([total]), torch.tensor([most]), least)[0].tolist()
 
     assert one([1, 1, 1, 1], 6, [9] * 4) == [2, 2, 1, 1]
     assert one([0, 0, 0], 4, [9] * 3) == [2, 1, 1]
@@ -268,22 +268,22 @@ def test_shares_in_rounds_match_the_loop() -> None:
             weight[0, 0] = torch.nan
         most = torch.randint(0, 8, (rows, frames), generator=g)
         total = torch.randint(0, 40, (rows,), generator=g)
-        counts = shares_in_rounds(weight, total, most)
+        counts = split_budget_in_rounds(weight, total, most)
         assert torch.equal(counts.sum(1), torch.minimum(total, most.sum(1)))
         for row in range(rows):
             want = naive_shares_in_rounds(weight[row].tolist(), int(total[row]), most[row].tolist())
             assert counts[row].tolist() == want, (weight[row], total[row], most[row])
-            alone = shares_in_rounds(weight[row : row + 1], total[row : row + 1], most[row : row + 1])
+            alone = split_budget_in_rounds(weight[row : row + 1], total[row : row + 1], most[row : row + 1])
             assert torch.equal(alone[0], counts[row])
-        differ += not torch.equal(counts, shares(weight, total, most))
+        differ += not torch.equal(counts, split_budget(weight, total, most))
     assert differ > 20, "the cases must reach limits where rounding first matters"
 
 
 def test_shares_in_rounds_round_before_the_limit() -> None:
     """3.5, 2.1, 1.4 round to 4, 2, 1; the surplus of 1 goes to the larger of the weights 0.3 and 0.2."""
     weight, total, most = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([7]), torch.full((1, 3), 3)
-    assert shares_in_rounds(weight, total, most).tolist() == [[3, 3, 1]]
-    assert shares(weight, total, most).tolist() == [[3, 2, 2]]
+    assert split_budget_in_rounds(weight, total, most).tolist() == [[3, 3, 1]]
+    assert split_budget(weight, total, most).tolist() == [[3, 2, 2]]
 
 
 # -- clusters ----------------------------------------------------------------------------------------------------------
@@ -353,9 +353,9 @@ def test_settle(seed: int) -> None:
     score[0, 3], score[1, :2], score[2, 4], score[2, 5] = torch.nan, torch.nan, -torch.inf, torch.inf
     for share in (0.01, 0.3, 0.6, 1.0):
         wanted = torch.tensor([max(1, round(share * n)) for n in counts])
-        got = settle(keep, score, mask, wanted)
+        got = adjust_count(keep, score, mask, wanted)
         for row, count in enumerate(counts):
             want = naive_settle(keep[row, :count].tolist(), score[row, :count].tolist(), int(wanted[row]))
             assert got[row].nonzero().flatten().tolist() == want
     exact = torch.tensor([int((keep & mask)[row].sum()) for row in range(4)])
-    assert torch.equal(settle(keep, score, mask, exact), keep & mask)
+    assert torch.equal(adjust_count(keep, score, mask, exact), keep & mask)

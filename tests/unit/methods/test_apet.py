@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""apet against a loop written from its description; numbers are those of the description's invariants."""
+"""apet against a naive loop."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def view(x: torch.Tensor, keep: int, **given: Any) -> Any:
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
-def test_an_error_is_the_residual_of_least_squares(scale: float) -> None:
-    """3 and 4: and a token at right angles to the basis has its own length for an error."""
+def test_error_equals_least_squares_residual(scale: float) -> None:
+    """A token orthogonal to the basis has its own norm as its error."""
     x = scale * image(40)
     basis, real = pick_farthest_points(x, torch.ones(1, 40, dtype=torch.bool), [6])
     assert real.all()
@@ -46,16 +46,16 @@ def test_an_error_is_the_residual_of_least_squares(scale: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_what_the_basis_spans_has_no_error(scale: float) -> None:
-    """2: of equal errors the first tokens stay."""
+def test_tokens_in_the_span_have_no_error(scale: float) -> None:
+    """Ties go to the first tokens."""
     x = scale * image(40, rank=3)
     assert compute_approximation_error(x, x[:, :5]).max() < 1e-3 * x.norm(dim=2).max()
     kept = chosen("apet", view(x, 12))[0]
     assert len(kept) == 12 and kept == list(range(12))
 
 
-def test_the_basis_spreads() -> None:
-    """6: the largest distance never grows, and no token is in it twice while others are left."""
+def test_farthest_points_have_falling_distances() -> None:
+    """The distances never grow, and no token is picked twice."""
     x = image(30, seed=1)
     x[0, 15:] = x[0, :15]
     taken, _ = pick_farthest_points(x, torch.ones(1, 30, dtype=torch.bool), [20])
@@ -66,8 +66,8 @@ def test_the_basis_spreads() -> None:
 
 
 @pytest.mark.parametrize("own", [0.0, 0.5])
-def test_what_each_token_becomes(own: float) -> None:
-    """7: a mean of all that join it, or a basis token, beside `own` of the one whose place it takes."""
+def test_merged_features(own: float) -> None:
+    """A kept token is the mean of its group, or a basis token mixed with the token it replaces, weighted by `own`."""
     x = image(60)
     selection = tokenprune.method("apet", own=own).select(view(x, 24))
     out = merged(view(x, 24), selection)[0]
@@ -83,8 +83,8 @@ def test_what_each_token_becomes(own: float) -> None:
 
 
 @pytest.mark.parametrize("keep", [51, 55, 59])
-def test_a_basis_token_that_stays_keeps_its_place(keep: int) -> None:
-    """Basis tokens that stay for their error keep their places; the others take those of the smallest errors."""
+def test_kept_basis_tokens_keep_their_index(keep: int) -> None:
+    """Other basis tokens replace the tokens with the smallest errors."""
     x = image(60)
     kept, into, basis = of_image(x[0].double(), keep)
     assert 0 < len(set(basis) & set(kept)) < 10
@@ -95,8 +95,8 @@ def test_a_basis_token_that_stays_keeps_its_place(keep: int) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 11, 12])
-def test_few_tokens(keep: int) -> None:
-    """1: at least one token stays for its error, and what is dropped joins it."""
+def test_small_budgets_keep_one_token_for_its_error(keep: int) -> None:
+    """Dropped tokens are merged into it."""
     x = image(60)
     selection = tokenprune.method("apet").select(view(x, keep))
     assert selection.keep.sum() == keep
@@ -104,15 +104,15 @@ def test_few_tokens(keep: int) -> None:
     assert targets == set(selection.keep[0].nonzero().flatten().tolist())
 
 
-def test_in_another_order() -> None:
-    """9: the same stay, and what joins which is the same too, but for the places of the basis."""
+def test_token_order_does_not_change_the_choice() -> None:
+    """Kept tokens and groups are equal, except for the indices of the basis."""
     x, order = image(60), torch.randperm(60, generator=torch.Generator().manual_seed(2))
     (want,), (got,) = chosen("apet", view(x, 20)), chosen("apet", view(x[:, order], 20))
     assert sorted(order[got].tolist()) == want
 
 
-def test_what_is_no_patch_goes_first_and_joins_nothing() -> None:
-    """As the tower makes nothing of it; and so does a token that is not finite."""
+def test_non_patches_are_dropped_first_and_never_merged() -> None:
+    """The same holds for tokens that are not finite."""
     tokens = tower_tokens([([(5, 5)], 3)], [9])
     features, hidden = tokens.encoder_features, tokens.hidden.clone()
     features[0, 25:] = 0
@@ -126,8 +126,8 @@ def test_what_is_no_patch_goes_first_and_joins_nothing() -> None:
         assert merged(tokens, selection)[selection.keep].isfinite().all()
 
 
-def test_two_cuts(build: Any) -> None:
-    """Three parts before the middle of the decoder and one behind it, each by the same rule, whatever is asked."""
+def test_inner_cuts_a_second_time_at_the_middle_layer(build: Any) -> None:
+    """The first cut keeps three times as many tokens as the second, by the same rule for any question."""
     (first, _), (late, _) = tokenprune.method("apet", inner=True, own=0.5).stages(Budget(keep=0.25), 32)
     assert (first.site, late.site, late.cut_layer, late.own, late.inner) == (Site.PRE_LLM, Site.IN_LLM, 16, 0.5, False)
     assert counts_of(tokenprune.method("apet", inner=True), 32, 400, 0.25) == [(0, 150), (16, 50)]
@@ -141,8 +141,8 @@ def test_two_cuts(build: Any) -> None:
     assert not tokenprune.method("apet", inner=True).query_aware
 
 
-def test_by_what_the_tower_makes_it_keeps_the_rules_of_all_methods() -> None:
-    """It reads no more than it says."""
+def test_tower_features_pass_the_method_checks() -> None:
+    """The method reads only its declared observables."""
     method = tokenprune.method("apet", features="tower", own=0.5)
     check_method(method)
     assert method.needs == {"encoder_features"} and not tokenprune.method("apet").needs

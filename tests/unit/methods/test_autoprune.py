@@ -62,7 +62,7 @@ def test_every_slope_spends_the_same(cuts: int | None, share: float) -> None:
     assert layers[0] == (2 if share > 0.09 else 1) and len(layers) == {1: 1, 6: 6, None: 30}[cuts]
     even, steep = 300, []
     for slope in (0.0, 0.1, 0.2, 0.4):
-        counts = stages[0][0]._counts(576, even, slope)
+        counts = stages[0][0]._plan_counts(576, even, slope)
         assert counts == sorted(counts, reverse=True) and min(counts) >= 1 and max(counts) <= 576
         spans = [end - start for start, end in zip(layers, [*layers[1:], 32], strict=True)]
         spent = sum(span * number for span, number in zip(spans, counts, strict=True))

@@ -27,8 +27,8 @@ from tokenprune import AlreadyPatchedError, BudgetError, OptionError, TokenPrune
 from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune.selection import Tower
 from tokenprune_bench.calibration import Thresholds, calibrate
-from tokenprune_bench.calibration.merge import merges_per_block
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.calibration.merge import count_merges
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES, Family
 
@@ -40,7 +40,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 def plan_of(model: Any, keep: float, schedule: str = "constant") -> list[int]:
     tower = tower_shape(model)
-    return merges_per_block(tower, tower.left(tokenprune.Budget(keep=keep)), schedule)
+    return count_merges(tower, tower.count_kept(tokenprune.Budget(keep=keep)), schedule)
 
 
 @torch.no_grad()
@@ -100,20 +100,20 @@ def test_as_many_pairs_are_above_the_thresholds_as_were_asked_for(family: Family
 
 def test_what_each_block_merges() -> None:
     tower = Tower(577, 1, 24, 23)
-    constant = merges_per_block(tower, 72, "constant")
+    constant = count_merges(tower, 72, "constant")
     assert constant == [22] * 21 + [21] * 2 + [0]
-    linear = merges_per_block(tower, 288, "linear")
+    linear = count_merges(tower, 288, "linear")
     assert sum(linear) == 288 and linear == sorted(linear, reverse=True) and linear[22:] == [0, 0]
-    assert merges_per_block(tower, 288, "reverse_linear") == [*linear[:23][::-1], 0]
+    assert count_merges(tower, 288, "reverse_linear") == [*linear[:23][::-1], 0]
     # The last of a few blocks cannot merge what is left over: the first ones merge more.
-    assert merges_per_block(Tower(257, 1, 4, 4), 28, "constant") == [72, 72, 56, 28]
-    assert merges_per_block(Tower(257, 1, 4, 4), 256, "constant") == [0] * 4
+    assert count_merges(Tower(257, 1, 4, 4), 28, "constant") == [72, 72, 56, 28]
+    assert count_merges(Tower(257, 1, 4, 4), 256, "constant") == [0] * 4
     for schedule, least in (("constant", 16), ("linear", 32), ("reverse_linear", 32)):  # linear: one block merges none
         for left in (least, least + 1, 45, 200):
-            counts = merges_per_block(Tower(257, 1, 4, 4), left, schedule)
+            counts = count_merges(Tower(257, 1, 4, 4), left, schedule)
             assert sum(counts) == 256 - left and all(2 * r < 257 - sum(counts[:i]) for i, r in enumerate(counts))
-        with pytest.raises(BudgetError, match=rf"at most half.*4 blocks that count leave {least} at least"):
-            merges_per_block(Tower(257, 1, 4, 4), least - 1, schedule)
+        with pytest.raises(BudgetError, match=rf"4 blocks that halve their tokens keep at least {least}"):
+            count_merges(Tower(257, 1, 4, 4), least - 1, schedule)
 
 
 @torch.no_grad()
@@ -210,7 +210,7 @@ def test_goes_on_where_it_was_cut_short(folder: Path, tmp_path: Path) -> None:
     found_by(model, folder, out=cut, resume=False, **options | dict(batch_size=5))
     assert Thresholds.load(cut).settings["batch_size"] == 5
     partial.write_text("broken")
-    with pytest.raises(OptionError, match="cut short"):
+    with pytest.raises(OptionError, match="not a readable state"):
         found_by(model, folder, out=cut, **options)
 
 
@@ -231,11 +231,11 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / example.path.name).write_bytes(example.path.read_bytes())
     printed = call("fit", "dymu", "--images", folder, "--keep", "0.5,0.3", "--out", out, "--batch-size", 2).stdout
     assert "keep 0.5: " in printed and "keep 0.3: " in printed and "calibrated on 3 images" in printed
-    model = load(device="cpu").model
+    model = load_model(device="cpu").model
     with tokenprune.patched(model, "dymu", keep=0.3, thresholds=out):
         assert tokenprune.is_patched(model)
-    assert "is no folder" in refused("fit", "dymu", "--images", tmp_path / "absent", "--out", out)
-    assert "cannot leave" in refused("fit", "dymu", "--images", folder, "--keep", "0.01", "--out", out)
+    assert "is not a folder" in refused("fit", "dymu", "--images", tmp_path / "absent", "--out", out)
+    assert "cannot keep only" in refused("fit", "dymu", "--images", folder, "--keep", "0.01", "--out", out)
     assert "between 0 and 1" in refused("fit", "dymu", "--images", folder, "--keep", "20", "--out", out)
     assert "no folder" in refused("fit", "dymu", "--images", folder, "--out", tmp_path / "absent" / "t.safetensors")
 
@@ -251,19 +251,19 @@ def test_refused(folder: Path, tmp_path: Path, build) -> None:
     for images, options, error, words in (
         ([], {}, OptionError, "images is empty"),
         (iter([]), {}, OptionError, "images is empty"),
-        (7, {}, OptionError, "must be a folder"),
-        (tmp_path / "empty", {}, OptionError, "no images in"),
-        (tmp_path / "absent", {}, OptionError, "is no folder"),
+        (7, {}, OptionError, "Pass a folder"),
+        (tmp_path / "empty", {}, OptionError, "has no images"),
+        (tmp_path / "absent", {}, OptionError, "is not a folder"),
         (["absent.png"], {}, TokenPruneError, "cannot read absent.png"),
         (tmp_path / "bad", {}, TokenPruneError, "cannot read .*broken.png as an image"),
-        (folder, {}, OptionError, "pass processor="),
+        (folder, {}, OptionError, "Pass processor="),
         ([torch.zeros(24, 24)], {}, OptionError, r"a tensor of shape \(24, 24\)"),
-        ([torch.zeros(3, 24, 24), torch.zeros(3, 16, 16)], {}, OptionError, "different sizes"),
-        ([3], {}, OptionError, "holds a int"),
+        ([torch.zeros(3, 24, 24), torch.zeros(3, 16, 16)], {}, OptionError, "Images differ in size"),
+        ([3], {}, OptionError, "contains a int"),
         (pixels, dict(keep=1.0), BudgetError, "keep=1.0 cannot be calibrated"),
         (pixels, dict(keep=[0.5, 9]), BudgetError, "keep=9 cannot be calibrated"),
         (pixels, dict(keep=[]), BudgetError, "keep is empty"),
-        (pixels, dict(keep=0.1), BudgetError, "cannot leave 4 of 36 patches"),
+        (pixels, dict(keep=0.1), BudgetError, "cannot keep only 4 of 36 patches"),
         (pixels, dict(schedule="fast"), OptionError, "'constant', 'linear', 'reverse_linear'"),
         (pixels, dict(batch_size=0), OptionError, "batch_size=0"),
         (pixels, dict(out=tmp_path / "absent/t.safetensors"), OptionError, "there is no folder"),

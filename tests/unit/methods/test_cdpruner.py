@@ -17,8 +17,8 @@ from tokenprune.methods.scores import center_tokens, rescale
 
 
 @pytest.mark.parametrize("center", [True, "standardised"])
-def test_a_token_that_equals_the_mean_points_nowhere(center: Any) -> None:
-    """What is left of it is rounding, and no direction; so is what is not finite."""
+def test_tokens_equal_to_the_mean_become_zero(center: Any) -> None:
+    """Their difference is rounding error. Tokens that are not finite become zero too."""
     x = torch.randn(1, 37, 8, generator=torch.Generator().manual_seed(0)) + 100
     x[:, -1] = x[:, :-1].mean(1)
     assert not center_tokens(image_tokens([37], [4], hidden=x), center)[0][0, -1].any()
@@ -27,15 +27,15 @@ def test_a_token_that_equals_the_mean_points_nowhere(center: Any) -> None:
     assert not left[0, 5].any() and left[0, :5].any(1).all() and left.isfinite().all() and distinct.isfinite().all()
 
 
-def test_stretched() -> None:
+def test_rescale() -> None:
     mask = torch.tensor([[True] * 3 + [False]] * 3)
     score = torch.tensor([[2.0, 4.0, 3.0, 99.0], [0.5, 0.5 + 1e-7, 0.5, 9.0], [0.0, 0.0, 0.0, -1.0]])
     got = rescale(score, mask, above=0.2)
     assert got[0].tolist() == pytest.approx([0.1, 1.1, 0.6, 0.0]) and got[1:].tolist() == [[1.0, 1.0, 1.0, 0.0]] * 2
 
 
-def test_the_greedy_choice_raises_the_determinant_most() -> None:
-    """Equal to logarithms of determinants, computed anew for every candidate."""
+def test_each_pick_maximizes_the_determinant() -> None:
+    """Compare with log-determinants that are recomputed for each candidate."""
     tokens = image_tokens([11], [5])
     seen = alone(tokens, 0)
     weight = naive_relevance(seen["x"], seen["t"], 1, 0.5)
@@ -48,7 +48,7 @@ def test_the_greedy_choice_raises_the_determinant_most() -> None:
 
 @pytest.mark.parametrize("name", ["cdpruner", "divprune"])
 @pytest.mark.parametrize("center", [False, True])
-def test_invariance(name: str, center: bool) -> None:
+def test_choice_is_invariant_to_scale(name: str, center: bool) -> None:
     method = tokenprune.method(name, center=center)
     tokens = image_tokens([40], [12])
     (want,) = picked(method, tokens)
@@ -65,7 +65,7 @@ def test_invariance(name: str, center: bool) -> None:
         )
 
 
-def test_the_text_is_heard_and_can_be_left_out() -> None:
+def test_text_changes_the_choice_unless_theta_is_0() -> None:
     method = tokenprune.method("cdpruner", theta=1.0)
     tokens = image_tokens([40], [6])
     text = {"hidden": tokens.hidden[:, [7]] + 0.1, "mask": torch.ones(1, 1, dtype=torch.bool)}
@@ -74,7 +74,7 @@ def test_the_text_is_heard_and_can_be_left_out() -> None:
     assert 7 not in picked(away, image_tokens([40], [6], text=text))[0]
     (plain,) = picked(tokenprune.method("cdpruner", theta=0), tokens)
     assert picked(tokenprune.method("cdpruner", theta=0), image_tokens([40], [6], text=text)) == [plain]
-    # No text, or one that says the same of all: all tokens count alike.
+    # Without text, or with uniform relevance, all tokens have equal weight.
     for none in (torch.zeros(1, 2, dtype=torch.bool), torch.zeros(1, 0, dtype=torch.bool)):
         silent = {"hidden": torch.randn(1, none.shape[1], 32), "mask": none}
         assert picked(method, image_tokens([40], [6], text=silent)) == [plain]
@@ -83,8 +83,8 @@ def test_the_text_is_heard_and_can_be_left_out() -> None:
 
 @each("name", ["cdpruner", "divprune"])
 @each("center", [False, True, "standardised"])
-def test_duplicates(name: str, center: Any) -> None:
-    """What differs comes first; more than there are directions, and images of one colour, are no error."""
+def test_duplicates_come_last(name: str, center: Any) -> None:
+    """Budgets above the rank and images of one color raise no error."""
     method = tokenprune.method(name, center=center)
     text = {"hidden": torch.zeros(1, 1, 8)}
     distinct = torch.eye(5, 8).repeat_interleave(4, 0)[None]
@@ -96,7 +96,7 @@ def test_duplicates(name: str, center: Any) -> None:
         assert picked(method, image_tokens([9], [4], hidden=same, text=text)) == [[0, 1, 2, 3]]
 
 
-def test_the_first_pick_of_centred_divprune_is_not_weighed() -> None:
+def test_first_pick_of_centered_divprune_is_unweighted() -> None:
     for seed in range(5):
         tokens = image_tokens([30], [1], seed=seed)
         alike, _ = naive_centred(tokens.hidden[0].double(), None, True)
@@ -104,7 +104,7 @@ def test_the_first_pick_of_centred_divprune_is_not_weighed() -> None:
         assert picked(tokenprune.method("divprune", center=True), tokens) == [[int(nearest.argmax())]]
 
 
-def test_what_it_needs() -> None:
+def test_needs_follow_the_options() -> None:
     for name in ("cdpruner", "divprune"):
         assert tokenprune.method(name, center="tower").needs == {"encoder_features"}
         assert not tokenprune.method(name, center=True).needs

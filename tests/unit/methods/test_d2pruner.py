@@ -16,7 +16,7 @@ from several_cuts import SHARES, Arrived, best, check_in_model, rows, view, want
 from tests.unit.api.test_cli import call
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.methods.in_llm.d2pruner import AttentionPrior, resize_table
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune_bench.calibration import fit_d2pruner
 from zoo import FAMILIES
 
@@ -72,7 +72,7 @@ def test_made_up_tokens(grid: Any, options: dict[str, Any]) -> None:
 
 
 def saved(path: Path, table: Tensor, decoder: Any, layer: int = 2) -> str:
-    AttentionPrior(table, layer, fingerprint(decoder)).save(path)
+    AttentionPrior(table, layer, compute_fingerprint(decoder)).save(path)
     return str(path)
 
 
@@ -102,7 +102,7 @@ def test_a_prior_that_says_nothing_changes_nothing(build: Any, tmp_path: Path) -
     assert of_pivots == [best(tokens.last_row_attention[row].mean(0).tolist()[:n], k) for row, (n, k) in
                          enumerate(((30, 9), (12, 3)))]  # fmt: skip
     assert [len(row) for row in rows(tokenprune.method("d2pruner", prior=holes).select(tokens).keep)] == [9, 3]
-    assert "no prior" in tokens._source.notes[0]
+    assert "prior=None" in tokens._source.notes[0]
 
 
 def test_a_table_on_its_own_grid_is_itself() -> None:
@@ -130,13 +130,13 @@ def test_fitting(build: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(prior.table, torch.stack(maps).mean(0), atol=1e-6, rtol=0)
     with tokenprune.patched(model, "d2pruner", keep=0.5, layer=3, prior=path):
         model(**samples[0])
-    with pytest.raises(OptionError, match="fitted for layer=3"):
+    with pytest.raises(OptionError, match="Pass layer=3"):
         tokenprune.method("d2pruner", prior=path)
     other = build(FAMILIES["llava_next"])
     with pytest.raises(OptionError, match="another model"):
         tokenprune.patch(other, "d2pruner", layer=3, prior=path)
     assert not tokenprune.is_patched(other)
-    with pytest.raises(TokenPruneError, match="nothing to fit"):
+    with pytest.raises(TokenPruneError, match="Cannot fit"):
         fit_d2pruner(model, [family.make_inputs(images=(0, 0))])
     with pytest.raises(OptionError, match="out of range"):
         fit_d2pruner(model, samples, layer=4)

@@ -16,7 +16,7 @@ from families import FAMILIES
 from tests.unit.tower.test_unit_dropping import encode
 from tokenprune import OptionError
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.checks import unserved
+from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.methods.encoder.docprune import relevance_map
 from tokenprune.testing import check_method
 
@@ -77,7 +77,7 @@ def test_the_rules_of_its_description() -> None:
 
 def test_conforms_is_served_and_takes_colours(build) -> None:
     check_method("docprune")
-    assert unserved(tokenprune.method("docprune")) is None
+    assert find_unserved_reason(tokenprune.method("docprune")) is None
     for options in ({"threshold": 1.5}, {"tolerance": 0.0}, {"tolerance": "1"}):
         with pytest.raises(OptionError):
             tokenprune.method("docprune", **options)
@@ -193,7 +193,7 @@ def test_each_image_has_its_map(build) -> None:
 def test_a_map_is_checked_and_not_served(build) -> None:
     check_method(tokenprune.method("docprune", relevance=torch.rand(8, 8), least_relevance=0.4))
     assert tokenprune.method("docprune", relevance=torch.rand(8, 8)).query_aware
-    why = unserved(tokenprune.method("docprune", relevance=torch.rand(8, 8)))
+    why = find_unserved_reason(tokenprune.method("docprune", relevance=torch.rand(8, 8)))
     assert "it reads the question" in why and "Use docprune with relevance=null, least_relevance=null" in why
     for options in ({"relevance": torch.rand(8)}, {"relevance": "map"}, {"least_relevance": "0.3"}):
         with pytest.raises(OptionError):

@@ -124,7 +124,7 @@ def test_a_merge_equals_the_naive_loop(n: int, protected: int, padding: int) -> 
             if merge is None:
                 assert [len(groups) for groups in want] == counts
                 continue
-            assert merge.left == [len(groups) for groups in want] and merge.keep.shape[1] == max(merge.left)
+            assert merge.num_kept == [len(groups) for groups in want] and merge.keep.shape[1] == max(merge.num_kept)
             got, sizes, assign = merge.mean(x, size), merge.sum(size), merge.assign
             for row, groups in enumerate(want):
                 for place, group in enumerate(groups):
@@ -139,7 +139,7 @@ def test_a_merge_equals_the_naive_loop(n: int, protected: int, padding: int) -> 
                 assert torch.equal(got[row, alone], x[row, [groups[place][0] for place in alone]])
                 assert alone[:protected] == list(range(protected))
             if limit is None:
-                gone = [count - left for count, left in zip(counts, merge.left, strict=True)]
+                gone = [count - left for count, left in zip(counts, merge.num_kept, strict=True)]
                 assert all(now >= before for now, before in zip(gone, last, strict=True))
                 last = gone
 
@@ -149,14 +149,14 @@ def test_padding_changes_no_row() -> None:
     keys, x, size = torch.randn(4, 15, 4, generator=g), torch.randn(4, 15, 3, generator=g), torch.ones(4, 15)
     counts = [15, 9, 12, 4]
     merge = threshold_match(keys, counts, threshold=0.5, protected=1)
-    assert len(set(merge.left)) > 2
+    assert len(set(merge.num_kept)) > 2
     for row, count in enumerate(counts):
         alone = threshold_match(keys[row : row + 1, :count], None, threshold=0.5, protected=1)
-        left = merge.left[row]
+        left = merge.num_kept[row]
         if alone is None:
             assert left == count
             continue
-        assert alone.left == [left] and alone.gone is None
+        assert alone.num_kept == [left] and alone.num_merged is None
         assert torch.equal(merge.assign[row, :count], alone.assign[0])
         assert torch.equal(
             merge.mean(x, size)[row, :left], alone.mean(x[row : row + 1, :count], size[row : row + 1, :count])[0]
@@ -176,7 +176,7 @@ def test_as_many_pairs_merge_as_with_a_fixed_number() -> None:
     keys = torch.randn(3, 13, 4, generator=torch.Generator().manual_seed(0))
     best, partner = best_partners(keys, 1)
     fixed, ragged = bipartite_match(keys, 4, 1), ragged_merge(best, partner, [4] * 3, 1, [13] * 3)
-    assert torch.equal(fixed.assign, ragged.assign) and ragged.gone is None
+    assert torch.equal(fixed.assign, ragged.assign) and ragged.num_merged is None
     assert ragged_merge(best, partner, [0] * 3, 1, [13] * 3) is None
 
 
@@ -284,16 +284,16 @@ def test_exact_keeps_as_many_as_asked_for(family: Family, model, taus: list[floa
     shape = tower_shape(model)
     with tokenprune.patched(model, "dymu", keep=0.5, **options):
         got = tower(pixels, output_hidden_states=True)
-    want, entered = shape.left(tokenprune.Budget(keep=0.5)) + shape.protected, []
+    want, entered = shape.count_kept(tokenprune.Budget(keep=0.5)) + shape.protected, []
     for row, one in enumerate(pixels):
         image, counts = InputImage(tower, one), []
         for stage, (block, tau) in enumerate(zip(blocks_of(tower), taus, strict=True), 1):
             keys = image.attend(block)
             counts.append(len(keys))
             joined = [[token] for token in range(len(keys))]
-            if stage <= shape.read:
+            if stage <= shape.blocks_read:
                 above = sum(score > tau for score, _, _ in naive_scores(keys, image.protected)) if tau < 1 else 0
-                r = naive_exact(len(keys), above, shape.read - stage, want, image.protected, max_r)
+                r = naive_exact(len(keys), above, shape.blocks_read - stage, want, image.protected, max_r)
                 joined = naive_groups(keys, r, image.protected) if r else joined
             image.finish(block, joined)
             close(got.hidden_states[stage][row], image.grid())
@@ -312,7 +312,7 @@ def test_exact_is_the_same_where_the_thresholds_hit_the_number(build) -> None:
     for exact in (False, True):
         with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=exact):
             owners.append(record_of(tower_of(model)(pixels)).owners)
-    assert len(owners[0].unique()) == tower_shape(model).left(tokenprune.Budget(keep=0.5)) + 1
+    assert len(owners[0].unique()) == tower_shape(model).count_kept(tokenprune.Budget(keep=0.5)) + 1
     assert torch.equal(*owners)
 
 
@@ -325,13 +325,15 @@ def test_exact_in_the_decoder(build) -> None:
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=by_hand(model, TAUS["llava"]), exact=True):
         for run in (model, lambda **inputs: model.generate(**inputs, max_new_tokens=2, min_new_tokens=2)):
             run(**inputs)
-            assert tokenprune.stats(model).visual_tokens_out == 3 * tower_shape(model).left(tokenprune.Budget(keep=0.5))
+            assert tokenprune.stats(model).visual_tokens_out == 3 * tower_shape(model).count_kept(
+                tokenprune.Budget(keep=0.5)
+            )
 
 
 def test_exact_says_what_it_cannot_reach(build) -> None:
     model = build(FAMILIES["llava"])
     few = Thresholds({0.05: torch.ones(3), 0.5: torch.ones(3)}, tower_shape(model).fingerprint, 1)
-    with pytest.raises(BudgetError, match=r"exactly 2 of 36 patches: a block merges at most half.*2 blocks count"):
+    with pytest.raises(BudgetError, match=r"exactly 2 of 36 patches: 2 blocks merge at most half"):
         tokenprune.patch(model, "dymu", keep=0.05, thresholds=few, exact=True)
     with pytest.raises(BudgetError, match="max_r=3"):
         tokenprune.patch(model, "dymu", keep=0.5, thresholds=few, exact=True, max_r=3)

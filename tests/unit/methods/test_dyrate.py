@@ -76,8 +76,8 @@ def test_equals_the_naive_loop(name: str, way: str, build) -> None:
 
 
 @pytest.mark.parametrize("name", ["llava_next", "qwen3_vl", "gemma3"])
-def test_equals_masking(name: str, build) -> None:
-    """Tokens that go at a step are as good as masked from that step on."""
+def test_dropping_equals_masking(name: str, build) -> None:
+    """Tokens dropped at a step equal tokens masked from that step on."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     got, tokens, _, stats = answer(model, inputs, **SCHEDULE)
@@ -91,7 +91,7 @@ def test_equals_masking(name: str, build) -> None:
 
 @pytest.mark.few_families
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
-def test_modes_agree(batch: dict, family: Family, model) -> None:
+def test_evict_equals_mask(batch: dict, family: Family, model) -> None:
     inputs = family.make_inputs(**batch)
     want, tokens, _, stats = answer(model, inputs, **SCHEDULE, mode="mask")
     got, _, _, others = answer(model, inputs, tokens, **SCHEDULE, mode="evict")
@@ -111,7 +111,7 @@ def test_back_ends_agree(attn: str, mode: str, build) -> None:
         assert others.cuts == stats.cuts
 
 
-def test_a_constant_rate_is_fastv(family: Family, model) -> None:
+def test_constant_rate_equals_fastv(family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     got, tokens, _, stats = answer(model, inputs, keep=0.4, rate="schedule", schedule=[0.6], layer=2)
     with tokenprune.patched(model, "fastv", layer=2, keep=0.4, record=True):
@@ -119,14 +119,14 @@ def test_a_constant_rate_is_fastv(family: Family, model) -> None:
         assert tokenprune.stats(model).cuts[0].kept == stats.cuts[0].kept
     assert torch.equal(tokens, same) and torch.equal(got, want)
     assert len(stats.cuts) == 1 and len(stats.decode_rates) == 6
-    if family.name == "llava":  # only rate 0 is left: nothing goes after prefill
+    if family.name == "llava":  # only rate 0 remains: no token is dropped after prefill
         got, _, _, stats = answer(model, inputs, keep=0.4, layer=2, grid=1, warmup=0, update_every=1)
         assert torch.equal(got, want) and len(stats.cuts) == 1
 
 
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"images": (0, 1, 3)}], ids=["images", "text beside"])
 @pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl", "gemma3"])
-def test_a_batch_does_what_its_rows_do(batch: dict, name: str, build) -> None:
+def test_batch_matches_single_rows(batch: dict, name: str, build) -> None:
     family, batch = FAMILIES[name], batch | {"seed": 1}
     model, inputs = build(family), family.make_inputs(**batch)
     got, tokens, _, stats = answer(model, inputs, **OFTEN)
@@ -141,8 +141,8 @@ def test_a_batch_does_what_its_rows_do(batch: dict, name: str, build) -> None:
             assert {step[row] for step in stats.decode_kept} == {0} and not own.cuts
 
 
-def test_a_row_that_keeps_all_goes_on_keeping_all(build) -> None:
-    """15 tokens an image: more than the small image has."""
+def test_row_within_its_budget_keeps_all_tokens(build) -> None:
+    """The budget of 15 tokens per image exceeds the small image."""
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(sizes=((8, 12), (4, 8)))
     stats = answer(model, inputs, keep=15, **SCHEDULE)[3]
@@ -155,8 +155,8 @@ def test_a_row_that_keeps_all_goes_on_keeping_all(build) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
-def test_the_cache_holds_what_it_must(batch: dict, mode: str, build) -> None:
-    """S tokens before the cut; from it on S - N + n of the widest row, or of prefill if nothing is freed."""
+def test_cache_length_after_the_cut(batch: dict, mode: str, build) -> None:
+    """S slots before the cut, then S - N + n of the longest row, or the length after prefill if mode="mask"."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(**batch)
     held: list[list[int]] = []
@@ -192,7 +192,7 @@ def test_memory_after_64_tokens(name: str, build) -> None:
         assert stats.kv_bytes == held[mode] < stats.kv_bytes_full
         if name == "llava":  # no views of older memory; a sliding layer of transformers is one by itself
             assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == held[mode]
-    layers = 2 if name == "llava" else 1  # a full window holds as much whatever was dropped
+    layers = 2 if name == "llava" else 1  # a full window has a fixed size
     start = [sum(round(0.5 * n) for n in row) for row in inputs.counts]
     per_token = 2 * len(inputs["input_ids"]) * 2 * 16 * 4
     text = [int(mask.sum()) - sum(n) for mask, n in zip(inputs["attention_mask"], inputs.counts, strict=True)]
@@ -226,12 +226,12 @@ def test_memory_after_64_tokens(name: str, build) -> None:
         (dict(batch_policy="each"), "batch_policy"),
     ],
 )
-def test_bad_options(options: dict, says: str, build) -> None:
+def test_invalid_options_raise(options: dict, says: str, build) -> None:
     with pytest.raises(OptionError, match=says):
         tokenprune.patch(build(FAMILIES["llava"]), "dyrate", **options)
 
 
-def test_bad_company(build) -> None:
+def test_unsupported_combinations_raise(build) -> None:
     model, two = build(FAMILIES["llava"]), [tokenprune.method("dyrate", layer=layer) for layer in (1, 2)]
     with pytest.raises(OptionError, match="same place"):
         tokenprune.patch(model, [tokenprune.method("fastv", layer=3), "dyrate"])

@@ -12,7 +12,7 @@ from oracle import generate_logits
 from tests.unit.api.test_cli import call, refused
 from tokenprune import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.methods.decode.rate_predictor import RatePredictor
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune_bench.calibration import fit_dyrate
 from tokenprune_bench.calibration.rate_fitting import _regress
 from zoo import FAMILIES
@@ -30,12 +30,12 @@ def rate(image: list[float], keep: float = 0.5, **options: float) -> float:
     return float(method.next_rate(masses(image), torch.tensor([keep], dtype=torch.float64)))
 
 
-def test_attention_mass() -> None:
+def test_attention_mass_rate() -> None:
     assert rate([0.4, 0.4, 0.4]) == rate([0.4, 0.9]) == 0.5  # no fall: the rate of prefill
     assert rate([0.4, 0.0], ema=0.0) == 0.9  # no image mass: k_min
     assert rate([0.0, 0.0]) == 0.9 and rate([0.0, 0.3]) == 0.5
     assert rate([0.4, 0.2], ema=0.0) == 0.7  # 1 - (0.1 + 0.4 / 2)
-    # The mean is 0.4 / 4 + 0.2 / 4 + 0.1 / 2 = 0.2, half of what it was.
+    # The mean is 0.4 / 4 + 0.2 / 4 + 0.1 / 2 = 0.2, half of the first value.
     assert rate([0.4, 0.2, 0.1], ema=0.5, grid=1000) == pytest.approx(0.7, abs=0.002)
     assert rate([0.4, 0.2], ema=0.0, grid=4) == 0.5 and rate([0.4, 0.2], ema=0.0, grid=1) == 0.0
     assert rate([0.4, 0.0], ema=0.0, k_min=0.8) == 0.5  # k_min is capped by keep
@@ -47,7 +47,7 @@ def test_attention_mass() -> None:
 
 
 @pytest.mark.parametrize("grid", [1, 3, 10])
-def test_rates_lie_on_the_grid_and_rows_are_apart(grid: int) -> None:
+def test_rates_are_on_the_grid_and_rows_are_independent(grid: int) -> None:
     g = torch.Generator().manual_seed(0)
     many = torch.rand(64, 6, 4, 4, generator=g).softmax(-1)
     share = torch.rand(64, generator=g, dtype=torch.float64)
@@ -65,7 +65,7 @@ def test_rates_lie_on_the_grid_and_rows_are_apart(grid: int) -> None:
     assert torch.equal(got, ((want * grid + 1e-6).floor().clamp(max=grid - 1) / grid))
 
 
-def test_when_it_decides() -> None:
+def test_steps_with_a_decision() -> None:
     steps = range(1, 25)
     assert [s for s in steps if tokenprune.method("dyrate").decides(s)] == [5, 13, 21]
     assert [s for s in steps if tokenprune.method("dyrate", warmup=0, update_every=10).decides(s)] == [1, 11, 21]
@@ -83,12 +83,12 @@ def made_up(model: torch.nn.Module, path, grid: int = 4, layer: int = 2) -> Rate
     """The rate rises with the mass on the answer in head 0."""
     weight, bias = torch.zeros(grid, 16), torch.zeros(grid)
     weight[:, 3], bias[:] = torch.arange(grid) * 100.0, -torch.arange(grid) * 10.0
-    predictor = RatePredictor(weight, bias, layer, fingerprint(model.model.language_model))
+    predictor = RatePredictor(weight, bias, layer, compute_fingerprint(model.model.language_model))
     predictor.save(path)
     return predictor
 
 
-def test_a_predictor_from_its_file(build, tmp_path) -> None:
+def test_predictor_loads_from_its_file(build, tmp_path) -> None:
     model, path = build(FAMILIES["llava"]), tmp_path / "p.safetensors"
     made_up(model, path)
     options = dict(rate="predictor", predictor=str(path), grid=4, layer=2, warmup=0, update_every=1)
@@ -114,13 +114,13 @@ def test_fingerprint() -> None:
     torch.manual_seed(0)
     one = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1))
     same = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1))
-    assert len({fingerprint(one), fingerprint(same), fingerprint(one.double())}) == 3
+    assert len({compute_fingerprint(one), compute_fingerprint(same), compute_fingerprint(one.double())}) == 3
     one.float()
     same.load_state_dict(one.state_dict())
-    assert fingerprint(one) == fingerprint(same)
+    assert compute_fingerprint(one) == compute_fingerprint(same)
     with torch.no_grad():
         same[1].bias += 1
-    assert fingerprint(one) != fingerprint(same)
+    assert compute_fingerprint(one) != compute_fingerprint(same)
 
 
 def test_regression() -> None:
@@ -138,7 +138,7 @@ def test_fitting(build, tmp_path) -> None:
     samples = [family.make_inputs(), family.make_inputs(images=(0, 1), seed=1), family.make_inputs(images=(0, 0))]
     options = dict(keep=0.9, layer=2, grid=3, max_new_tokens=4, divergence=0.03)
     predictor, fit = fit_dyrate(model, samples, path, **options)
-    # By hand: the highest rate under which the forced answer's distribution stays near, where there is an image.
+    # By hand: the highest rate at which the distribution of the forced answer stays close.
     want = [0, 0, 0]
     for inputs in samples[:2]:
         full, tokens, _ = generate_logits(model, inputs, 4)
@@ -159,16 +159,16 @@ def test_fitting(build, tmp_path) -> None:
     loaded = RatePredictor.load(path)
     for other in (again, loaded):
         assert torch.equal(other.weight, predictor.weight) and torch.equal(other.bias, predictor.bias)
-    assert (loaded.layer, loaded.grid, loaded.model) == (2, 3, fingerprint(model.model.language_model))
+    assert (loaded.layer, loaded.grid, loaded.model) == (2, 3, compute_fingerprint(model.model.language_model))
     with tokenprune.patched(model, "dyrate", rate="predictor", predictor=str(path), grid=3, layer=2, keep=0.9):
         generate_logits(model, samples[0], 2)
 
 
-def test_nothing_to_fit(build) -> None:
+def test_unsupported_fits_raise(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(images=(0, 0))
     options = dict(layer=2, grid=2, max_new_tokens=2)
-    with pytest.raises(TokenPruneError, match="nothing to fit"):
+    with pytest.raises(TokenPruneError, match="Cannot fit"):
         fit_dyrate(model, [inputs], **options)
     for bad in ({"keep": 1.0}, {"max_new_tokens": 1}, {"grid": 0}, {"layer": 9}):
         with pytest.raises(OptionError):

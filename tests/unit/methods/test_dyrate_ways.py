@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dyrate in the ways in which a model is run: beams, later turns, caches taken back, other patches, drafts."""
+"""dyrate with beams, later turns, cropped caches, other patches and drafts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zoo import FAMILIES
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 1}], ids=["ragged", "one row"])
 def test_beams(batch: dict, mode: str, build) -> None:
-    """The score of each hypothesis is what it has when it is written alone."""
+    """The score of each hypothesis equals its score when generated separately."""
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(**batch)
     options = OFTEN | {"mode": mode, "keep": 0.7}
@@ -41,8 +41,8 @@ def test_beams(batch: dict, mode: str, build) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
-def test_second_turn(name: str, mode: str, build) -> None:
-    """The words of a next turn drop nothing; what was kept stays, and its answer goes on from there."""
+def test_second_turn_drops_no_token_at_prefill(name: str, mode: str, build) -> None:
+    """Kept tokens remain, and decoding continues from there."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     more = words(2, 4)
@@ -66,8 +66,8 @@ def test_second_turn(name: str, mode: str, build) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", MODES)
-def test_a_image_in_the_second_turn(mode: str, build) -> None:
-    """It is cut like the first one, and both compete from then on."""
+def test_image_in_the_second_turn(mode: str, build) -> None:
+    """It is cut like the first image, and both compete afterwards."""
     family = FAMILIES["llava"]
     model, inputs, later = build(family), family.make_inputs(only=0), family.make_inputs(seed=4, only=0)
     with tokenprune.patched(model, "dyrate", keep=0.5, record=True, **SCHEDULE, mode=mode):
@@ -92,8 +92,8 @@ def test_a_image_in_the_second_turn(mode: str, build) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", MODES)
-def test_caches_are_apart(mode: str, build) -> None:
-    """Copies, and generations that take turns, do not see each other; rows take their state along."""
+def test_caches_are_independent(mode: str, build) -> None:
+    """Copies and interleaved generations do not affect each other, and rows carry their state along."""
     family = FAMILIES["llava_next"]
     model, text = build(family), words(2, 5)
     jobs = [family.make_inputs(images=(2, 1)), family.make_inputs(images=(1, 0), seed=3)]
@@ -120,7 +120,7 @@ def test_caches_are_apart(mode: str, build) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_taken_back(mode: str, build) -> None:
+def test_cropped_tokens(mode: str, build) -> None:
     family = FAMILIES["llava"]
     model, inputs, text = build(family), family.make_inputs(), words(2, 5)
     with tokenprune.patched(model, "dyrate", keep=0.5, **SCHEDULE, mode=mode):
@@ -138,7 +138,7 @@ def test_tokens_taken_back(mode: str, build) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", MODES)
-def test_another_patch_leaves_the_cache_as_it_is(mode: str, build) -> None:
+def test_another_patch_keeps_the_cache(mode: str, build) -> None:
     family = FAMILIES["llava"]
     model, inputs, text = build(family), family.make_inputs(), words(2, 5)
     with tokenprune.patched(model, "dyrate", keep=0.5, **SCHEDULE, mode=mode):
@@ -177,8 +177,8 @@ def test_composed(methods: list[str], mode: str, build) -> None:
         close(got, generate_logits(model, inputs, 6, tokens=tokens)[0])
 
 
-def test_drafts_decide_nothing(build) -> None:
-    """Prompt lookup hands over several tokens at once and takes some back: the kept set is that of accepted tokens."""
+def test_rejected_drafts_have_no_effect(build) -> None:
+    """Prompt lookup passes several tokens at once and crops some; the kept set follows the accepted tokens."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(only=0)
     with tokenprune.patched(model, "dyrate", keep=0.5, layer=2, rate="schedule", schedule=[0.5]):

@@ -14,7 +14,7 @@ import tokenprune
 from each import each
 from naive_frames import chosen, mix, mixed, segments
 from tokenprune import OptionError
-from tokenprune.integrations.shared.checks import unserved
+from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.selection import FrameMix
 from tokenprune.testing import check_method
 
@@ -58,7 +58,7 @@ def test_a_threshold_above_all_cosines_merges_nothing() -> None:
     """1: and one below all makes one segment."""
     video = walk(9)
     assert method(threshold=1.01).groups(video) == [1] * 9
-    assert method(threshold=1.01).mix(video) == FrameMix.of([(f, f, 1.0) for f in range(9)])
+    assert method(threshold=1.01).mix(video) == FrameMix.from_frames([(f, f, 1.0) for f in range(9)])
     assert method(threshold=-1.0, longest=9).groups(video) == [9]
 
 
@@ -104,7 +104,7 @@ def test_the_lost_frame() -> None:
             assert ours == FrameMix([0, 1, 3], [0, 2, 3], [1.0, 0.5, 1.0])
         else:
             assert ours.first == [0, 1, 2, 3]
-    assert FrameMix([0, 1, 3], [0, 1, 3], [1.0] * 3).owners(4) == [0, 1, 1, 2]
+    assert FrameMix([0, 1, 3], [0, 1, 3], [1.0] * 3).find_owners(4) == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("places", [4, 9, 49])
@@ -150,4 +150,4 @@ def test_what_it_says_of_itself() -> None:
     check_method("earlytom")
     info = tokenprune.method_info("earlytom")
     assert info.for_videos and info.merges and not info.query_aware
-    assert "the content decides" in (unserved(method()) or "")
+    assert "the content decides" in (find_unserved_reason(method()) or "")

@@ -75,7 +75,7 @@ def test_heads_that_are_equal_are_least_and_none_is_nan() -> None:
 def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = view([30, 31], [9, 9], ("query_heads",))
     want = tokenprune.method("entropyprune").score(tokens)
-    monkeypatch.setattr(entropyprune, "_ELEMENTS", 100)
+    monkeypatch.setattr(entropyprune, "_MAX_ELEMENTS", 100)
     assert torch.equal(tokenprune.method("entropyprune").score(tokens), want)
 
 

@@ -49,10 +49,10 @@ def naive_entering(entropy: list[float], keep: int, shares: Any = SHARES) -> lis
 
 def observed(pixels: list[list[tuple[int, int, int]]]) -> list[float]:
     colours = torch.tensor(pixels, dtype=torch.float32).transpose(1, 2)[:, None] / 255
-    return find_observable("patch_entropy").of_colours(colours).squeeze(1).tolist()
+    return find_observable("patch_entropy").compute_from_colors(colours).squeeze(1).tolist()
 
 
-def test_entropies_equal_the_loop() -> None:
+def test_entropies_equal_naive_loop() -> None:
     draw = random.Random(0)
     tokens = [[tuple(draw.randrange(0, most) for _ in range(3)) for _ in range(64)] for most in (2, 9, 64, 256) * 4]
     assert observed(tokens) == pytest.approx([naive_entropy(one) for one in tokens], abs=1e-5)
@@ -77,8 +77,8 @@ def entering(entropy: list[list[float]], keep: list[int], **options: Any) -> tup
 
 @each("ties", [False, True])
 @each("share", [0.02, 0.25, 0.6, 1.0])
-def test_the_first_stage_equals_the_loop(share: float, ties: bool) -> None:
-    """3 and 7: rows of other levels side by side."""
+def test_first_stage_equals_naive_loop(share: float, ties: bool) -> None:
+    """Rows of different levels are in one batch."""
     draw, levels = random.Random(share), set()
     for _ in range(20):
         counts = [draw.randrange(1, 40) for _ in range(4)]
@@ -96,8 +96,8 @@ def test_the_first_stage_equals_the_loop(share: float, ties: bool) -> None:
 
 
 @each(("prompts", "early"), [([0, 1, 2, 3], [3, 8, 2, 4]), ([0, 0, 1, 1], [4, 8, 4, 4]), ([0, 1, 2, 2], [3, 8, 4, 4])])
-def test_all_stages_on_made_up_tokens(prompts: list[int], early: list[int]) -> None:
-    """5 and 6: the most complex image of a prompt decides which cut is that of all; the other cut keeps everything."""
+def test_most_complex_image_selects_the_cut_of_its_prompt(prompts: list[int], early: list[int]) -> None:
+    """The other cut keeps all tokens."""
     counts, keep = [12, 12, 9, 5], [3, 3, 2, 2]
     entropy = torch.tensor([0.5, 2.5, 1.5, 4.0])[:, None].expand(4, 12)
     first, *later = [stage for stage, _ in tokenprune.method("erase", **SETTING).stages(Budget(keep=0.25), 4)]
@@ -119,7 +119,7 @@ def test_layers_and_budgets() -> None:
     assert places == {28: [1, 16], 36: [2, 21], 4: [0, 1], 3: [0, 1]}
     assert counts_of(method, 28, 100, 0.25)[0] == (0, 25)
     for budget in (Budget(average_share=0.5), Budget(keep=0.5, per="prompt")):
-        with pytest.raises(BudgetError, match=r"erase spends what .* say keep"):
+        with pytest.raises(BudgetError, match=r"erase does not support Budget.* Pass keep"):
             method.stages(budget, 28)
     with pytest.raises(OptionError, match=r"layers=\(1, 27\) is out of range: the last of 28 layers is 27"):
         tokenprune.method("erase", layers=(1, 27)).stages(Budget(keep=0.5), 28)
@@ -148,8 +148,8 @@ def entropies(colours: Tensor) -> list[float]:
 
 @torch.no_grad()
 @each("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
-def test_the_observable_in_models(name: str, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever windows the tower attends in."""
+def test_patch_entropy_in_models(name: str, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tower attention windows have no effect."""
     family, seen = EVERY_FAMILY[name], []
     model, inputs = build(family), family.make_inputs(images=(1, 2))
     want = iter(entropies(drawn(inputs)))
@@ -182,8 +182,10 @@ def setting_of(colours: Tensor, inputs: Any) -> dict[str, Any]:
 @torch.no_grad()
 @each("images", [(1, 1), (2, 1)])
 @each("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_every_cut_in_models(name: str, images: tuple[int, int], build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """5 and 7: a batch of prompts of other levels, and the same by the loop."""
+def test_every_cut_equals_naive_loop_in_models(
+    name: str, images: tuple[int, int], build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of different levels are in one batch."""
     family = FAMILIES[name]
     inputs = family.make_inputs(images=images)
     colours = drawn(inputs)
@@ -215,8 +217,8 @@ def test_every_cut_in_models(name: str, images: tuple[int, int], build: Any, mon
 
 
 @torch.no_grad()
-def test_rows_alone_and_nothing_to_drop(build: Any) -> None:
-    """7 and 8."""
+def test_batch_matches_single_rows(build: Any) -> None:
+    """Also for rows that drop no token."""
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(1, 1))
     colours = drawn(inputs)
@@ -242,7 +244,7 @@ def test_rows_alone_and_nothing_to_drop(build: Any) -> None:
         assert tokenprune.stats(model).visual_tokens_out == 4
 
 
-def test_what_is_refused(build: Any) -> None:
+def test_invalid_setups_are_refused(build: Any) -> None:
     with pytest.raises(OptionError, match=r"erase reads colours.*Pass processor="):
         tokenprune.patch(build(FAMILIES["qwen2_5_vl"]), "erase")
     with pytest.raises(UnsupportedSetupError, match=r"erase needs pixels that are packed token by token"):

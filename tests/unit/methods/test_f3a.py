@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""f3a: what its loop in naive/f3a.py does not say."""
+"""f3a: behavior that its naive loop (naive/f3a.py) does not cover."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 import tokenprune
 from greedy import alone, image_tokens, picked
 from tests.unit.methods.naive.f3a import Cells, naive_anchors, naive_first_choice, naive_scores, spread_out
-from tokenprune.methods.pre_llm.f3a import draw_matrices, draw_sparse_matrix
+from tokenprune.methods.pre_llm.f3a_scores import draw_matrices, draw_sparse_matrix
 
 GRID = [(1, 7, 9)]
 METHOD = tokenprune.method("f3a")
-# Of `sparse(2, 6, 3, seed=42)`, row by row as they are drawn.
+# Of `sparse(2, 6, 3, seed=42)`, in the order of drawing, by row.
 PINNED = ((0, 0, 0.230341), (0, 3, -0.613506), (0, 2, 1.077018), (1, 0, 0.469989), (1, 2, 0.277914), (1, 1, 0.305967))
 
 
-def test_the_stream_of_random_numbers() -> None:
-    """By rows, places before numbers, on the host: other devices get a copy."""
+def test_random_matrices_are_reproducible() -> None:
+    """Each row draws its indices before its values, on the CPU. Other devices get a copy."""
     matrix = draw_sparse_matrix(2, 6, 3, seed=42)
     wanted = torch.zeros(2, 6)
     for row, place, value in PINNED:
@@ -32,7 +32,7 @@ def test_the_stream_of_random_numbers() -> None:
     assert draw_matrices(40, 24, 42, torch.device("cpu")) is drawn
 
 
-def test_the_question_and_the_seed_count_and_a_common_shift_does_not() -> None:
+def test_question_and_seed_change_the_choice_but_a_common_shift_does_not() -> None:
     tokens = image_tokens([63], [16], grids=GRID)
     (want,) = picked(METHOD, tokens)
     for text in (tokens.text.hidden.flip(1), tokens.text.hidden[:, torch.randperm(9)]):
@@ -45,7 +45,7 @@ def test_the_question_and_the_seed_count_and_a_common_shift_does_not() -> None:
     assert METHOD.query_aware and not METHOD.prefix_cache_safe
 
 
-def test_fixed_tokens_stay_while_they_fit() -> None:
+def test_fixed_tokens_are_kept_within_the_budget() -> None:
     for keep in (1, 2, 5, 16, 40):
         tokens = image_tokens([63], [keep], grids=GRID)
         seen, at, anchors = alone(tokens, 0), Cells(7, 9), naive_anchors(63, keep)
@@ -55,7 +55,7 @@ def test_fixed_tokens_stay_while_they_fit() -> None:
         assert set(got) >= fixed if len(fixed) <= keep else got == sorted(fixed)[:keep]
 
 
-def test_without_text_and_with_what_is_not_finite() -> None:
+def test_without_text_and_with_nonfinite_tokens() -> None:
     tokens = image_tokens([63], [16], grids=GRID)
     want = picked(METHOD, image_tokens([63], [16], grids=GRID, text={"hidden": torch.zeros(1, 1, 32)}))
     for words in (0, 3):
@@ -72,7 +72,7 @@ def test_without_text_and_with_what_is_not_finite() -> None:
         picked(METHOD, image_tokens([63], [16], grids=GRID, hidden=all_alike))
 
 
-def test_rows_of_a_batch_are_rows_alone() -> None:
+def test_batch_matches_single_rows() -> None:
     grids = [(1, 7, 9), (1, 5, 5)]
     tokens = image_tokens([63, 25], [16, 3], grids=grids)
     both = picked(METHOD, tokens)
@@ -82,7 +82,7 @@ def test_rows_of_a_batch_are_rows_alone() -> None:
         assert picked(METHOD, image_tokens([count], [keep], **one)) == [both[row]]
 
 
-def test_frames_of_a_video_are_rows_and_a_grid_that_does_not_fit_is_none() -> None:
+def test_video_frames_are_rows_and_mismatched_grids_are_ignored() -> None:
     x = image_tokens([63], [9]).hidden
     rows = picked(METHOD, image_tokens([63], [9], hidden=x, grids=[(1, 21, 3)]))
     assert picked(METHOD, image_tokens([63], [9], hidden=x, grids=[(3, 7, 3)])) == rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastervlm against a sort; numbers are those of the description's invariants."""
+"""fastervlm against a sort."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ chosen = partial(chosen_by, "fastervlm")
 
 
 @pytest.mark.parametrize(("grid", "keep"), [((24, 24), [29, 64, 144, 288]), ((48, 60), [320, 1000])])
-def test_papers_sizes_in_bfloat16_are_nested(grid: tuple[int, int], keep: list[int]) -> None:
-    """2: what stays at a smaller budget stays at a larger one."""
+def test_smaller_budgets_keep_subsets_in_bfloat16(grid: tuple[int, int], keep: list[int]) -> None:
+    """Uses the sizes of the paper."""
     last: set[int] = set()
     for number in keep:
         tokens = tower_tokens([([grid], 0)], [number], dtype=torch.bfloat16)
@@ -26,7 +26,7 @@ def test_papers_sizes_in_bfloat16_are_nested(grid: tuple[int, int], keep: list[i
         last = set(got)
 
 
-def test_another_order() -> None:
+def test_permuted_patches_are_chosen_in_permuted_order() -> None:
     """4: patches in another order are chosen in that order."""
     layout = [([(6, 6)], 0)]
     tokens = tower_tokens(layout, [10])
@@ -36,8 +36,8 @@ def test_another_order() -> None:
     assert sorted(shuffle[other].tolist()) == want[0]
 
 
-def test_nan_and_no_difference() -> None:
-    """8: still exactly as many, the first ones."""
+def test_nan_and_constant_attention_keep_the_first_tokens() -> None:
+    """The number of kept tokens is still exact."""
     for value in (torch.nan, 0.5):
         tokens = tower_tokens([([(5, 5)], 2)], [7], encoder_attention={-1: torch.full((1, 2, 27), value)})
         assert chosen(tokens) == [[0, 1, 2, 3, 4, 5, 6]]

@@ -15,9 +15,9 @@ from each import each
 from several_cuts import counts_of
 from tokenprune import Budget, BudgetError, OptionError
 from tokenprune.methods.in_llm.fitprune import Recipe, compute_layer_shares
-from tokenprune.models.fingerprint import fingerprint
+from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune_bench.calibration import fit_fitprune
-from tokenprune_bench.calibration.attention_fitting import left_over
+from tokenprune_bench.calibration.attention_fitting import compute_kept_shares
 from zoo import FAMILIES
 
 ROWS = [(1.0, 1.0, 1.0, 1.0), (1.0, 0.8, 0.4, 0.4), (1.0, 0.5, 0.1, 0.0)]
@@ -39,13 +39,13 @@ def test_counts_follow_the_recipe(tmp_path: Path) -> None:
     recipe = Recipe(torch.tensor(ROWS), 0, "model")
     recipe.save(tmp_path / "r.safetensors")
     method = tokenprune.method("fitprune", recipe=tmp_path / "r.safetensors")
-    compute_layer_shares = (Budget(keep=0.65), Budget(average_share=0.65), Budget.from_kv_share(0.65))
-    for budget in (*compute_layer_shares, Budget(average_tokens=65), Budget(keep=65)):
+    budgets = (Budget(keep=0.65), Budget(average_share=0.65), Budget.from_kv_share(0.65))
+    for budget in (*budgets, Budget(average_tokens=65), Budget(keep=65)):
         assert [number for _, number in counts_of(method, 4, 100, budget)] == [80, 40, 40]
-    with pytest.raises(OptionError, match="is for 4 layers"):
+    with pytest.raises(OptionError, match="has 4 layers, but the decoder has 5"):
         method.stages(Budget(keep=0.65), 5)
     for budget in (Budget(keep=0.2), Budget(average_share=0.2), Budget.from_flops_share(0.5)):
-        with pytest.raises(BudgetError, match=r"fitprune|cannot be reached"):
+        with pytest.raises(BudgetError, match=r"fitprune|is too low"):
             method.stages(budget, 4)
 
 
@@ -70,7 +70,7 @@ def test_what_can_go_of_each_layer() -> None:
     attention = [torch.rand(2, 25, generator=g, dtype=torch.float64) ** 3 for _ in range(5)]
     before = [1.0] * 6
     for loss in (0.0, 0.02, 0.1, 0.3, 0.7, 0.98):
-        left = left_over(attention, loss)
+        left = compute_kept_shares(attention, loss)
         assert left == pytest.approx(naive_left([one.tolist() for one in attention], loss))
         assert left[1] <= before[1]  # monotone in the first layer
         before = left
@@ -101,6 +101,6 @@ def test_fitting(build: Any, tmp_path: Path) -> None:
     other = build(FAMILIES["llava_next"])
     with pytest.raises(OptionError, match="another model"):
         tokenprune.patch(other, "fitprune", recipe=path)
-    assert recipe.model == fingerprint(model.get_submodule(family.decoder))
+    assert recipe.model == compute_fingerprint(model.get_submodule(family.decoder))
     with pytest.raises(OptionError, match="fit fitprune"):
         tokenprune.method("fitprune", recipe=tmp_path / "missing.safetensors")

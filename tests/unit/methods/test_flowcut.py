@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flowcut against a loop written from its description, and what it reads against hooks of an eager tower; numbers are
-those of the description's invariants."""
+"""flowcut against a naive loop, and its observable against hooks of an eager tower."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import torch
 import tokenprune
 from tests.unit.methods.naive.flowcut import LAYERS, naive, naive_tile, tokens_of
 from tests.unit.tower.test_encoder_attention import attentions_of
-from tokenprune.integrations.shared.towers.tower_scores import block_index
+from tokenprune.integrations.shared.towers.tower_scores import find_block_index
 from tower_tokens import chosen as chosen_by
 from tower_tokens import tower_tokens
 from zoo import FAMILIES
@@ -24,8 +23,8 @@ chosen = partial(chosen_by, "flowcut")
 
 
 @pytest.mark.parametrize("keep", [32, 192])
-def test_papers_sizes_in_bfloat16(keep: int) -> None:
-    """2: where attention is sharp most go early, and counts never grow."""
+def test_sharp_attention_drops_more_patches_early(keep: int) -> None:
+    """Counts never grow."""
     tokens = tokens_of([([(24, 24)], 0)], [keep], power=12, dtype=torch.bfloat16)
     assert chosen(tokens) == [naive(tokens, 0)]
     flow = {layer: tokens.encoder_flow(layer)[0].double().tolist() for layer in LAYERS}
@@ -34,17 +33,17 @@ def test_papers_sizes_in_bfloat16(keep: int) -> None:
     assert all(a == b for a, b in zip(counts[1::2], counts[2::2], strict=False))
 
 
-def test_looks_are_the_blocks_of_clip() -> None:
-    """Blocks 0 to 21 of CLIP-L, whose block 22 is read; of a shallow tower each block several times."""
+def test_scored_blocks_match_clip() -> None:
+    """Blocks 0 to 21 of CLIP-L, whose block 22 is read. A shallow tower uses blocks several times."""
     method = tokenprune.method("flowcut")
     clip = SimpleNamespace(vision_feature_layer=-2, vision_config=SimpleNamespace())
-    assert [block_index(method, layer, 24, clip) for layer in LAYERS] == list(range(22))
+    assert [find_block_index(method, layer, 24, clip) for layer in LAYERS] == list(range(22))
     last = SimpleNamespace(vision_feature_layer=-1, vision_config=SimpleNamespace())
-    assert sorted({block_index(method, layer, 4, last) for layer in LAYERS}) == [0, 1, 2, 3]
+    assert sorted({find_block_index(method, layer, 4, last) for layer in LAYERS}) == [0, 1, 2, 3]
 
 
-def test_attention_of_zeros_and_of_no_difference() -> None:
-    """3, 7: nothing is divided by zero; where all are alike the first ones stay."""
+def test_zero_and_constant_attention() -> None:
+    """No division by zero. Ties keep the first tokens."""
     for value in (0.0, 0.25, torch.nan):
         flow = dict.fromkeys(LAYERS, torch.full((1, 3, 36), value))
         assert chosen(tower_tokens([([(6, 6)], 0)], [5], encoder_flow=flow)) == [[0, 1, 2, 3, 4]]
@@ -55,8 +54,8 @@ def test_attention_of_zeros_and_of_no_difference() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
-def test_what_flows_in_a_tower(name: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4: of the class token's row and values where there is one; of what each patch receives where there is none."""
+def test_encoder_flow_equals_tower_attention(name: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses the class token's row and values, or the mean received attention without a class token."""
     family, calls, seen = FAMILIES[name], [], []
     inputs, attention = family.make_inputs(only=0), attentions_of(build(family, "eager"))[0]
     module = sys.modules[type(attention).__module__]

@@ -41,4 +41,4 @@ def test_less_than_a_frame_is_told() -> None:
     for keep, said in ((16, False), (5, True)):
         tokens = given([video], [keep], [(4, 4)])
         select("framefusion", tokens)
-        assert any("thinned like by uniform" in note for note in tokens._source.notes) == said
+        assert any("thinned uniformly" in note for note in tokens._source.notes) == said

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""globalcom2 against a loop written from its description; numbers are those of the description's invariants."""
+"""globalcom2 against a naive loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tower_tokens import best, chosen
 
 
 def resized(picture: Picture, values: list[float]) -> dict[int, float]:
-    """The thumbnail's map resized to that of all tiles without their padding, by the place of each token."""
+    """The thumbnail's map, resized to the unpadded map of all tiles, for each token."""
     side = picture.side
     size = (picture.down * side - 2 * picture.above, picture.across * side - 2 * picture.beside)
     square = torch.tensor(values[: side * side]).view(1, 1, side, side)
@@ -58,7 +58,7 @@ def naive(tokens: VisualTokens, image: int, picture: Picture, temperature: float
 
 
 def numbers(picture: Picture, kept: list[int]) -> list[int]:
-    """How many tokens of the thumbnail, and of each tile."""
+    """Number of kept tokens of the thumbnail and of each tile."""
     return [sum(picture.cells[i][0] == t for i in kept) for t in range(picture.tiles + 1)]
 
 
@@ -69,21 +69,21 @@ def at(picture: Picture, value: Any) -> dict[str, Any]:
 
 @each("options", [{}, {"temperature": 0.5}])
 @each("seed", range(6))
-def test_equals_the_loop(seed: int, options: dict[str, Any]) -> None:
+def test_equals_naive_loop(seed: int, options: dict[str, Any]) -> None:
     counts = [len(one.cells) for one in PICTURES]
     keep = [max(1, int((0.01, 0.1, 0.34, 0.5, 0.9, 1.0)[seed] * count)) for count in counts]
     tokens = views(PICTURES, keep, seed=seed)
     got = chosen("globalcom2", tokens, **options)
     assert got == [naive(tokens, i, one, **options) for i, one in enumerate(PICTURES)]
     assert list(map(len, got)) == keep
-    # 5: an image alone keeps the same.
+    # A single image keeps the same tokens.
     for i, (one, number) in enumerate(zip(PICTURES, keep, strict=True)):
         own = {"encoder_logits": {-1: tokens.encoder_logits(-1)[i, None, :, : counts[i]]}}
         assert chosen("globalcom2", views([one], [number], **own), **options) == [got[i]]
 
 
-def test_an_even_thumbnail_gives_tiles_the_same_share() -> None:
-    """2, and 1: what does not divide goes to the first; a tile of fewer tokens gets fewer."""
+def test_uniform_thumbnail_gives_tiles_equal_shares() -> None:
+    """The first tiles get the remainder, and smaller tiles get fewer tokens."""
     picture = Picture(2, 2, side=4)
     for value in (0.0, 0.7, -3.0):
         (kept,) = chosen("globalcom2", views([picture], [22], **at(picture, lambda *cell: value)))  # noqa: B023
@@ -93,8 +93,8 @@ def test_an_even_thumbnail_gives_tiles_the_same_share() -> None:
     assert numbers(picture, kept) == [12, 5, 13, 5]
 
 
-def test_a_hot_part_gets_up_to_twice_its_share() -> None:
-    """3: with p near 1, r (2 - 1/n) there and r (1 - 1/n) elsewhere, of 64 tokens each."""
+def test_salient_region_doubles_the_share_of_its_tile() -> None:
+    """With p near 1, its share is r (2 - 1/n), and r (1 - 1/n) for the other tiles."""
     picture = Picture(2, 2, side=8)
     hot = at(picture, lambda tile, row, column: 100.0 * (tile == 0 and row < 4 and column >= 4))
     (kept,) = chosen("globalcom2", views([picture], [80], **hot))
@@ -103,8 +103,8 @@ def test_a_hot_part_gets_up_to_twice_its_share() -> None:
     assert numbers(picture, kept) == [48, 43, 64, 43, 42]
 
 
-def test_a_constant_on_all_logits_changes_no_number() -> None:
-    """4: where parts of the thumbnail are of one size."""
+def test_constant_offset_of_logits_keeps_the_counts() -> None:
+    """Requires regions of equal size."""
     picture = Picture(2, 2, side=8)
     logits = views([picture], [90]).encoder_logits(-1) * 20
     want = numbers(picture, chosen("globalcom2", views([picture], [90], encoder_logits={-1: logits}))[0])
@@ -114,8 +114,8 @@ def test_a_constant_on_all_logits_changes_no_number() -> None:
         assert numbers(picture, kept) == want
 
 
-def test_the_thumbnail_decides_where_a_tile_says_nothing() -> None:
-    """7, 8: by its own map, twice as large; and a tile's logits count in proportion."""
+def test_thumbnail_ranks_patches_of_a_uniform_tile() -> None:
+    """The thumbnail is upsampled by 2. The tile's own logits add in proportion."""
     picture = Picture(2, 2, side=4)
     corner = at(picture, lambda tile, row, column: (tile == 0) * (row + column / 8))
     (kept,) = chosen("globalcom2", views([picture], [24], **corner))
@@ -129,6 +129,6 @@ def test_the_thumbnail_decides_where_a_tile_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"temperature": -1.0}, {"temperature": "x"}], ids=str)
-def test_an_option_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_option_raises(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=f"globalcom2.*{next(iter(wrong))}"):
         chosen("globalcom2", views([Picture()], [4]), **wrong)

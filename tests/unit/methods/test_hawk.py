@@ -43,7 +43,7 @@ def naive(scores: Tensor, keep: int, weights: Any = None, norm: str = "l2") -> l
 
 @each("norm", ["l2", "softmax", "minmax"])
 @each("weights", [None, WEIGHTS])
-def test_equals_the_loop(norm: Any, weights: Any) -> None:
+def test_equals_naive_loop(norm: Any, weights: Any) -> None:
     method = tokenprune.method("hawk", norm=norm, weights=weights)
     for seed, counts in enumerate(COUNTS):
         for share in SHARES:
@@ -58,8 +58,8 @@ def chosen(scores: Tensor, **options: Any) -> list[int]:
     return rows(tokenprune.method("hawk", **options).select(tokens).keep)[0]
 
 
-def test_weights_and_heads() -> None:
-    """A common factor, one head alone, the length of a head, and heads that are not finite or all 0."""
+def test_head_weights_and_invalid_heads() -> None:
+    """A common factor, a single head, the norm of a head, and heads that are not finite or all 0."""
     scores = torch.randn(3, 30, generator=torch.Generator().manual_seed(0))
     plain = chosen(scores, weights=WEIGHTS)
     assert chosen(scores, weights=[7 * one for one in WEIGHTS]) == plain != chosen(scores)
@@ -73,8 +73,8 @@ def test_weights_and_heads() -> None:
 
 
 @torch.no_grad()
-def test_the_order_of_words_says_nothing(family: Any, build: Any) -> None:
-    """Queries of the first layer are of embeddings alone, and not rotated."""
+def test_word_order_has_no_effect(family: Any, build: Any) -> None:
+    """Queries of the first layer depend only on embeddings and are not rotated."""
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     turned = {**inputs, "input_ids": inputs["input_ids"].clone()}
     turned["input_ids"][:, -4:] = inputs["input_ids"][:, -4:].flip(1)
@@ -87,10 +87,10 @@ def test_the_order_of_words_says_nothing(family: Any, build: Any) -> None:
     assert kept[0] == kept[1]
 
 
-def test_what_a_decoder_lacks(build: Any) -> None:
-    """A number of weights that is not the heads', and a layer that has no such projections."""
+def test_unsupported_decoder_raises(build: Any) -> None:
+    """The number of weights differs from the number of heads, or the layer lacks the projections."""
     model = build(FAMILIES["llava"])
-    with pytest.raises(OptionError, match="hawk: weights are of 3 heads"):
+    with pytest.raises(OptionError, match="hawk: weights has 3 heads"):
         tokenprune.patch(model, "hawk", keep=0.5, weights=WEIGHTS)
     decoder = nn.Module()
     decoder.layers = nn.ModuleList([nn.Identity()])
@@ -110,8 +110,8 @@ def likelihood(model: nn.Module, sample: dict[str, Tensor], answer: Tensor) -> T
 
 
 @torch.no_grad()
-def test_fitting(build: Any, tmp_path: Path) -> None:
-    """Return the loss of an answer without each head in any layer, less the least loss, as shares."""
+def test_fitted_weights_equal_ablation_losses(build: Any, tmp_path: Path) -> None:
+    """The loss of an answer without each head in any layer, minus the smallest loss, normalized."""
     family = FAMILIES["llava"]
     model, path = build(family), tmp_path / "heads.safetensors"
     samples, done = [family.make_inputs(images=(1,), seed=seed) for seed in (0, 1)], []
@@ -139,9 +139,9 @@ def test_fitting(build: Any, tmp_path: Path) -> None:
         tokenprune.patch(build(FAMILIES["llava_next"]), "hawk", heads=path)
 
 
-def test_what_is_not_fitted(build: Any, tmp_path: Path) -> None:
+def test_fit_errors(build: Any, tmp_path: Path) -> None:
     model = build(FAMILIES["llava"])
-    with pytest.raises(TokenPruneError, match="no sample"):
+    with pytest.raises(TokenPruneError, match="without samples"):
         fit_hawk(model, [])
     with pytest.raises(OptionError, match="max_new_tokens=0"):
         fit_hawk(model, [], max_new_tokens=0)

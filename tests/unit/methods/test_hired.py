@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hired against a loop written from its description; numbers are those of the description's invariants."""
+"""hired against a naive loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def naive(tokens: VisualTokens, image: int, picture: Picture, alpha: float = 0.5
 
 @each("options", [{}, {"mode": "bands"}, {"alpha": 0.0}, {"alpha": 1.0}, {"alpha": 0.3}])
 @each("ties", [False, True])
-def test_equals_the_loop(ties: bool, options: dict[str, Any]) -> None:
+def test_equals_naive_loop(ties: bool, options: dict[str, Any]) -> None:
     counts = [len(one.cells) for one in PICTURES]
     for seed, share in enumerate((0.01, 0.1, 0.34, 0.5, 0.9, 1.0)):
         keep = [max(1, int(share * count)) for count in counts]
@@ -62,7 +62,7 @@ def alone(tokens: VisualTokens, image: int) -> dict[str, Any]:
 
 
 def numbers(picture: Picture, kept: list[int]) -> list[int]:
-    """How many tokens of the thumbnail, and of each tile."""
+    """Number of kept tokens of the thumbnail and of each tile."""
     return [sum(picture.cells[i][0] == t for i in kept) for t in range(picture.tiles + 1)]
 
 
@@ -71,16 +71,16 @@ def at(picture: Picture, value: Any) -> torch.Tensor:
     return torch.tensor([[[float(value(*cell)) for cell in picture.cells]]])
 
 
-def test_a_flat_map_marks_the_first_half() -> None:
-    """2: of 2 x 2 tiles the upper two get everything, with ties to the lower index."""
+def test_constant_attention_marks_the_first_half() -> None:
+    """The upper two of 2 x 2 tiles get the whole budget, because ties go to the lower index."""
     picture = Picture(2, 2, side=8)
     flat = at(picture, lambda tile, row, column: tile == 0)
     (kept,) = chosen("hired", views([picture], [64], encoder_attention={0: flat, -1: flat}))
     assert numbers(picture, kept) == [32, 16, 16, 0, 0]
 
 
-def test_a_tile_whose_part_is_hot_gets_the_most() -> None:
-    """3: of 64 cells 32 are marked; all 16 of a hot quadrant are among them, so that it gets at least half."""
+def test_salient_tile_gets_the_largest_budget() -> None:
+    """32 of 64 cells are marked. All 16 cells of a salient quadrant are among these, so its tile gets at least half."""
     picture = Picture(2, 2, side=8)
     hot = at(picture, lambda tile, row, column: (tile == 0) * (2 * (row >= 4 and column >= 4) + (row < 4) * row / 9))
     given = {"encoder_attention": {0: hot, -1: hot}}
@@ -90,8 +90,8 @@ def test_a_tile_whose_part_is_hot_gets_the_most() -> None:
     assert numbers(picture, kept) == [30, 0, 15, 8, 7]  # two rows of the thumbnail each: 0, 16, 8, 8
 
 
-def test_a_full_tile_leaves_the_rest_to_others() -> None:
-    """7: tiles of which padding left few tokens take no more than these, and the thumbnail the rest of them all."""
+def test_budget_beyond_a_full_tile_goes_to_others() -> None:
+    """Tiles with much padding keep all their tokens, and the thumbnail gets the remainder."""
     picture = Picture(2, 1, above=3)  # of each tile one row of four
     (kept,) = chosen("hired", views([picture], [20]))
     assert numbers(picture, kept) == [12, 4, 4]
@@ -99,8 +99,8 @@ def test_a_full_tile_leaves_the_rest_to_others() -> None:
     assert numbers(picture, kept) == [16, 4, 4] and len(kept) == 25
 
 
-def test_the_thumbnail_is_the_only_one_that_marks() -> None:
-    """4, 5: late attention decides within a tile alone, early attention of tiles nothing."""
+def test_only_the_thumbnail_is_marked() -> None:
+    """Late attention ranks within a tile. Early attention of tiles has no effect."""
     picture = Picture(2, 2)
     tokens = views([picture], [30])
     (kept,) = chosen("hired", tokens)
@@ -112,6 +112,6 @@ def test_the_thumbnail_is_the_only_one_that_marks() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"alpha": -0.1}, {"alpha": 1.5}, {"alpha": "x"}, {"mode": "rows"}], ids=str)
-def test_an_option_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_option_raises(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=f"hired.*{next(iter(wrong))}"):
         chosen("hired", views([Picture()], [4]), **wrong)

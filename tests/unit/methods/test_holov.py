@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""holov against a loop written from its description; numbers are those of the description's invariants."""
+"""holov against a naive loop."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tower_tokens import tower_tokens
 chosen = partial(chosen_by, "holov")
 
 
-def test_features_count_for_the_holistic_rank() -> None:
-    """4: but not for the parts of strips."""
+def test_features_change_the_holistic_rank() -> None:
+    """They do not change the budgets of strips."""
     layout = [([(8, 8)], 0)]
     tokens = tower_tokens(layout, [16])
     other = tower_tokens(layout, [16], hidden=torch.randn(1, 64, 16))
@@ -25,8 +25,8 @@ def test_features_count_for_the_holistic_rank() -> None:
     assert parts[0] == parts[1]
 
 
-def test_all_in_one_strip_and_everywhere_alike() -> None:
-    """6, 7: a strip that is full leaves the rest to others; where nothing differs, parts differ by one at most."""
+def test_full_strip_and_constant_attention() -> None:
+    """A full strip passes its budget to others. With constant attention, budgets differ by at most one."""
     scores = torch.full((1, 1, 64), 1e-6)
     scores[..., 16:32] = 1
     (got,) = chosen(tower_tokens([([(8, 8)], 0)], [40], encoder_attention={-1: scores}), crops=4)

@@ -22,8 +22,8 @@ from tests.unit.tower.test_unit_dropping import DIFFERENT, NAMES, UNIT, as_encod
 from tokenprune import OptionError, Site
 from tokenprune.budgets import Budget
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.checks import unserved
-from tokenprune.integrations.shared.towers.units import Units, WayBack
+from tokenprune.integrations.shared.checks import find_unserved_reason
+from tokenprune.integrations.shared.towers.units import Restoration, Units
 from tokenprune.kernels.merging import Merge
 from tokenprune.settings.cost import CostModel, Load
 from tokenprune.testing import check_method
@@ -238,15 +238,15 @@ def test_decoder_gets_all_and_a_method_after_the_tower_cuts_there(name: str, aft
     close(got, want)
 
 
-def way_back(hidden: Tensor, stayed: list[int], guides: list[list[int]]) -> WayBack:
+def way_back(hidden: Tensor, stayed: list[int], guides: list[list[int]]) -> Restoration:
     """Of those that did not stay, by places among those that did."""
     gone = [row for row in range(len(hidden)) if row not in stayed]
     starts = torch.tensor([0, *map(len, guides)]).cumsum(0)[:-1]
     mask = torch.zeros(1, len(hidden), dtype=torch.bool)
     mask[0, stayed] = True
     flat = torch.tensor([one for near in guides for one in near])
-    drop = Merge.dropping(mask, [len(stayed)])
-    return WayBack(drop, range(1, 3), 5, hidden, torch.tensor(stayed), torch.tensor(gone), flat, starts)
+    drop = Merge.from_kept(mask, [len(stayed)])
+    return Restoration(drop, range(1, 3), 5, hidden, torch.tensor(stayed), torch.tensor(gone), flat, starts)
 
 
 def test_what_left_moves_as_its_guides_did() -> None:
@@ -254,16 +254,16 @@ def test_what_left_moves_as_its_guides_did() -> None:
     h = torch.randint(-8, 8, (6, 3), generator=torch.Generator().manual_seed(0)).float()
     h[4] = h[1]
     back = way_back(h, [1, 3, 5], [[0, 1, 2], [1], [0]])
-    assert torch.equal(back(h[[1, 3, 5]]), h)
-    assert torch.equal(back(h[[1, 3, 5]] + 2), h + 2)
+    assert torch.equal(back.restore(h[[1, 3, 5]]), h)
+    assert torch.equal(back.restore(h[[1, 3, 5]] + 2), h + 2)
     moved = h[[1, 3, 5]] + torch.tensor([[3.0], [6.0], [0.0]])
-    full = back(moved)
+    full = back.restore(moved)
     assert torch.equal(full[[1, 3, 5]], moved) and torch.equal(full[4], full[1])
     assert torch.equal(full[0], h[0] + 3) and torch.equal(full[2], h[2] + 6)
-    assert torch.equal(back(moved.half()), full.half()) and back(moved.half()).dtype == torch.float16
-    assert [back.after(index) for index in range(6)] == [True, True, False, False, False, True]
-    units, left = Units.packed(3, 2, h.device).apply(Merge.dropping(torch.tensor([[True, False, True]]), [2]), h)
-    assert torch.equal(units.full(left)[2:4], torch.zeros(2, 3))  # and without a way back nothing comes
+    assert torch.equal(back.restore(moved.half()), full.half()) and back.restore(moved.half()).dtype == torch.float16
+    assert [back.is_due(index) for index in range(6)] == [True, True, False, False, False, True]
+    units, left = Units.from_packed(3, 2, h.device).apply(Merge.from_kept(torch.tensor([[True, False, True]]), [2]), h)
+    assert torch.equal(units.expand(left)[2:4], torch.zeros(2, 3))  # and without a way back nothing comes
 
 
 def test_guides_are_the_nearest_however_many_are_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,10 +271,13 @@ def test_guides_are_the_nearest_however_many_are_compared_at_once(monkeypatch: p
     gone, kept = x[:30], x[30:]
     method = tokenprune.method("ipcv", neighbours=4)
     want = [sorted(sorted(range(10), key=lambda j: apart(kept[j], one))[:4]) for one in gone]
-    assert method.guides(gone, kept).sort(dim=1).values.tolist() == want
+    assert method.choose_guides(gone, kept).sort(dim=1).values.tolist() == want
     monkeypatch.setattr("tokenprune.methods.encoder.ipcv._PAIRS", 35)  # three rows
-    assert method.guides(gone, kept).sort(dim=1).values.tolist() == want
-    assert method.guides(gone, kept[:2]).shape == (30, 2) and method.guides(gone[:0], kept).shape == (0, 4)
+    assert method.choose_guides(gone, kept).sort(dim=1).values.tolist() == want
+    assert method.choose_guides(gone, kept[:2]).shape == (30, 2) and method.choose_guides(gone[:0], kept).shape == (
+        0,
+        4,
+    )
 
 
 def test_costs_tower_work_alone(build) -> None:
@@ -288,11 +291,11 @@ def test_costs_tower_work_alone(build) -> None:
 def test_conforms_and_refuses(build) -> None:
     method = tokenprune.method("ipcv")
     check_method(method)
-    assert "restores its tokens at the end of the tower, which needs transformers" in unserved(method)
+    assert "restores its tokens at the end of the tower, which needs transformers" in find_unserved_reason(method)
     model = build(FAMILIES["qwen2_vl"])  # of four blocks
-    with pytest.raises(OptionError, match="takes a vision tower of 5 blocks, and this one has 4: give layer=1 to 2"):
+    with pytest.raises(OptionError, match=r"with 5 blocks, but this tower has 4\. Pass layer=1 to 2"):
         tokenprune.patch(model, "ipcv")
-    with pytest.raises(OptionError, match="has 2: use a method after the tower"):
+    with pytest.raises(OptionError, match=r"has 2\. Use a method after the tower"):
         tokenprune.patch(build(FAMILIES["glm4v"]), "ipcv", layer=1)
 
 

@@ -25,7 +25,7 @@ def test_intervals(change: float, jump: float, cut: int) -> None:
     video = moving(7, 3, 4, seed=1, cut=cut, noise=0.1)
     _, unit = crowding(video.flatten(0, 1).tolist())
     method = tokenprune.method("kitoke", change=change, jump=jump)
-    got = method._intervals(video, torch.ones(7, 12, dtype=torch.bool), torch.tensor(unit))
+    got = method._find_intervals(video, torch.ones(7, 12, dtype=torch.bool), torch.tensor(unit))
     assert got.tolist() == intervals(video.tolist(), unit, change, jump)
     assert got[-1] >= 1
 

@@ -13,8 +13,8 @@ import tokenprune
 from each import each
 from tests.unit.methods.naive.llava_scissor import connected, naive
 from tokenprune.kernels import clusters as kernels
-from tokenprune.kernels.clusters import LikePairs, components
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.clusters import SimilarPairs, connected_components
+from tokenprune.kernels.pairs import normalize
 from tokenprune.methods.video import llava_scissor as scissor
 from videos import compare, given, moving, select, shares_of
 
@@ -43,7 +43,7 @@ def test_a_threshold_decides(threshold: float) -> None:
         to: set(of) for to, of in naive(video, None, 0, threshold=threshold).items()
     }
     assert len(groups) == {-1.0: 1, 1.0: 36}.get(threshold, len(groups)) and selection.counts is None
-    assert method.by_content_count and not tokenprune.method("llava_scissor").by_content_count
+    assert method.chooses_count and not tokenprune.method("llava_scissor").chooses_count
 
 
 def test_the_most_similar_representatives_merge() -> None:
@@ -55,7 +55,7 @@ def test_the_most_similar_representatives_merge() -> None:
     left = scissor.merge_to_count(found, 2)
     first = (3 * means[0] + means[1]) / 4
     torch.testing.assert_close(left.mean, torch.stack([(4 * first + 2 * means[2]) / 6, means[3]]))
-    assert left.size.tolist() == [6, 1] and left.of.tolist() == [0, 0, 0, 1, 0]
+    assert left.size.tolist() == [6, 1] and left.group.tolist() == [0, 0, 0, 1, 0]
 
 
 def test_a_batch_is_its_videos_with_a_newline_or_without() -> None:
@@ -96,20 +96,20 @@ def test_components(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
             for i in one:
                 label[i] = one[0]
         want.append(label)
-    direction = unit(x)
+    direction = normalize(x)
     near = (direction @ direction.transpose(1, 2)).clamp(max=1) > threshold
-    assert components(near).tolist() == want
-    assert components(direction[0], threshold).tolist() == want[0]
+    assert connected_components(near).tolist() == want
+    assert connected_components(direction[0], threshold).tolist() == want[0]
     monkeypatch.setattr(kernels, "_AT_ONCE", 100)
-    assert components(direction[1], threshold).tolist() == want[1]
+    assert connected_components(direction[1], threshold).tolist() == want[1]
     monkeypatch.setattr(kernels, "_BROAD", 5)
-    assert components(direction[1], threshold).tolist() == want[1]
+    assert connected_components(direction[1], threshold).tolist() == want[1]
     # A chain as long as can be.
     place = torch.arange(33)
-    assert not components((place[:, None] - place).abs() <= 1).any()
+    assert not connected_components((place[:, None] - place).abs() <= 1).any()
     turn = torch.randperm(33, generator=g)
-    assert not components((turn[:, None] - turn).abs() <= 1).any()
-    assert components(torch.ones(3, 2), 1.0).tolist() == [0, 1, 2]
+    assert not connected_components((turn[:, None] - turn).abs() <= 1).any()
+    assert connected_components(torch.ones(3, 2), 1.0).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("pairs", [3, 8, 32])
@@ -119,17 +119,19 @@ def test_components_of_pairs_that_are_known(pairs: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(kernels, "_AT_ONCE", 1000)
     monkeypatch.setattr(kernels, "_BROAD", 20)
     g = torch.Generator().manual_seed(2)
-    x = unit(torch.randn(12, 6, generator=g).repeat(9, 1) + 0.4 * torch.randn(108, 6, generator=g))
+    x = normalize(torch.randn(12, 6, generator=g).repeat(9, 1) + 0.4 * torch.randn(108, 6, generator=g))
     x[::7] = x[0]
-    means = unit(torch.cat([x[:40], x[40:54].view(7, 2, 6).mean(1), x[54:]]))
+    means = normalize(torch.cat([x[:40], x[40:54].view(7, 2, 6).mean(1), x[54:]]))
     token = torch.cat([torch.arange(40), torch.full((7,), -1), torch.arange(54, 108)])
     turn = torch.randperm(len(means), generator=g)
     means, token = means[turn], token[turn]
-    known, compared = LikePairs(x), []
-    monkeypatch.setattr(kernels, "components", lambda *args: compared.append(args[1]) or components(*args))
+    known, compared = SimilarPairs(x), []
+    monkeypatch.setattr(
+        kernels, "connected_components", lambda *args: compared.append(args[1]) or connected_components(*args)
+    )
     tried = [-0.5, 0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99, 1.0]
     for threshold in tried:
-        assert torch.equal(known.components(means, token, threshold), components(means, threshold))
+        assert torch.equal(known.components(means, token, threshold), connected_components(means, threshold))
     assert compared == [one for one in tried if one < max(known.least, known._pairs[0]) or one == 1] != tried
 
 
@@ -158,5 +160,7 @@ def test_many_merges_one_after_the_other() -> None:
         mean[first] = (mean[first] * size[first] + mean[second] * size[second]) / (size[first] + size[second])
         size[first] += size[second]
         groups[first] += groups.pop(second)
-    assert [(got.of == one).nonzero().flatten().tolist() for one in range(4)] == [sorted(groups[one]) for one in groups]
+    assert [(got.group == one).nonzero().flatten().tolist() for one in range(4)] == [
+        sorted(groups[one]) for one in groups
+    ]
     assert torch.allclose(got.mean.double(), torch.stack([mean[one] for one in groups]), atol=1e-4)

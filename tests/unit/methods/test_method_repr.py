@@ -88,4 +88,4 @@ def test_an_option_without_a_default_is_always_shown_and_an_own_repr_stays(regis
         side: int
 
     assert repr(Base(1)) == repr(Child(1)) == "mine"
-    assert repr(Stage(1)).endswith("Stage(side=1)")  # not registered: it has no name, so its class stands in
+    assert repr(Stage(1)).endswith("Stage(side=1)")  # not registered, so its repr uses the class name

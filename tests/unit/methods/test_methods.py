@@ -37,7 +37,7 @@ def made_up(
     seen["patches"] = given.get("patches") or raster(counts, grids or [None] * rows)
     for one in map(
         find_observable, tokenprune.selection.available_observables()
-    ):  # what else a tower tells, of any block
+    ):  # other tower observables, for any block
         if one.where in (ObservedAt.TOWER, ObservedAt.TOWER_BLOCK) and one.name not in seen:
             seen[one.name] = one.example(Sizes(tuple(counts)), g)
     behind = {"hidden": hidden[:, longest:], "keys": keys[:, longest:]}
@@ -129,7 +129,7 @@ def test_exact_counts(name: str, counts: list[int], keep: list[int]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_divprune(seed: int) -> None:
+def test_divprune_equals_naive_loop(seed: int) -> None:
     features = torch.randn(2, 17, 8, generator=torch.Generator().manual_seed(seed))
     picks = [naive_divprune(features[0], 17), naive_divprune(features[1, :11], 11)]
     for keep in range(1, 12):
@@ -149,12 +149,12 @@ def test_divprune(seed: int) -> None:
         last = float(nearest[picks[0][number]])
 
 
-def test_divprune_with_duplicates() -> None:
+def test_divprune_never_picks_a_token_twice() -> None:
     distinct = torch.eye(5, 8).repeat_interleave(4, 0)[None]
     for keep in range(1, 21):
         (got,) = chosen("divprune", made_up([20], [keep], text=0, hidden=distinct))
         assert len(got) == keep
-        assert len({i // 4 for i in got}) == min(keep, 5)  # a duplicate never takes the place of something new
+        assert len({i // 4 for i in got}) == min(keep, 5)  # a duplicate never replaces a new token
     for hidden in (torch.ones(1, 9, 8), torch.zeros(1, 9, 8)):
         assert [len(chosen("divprune", made_up([9], [k], text=0, hidden=hidden))[0]) for k in (1, 5, 9)] == [1, 5, 9]
 
@@ -180,7 +180,9 @@ def test_dart(seed: int, images: int, texts: int, keep: int) -> None:
         assert chosen("dart", made_up([20, 20], [keep, 20], **{**values, **change}), **options)[0] == want
     # The authors' count: whole shares for every pivot, the image pivots on top.
     pivots = images + texts
-    assert tokenprune.method("dart", **options, exact=False).budget(500, 131) == images + pivots * (131 // pivots)
+    assert tokenprune.method("dart", **options, exact=False).resolve_count(500, 131) == images + pivots * (
+        131 // pivots
+    )
 
 
 def test_dart_takes_duplicates_of_a_pivot_last() -> None:
@@ -194,7 +196,7 @@ def test_dart_takes_duplicates_of_a_pivot_last() -> None:
 
 
 @each("grid", [(1, 4, 4), (1, 3, 7), (1, 7, 3), (1, 1, 9), (1, 6, 5), (3, 4, 2), None])
-def test_pool(grid: tuple[int, int, int] | None) -> None:
+def test_pool_averages_rectangles(grid: tuple[int, int, int] | None) -> None:
     frames, height, width = grid or (1, 1, 10)
     count = frames * height * width
     for keep in range(1, count + 1):
@@ -210,17 +212,17 @@ def test_pool(grid: tuple[int, int, int] | None) -> None:
             assert len(members) == len(rows) * len(columns)  # a full rectangle
             assert max(rows) - min(rows) < len(rows) and max(columns) - min(columns) < len(columns)
             heights.append(len(rows))
-            # The one that stays is in the middle.
+            # The kept token is in the middle.
             assert abs(target // width - sum(rows) / len(rows)) <= 0.5
             assert abs(target % width - sum(columns) / len(columns)) <= 0.5
         assert max(heights) - min(heights) <= 1
 
 
-def test_random() -> None:
+def test_random_depends_on_the_seed_but_not_on_the_batch() -> None:
     one = chosen("random", made_up([30, 20], [9, 7]), seed=3)
     assert one == chosen("random", made_up([30, 20], [9, 7], seed=1), seed=3)
     assert one != chosen("random", made_up([30, 20], [9, 7]), seed=4)
-    assert [one[1]] == chosen("random", made_up([20], [7]), seed=3)  # whatever else is in the batch
+    assert [one[1]] == chosen("random", made_up([20], [7]), seed=3)  # independent of the batch
     often = torch.zeros(30)
     for seed in range(300):
         often[chosen("random", made_up([30], [10]), seed=seed)[0]] += 1
@@ -228,7 +230,7 @@ def test_random() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 7, 16, 36])
-def test_uniform(count: int) -> None:
+def test_uniform_in_raster_order(count: int) -> None:
     for keep in range(1, count + 1):
         (got,) = chosen("uniform", made_up([count], [keep], text=0))
         assert len(got) == keep
@@ -238,7 +240,7 @@ def test_uniform(count: int) -> None:
 
 
 def naive_uniform(keep: int, grid: tuple[int, int, int]) -> list[int]:
-    """Points spread over frames, those of a frame over its rows, those of a row over its columns."""
+    """Spread points over frames, then over the rows of a frame, then over the columns of a row."""
     frames, height, width = grid
     kept = []
     for frame in range(frames):
@@ -261,7 +263,7 @@ def test_uniform_over_a_grid(grid: tuple[int, int, int]) -> None:
     frames, height, width = grid
     count = frames * height * width
     for keep in range(1, count + 1):
-        tokens = made_up([count, 9], [keep, 2], text=0, grids=[grid, None])  # beside one whose grid nobody knows
+        tokens = made_up([count, 9], [keep, 2], text=0, grids=[grid, None])  # with an image of unknown grid
         got, other = chosen("uniform", tokens)
         assert got == naive_uniform(keep, grid) and len(got) == keep
         assert other == chosen("uniform", made_up([9], [2], text=0))[0]
@@ -269,15 +271,15 @@ def test_uniform_over_a_grid(grid: tuple[int, int, int]) -> None:
         assert max(per_frame) - min(per_frame) <= 1
 
 
-def test_uniform_leaves_no_column_out() -> None:
-    """At a quarter of 16 x 16, every second row and every second column; not four columns of every row."""
+def test_uniform_keeps_rows_and_columns_evenly() -> None:
+    """At a quarter of 16 x 16, keeps every second row and every second column, not four columns of every row."""
     (got,) = chosen("uniform", made_up([256], [64], text=0, grids=[(1, 16, 16)]))
     assert got == [16 * row + column for row in range(1, 16, 2) for column in range(1, 16, 2)]
     (one,) = chosen("uniform", made_up([256], [1], text=0, grids=[(1, 16, 16)]))
     assert one == [8 * 16 + 8]
 
 
-def test_top() -> None:
+def test_top_breaks_ties_by_index_and_ranks_nan_last() -> None:
     inf, nan = torch.inf, torch.nan
     score = torch.tensor([[1.0, 3.0, 3.0, 2.0, nan], [-inf, nan, -inf, 9.0, 9.0]])
     for keep, want in (([1, 1], [[1], [0]]), ([2, 2], [[1, 2], [0, 1]]), ([4, 3], [[0, 1, 2, 3], [0, 1, 2]])):
@@ -285,7 +287,7 @@ def test_top() -> None:
         assert [row.nonzero().flatten().tolist() for row in got] == want
 
 
-def test_methods_are_frozen_and_described() -> None:
+def test_methods_are_frozen_and_documented() -> None:
     for name in METHODS:
         info = tokenprune.method_info(name)
         assert info.summary.endswith((".", "!")) and len(info.summary) < 300

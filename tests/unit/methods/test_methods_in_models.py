@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each method inside real models keeps what a naive loop over the unpatched model's own tensors would keep."""
+"""Methods inside models keep the tokens that a naive loop over the unpatched model's tensors keeps."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_fastv_in_a_model(query: str, layer: int, padding: str, family: Family, 
             score = attention[row, places[-1], piece]  # zeros where a sliding window ends: ties go to the first
         else:
             rows = attention[row][places][:, piece]
-            score = rows.sum(0) / (rows > 0).sum(0)  # the mean over those who may see it
+            score = rows.sum(0) / (rows > 0).sum(0)  # the mean over queries that attend to it
         return score.argsort(descending=True, stable=True)[:keep].tolist()
 
     for attn in ("eager", "sdpa"):
@@ -97,8 +97,8 @@ def test_fastv_in_a_model(query: str, layer: int, padding: str, family: Family, 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name, grid", [("llava_onevision", None), ("qwen2_5_vl", (4, 2, 2)), ("qwen3_vl", (4, 2, 2))])
-def test_a_video_is_no_square(name: str, grid: Any, build) -> None:
-    """A number of tokens that is a square says nothing of a video's shape, as it does of an image's."""
+def test_square_token_counts_do_not_imply_a_video_grid(name: str, grid: Any, build) -> None:
+    """Square token counts imply the grid of an image, but not of a video."""
     seen = []
 
     class Look(tokenprune.Pruner):
@@ -133,8 +133,8 @@ SHAPES = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", SHAPES)
-def test_only_a_square_is_taken_for_a_square(name: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the number of tokens says of an image's shape depends on the family."""
+def test_grid_inference_depends_on_the_family(name: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only some families have square images."""
     monkeypatch.setitem(ANYRES, (16, 16), 36)
     seen = []
 
@@ -168,13 +168,13 @@ def asked_twice(family: Family, model: Any, method: Any) -> tuple[list[set[int]]
 
 @pytest.mark.few_families
 @pytest.mark.parametrize("method", [one for one in CONFIGURED if one.prefix_cache_safe], ids=str)
-def test_another_question_same_tokens(method: Any, family: Family, model) -> None:
-    """What is safe with a prefix cache keeps the same tokens whatever is asked behind the image."""
+def test_prefix_cache_safe_methods_ignore_the_question(method: Any, family: Family, model) -> None:
+    """The kept tokens do not depend on the text after the image."""
     one, other = asked_twice(family, model, method)
     assert one == other
 
 
 @pytest.mark.parametrize("method", [one for one in CONFIGURED if one.query_aware], ids=str)
-def test_another_question_other_tokens(method: Any, build) -> None:
+def test_query_aware_methods_depend_on_the_question(method: Any, build) -> None:
     answers = (asked_twice(family, build(family), method) for family in FAMILIES.values())
-    assert any(one != other for one, other in answers)  # up to the first family that tells
+    assert any(one != other for one, other in answers)  # until a family shows a difference

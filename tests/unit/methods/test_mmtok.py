@@ -26,7 +26,7 @@ def test_without_the_question() -> None:
     assert picked(tokenprune.method("mmtok", alpha=1e6), tokens) == want != picked(tokenprune.method("mmtok"), tokens)
 
 
-def test_text_alone_covers_one_more_word_with_each_pick() -> None:
+def test_with_text_only_each_pick_covers_one_more_word() -> None:
     tokens = image_tokens([50], [4])
     words = alone(tokens, 0)["t"]
     (got,) = picked(tokenprune.method("mmtok", alpha=0), tokens)
@@ -34,8 +34,8 @@ def test_text_alone_covers_one_more_word_with_each_pick() -> None:
     assert len(set(best)) >= 4 and set(got) <= set(best)
 
 
-def test_rows_sum_to_their_weight_and_padding_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a table, and row by row."""
+def test_rows_sum_to_their_weight_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a table, and row by row."""
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, 5, 3, generator=g), torch.randn(2, 6, 3, generator=g)
     mask = torch.arange(6) < torch.tensor([[6], [4]])
@@ -43,7 +43,7 @@ def test_rows_sum_to_their_weight_and_padding_has_none(monkeypatch: pytest.Monke
     want = (a @ b.transpose(1, 2) / 0.3).masked_fill(~mask[:, None], -math.inf).softmax(2)
     want = want.masked_fill(~rows[:, :, None], 0) * 0.7 / rows.sum(1)[:, None, None]
     for fits in (True, False):
-        monkeypatch.setattr(Products, "fits", fits)
+        monkeypatch.setattr(Products, "fits_in_memory", fits)
         got = build_softmax_relation(Products(a, b), 0.3, 0.7, mask, rows)
         for segment, count in enumerate((6, 4)):
             found = got.rows(segment, torch.arange(5))

@@ -52,7 +52,7 @@ def test_a_threshold_of_zero_drops_nothing() -> None:
 def test_higher_thresholds_drop_more() -> None:
     """5, and 3: never of the key set."""
     tokens = view(COUNTS)
-    key = several_cuts.rows(tokenprune.method("mustdrop")._key(tokens))
+    key = several_cuts.rows(tokenprune.method("mustdrop")._get_protected(tokens))
     assert [len(row) for row in key] == [4, 2, 1]
     found = [kept(tokens, thresholds=(g, 0.97)) for g in (0.001, 0.01, 0.03, 0.06, 0.5)]
     found += [kept(tokens, thresholds=(0.5, m)) for m in (0.98, 0.99, 1.1)]
@@ -108,7 +108,7 @@ def test_thresholds_in_a_model(rows: int, build: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(observable, "_ELEMENTS", rows)
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 1))
-    assert tokenprune.method("mustdrop", thresholds=(1.0, 1.0)).by_content_count
+    assert tokenprune.method("mustdrop", thresholds=(1.0, 1.0)).chooses_count
     counts = []
     for word in (0.0, 0.05, 1.0):
         with tokenprune.patched(model, "mustdrop", keep=0.9, thresholds=(0.9, word), record=True):

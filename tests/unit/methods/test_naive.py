@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every row of the table in tests/unit/methods/naive: a method against its loop, and what goes for all methods."""
+"""Every row of the table in tests/unit/methods/naive: a method against its naive loop, and the rules of all methods."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ VIEWED = [name for name, row in TABLE.items() if row.view() is not None]
 
 
 @pytest.mark.parametrize(("name", "check"), COMPARED)
-def test_equals_the_loop(name: str, check: Callable[[str, Any], None], build: Any) -> None:
+def test_equals_naive_loop(name: str, check: Callable[[str, Any], None], build: Any) -> None:
     check(name, build)
 
 
 @pytest.mark.parametrize(("name", "check"), LARGE)
-def test_equals_the_loop_at_large_sizes(name: str, check: Callable[[str, Any], None], build: Any) -> None:
+def test_equals_naive_loop_at_large_sizes(name: str, check: Callable[[str, Any], None], build: Any) -> None:
     check(name, build)
 
 
 @each(("name", "wrong"), REFUSED)
-def test_an_option_is_refused(name: str, wrong: Options) -> None:
-    """By its name, which is in the message beside the method's."""
+def test_invalid_option_raises(name: str, wrong: Options) -> None:
+    """The message names the method and the option."""
     with pytest.raises(OptionError, match=f"{name}.*{next(iter(wrong))}"):
         tokenprune.method(name, **wrong)
 
 
 @each(("name", "what"), UNCHANGED)
-def test_what_does_not_change_the_choice(name: str, what: str) -> None:
+def test_choice_is_invariant(name: str, what: str) -> None:
     row, method = TABLE[name], tokenprune.method(name)
     for keep in (3, 12):
         tokens = row.view(keep)
@@ -55,7 +55,7 @@ def test_what_does_not_change_the_choice(name: str, what: str) -> None:
 
 
 @each("name", VIEWED)
-def test_a_budget_of_all_keeps_all_and_merges_nothing(name: str) -> None:
+def test_full_budget_keeps_all_tokens_unmerged(name: str) -> None:
     tokens = TABLE[name].view()
     selection = tokenprune.method(name).select(tokens)
     assert torch.equal(selection.keep, tokens.mask)
@@ -63,7 +63,7 @@ def test_a_budget_of_all_keeps_all_and_merges_nothing(name: str) -> None:
 
 
 @each("name", VIEWED)
-def test_it_selects_the_same_twice_and_changes_nothing(name: str) -> None:
+def test_selection_is_deterministic_without_side_effects(name: str) -> None:
     tokens = TABLE[name].view(9)
     hidden = tokens.hidden.clone()
     first, second = (tokenprune.method(name).select(tokens) for _ in range(2))

@@ -14,7 +14,7 @@ from tests.unit.methods.naive.otprune import kernel_of
 
 
 @pytest.mark.parametrize("width", [6, 30])  # features fewer than tokens, and more
-def test_the_greedy_choice_raises_the_determinant_most(width: int) -> None:
+def test_each_pick_maximizes_the_determinant(width: int) -> None:
     hidden = torch.randn(1, 10, width, generator=torch.Generator().manual_seed(width))
     kernel, picks, gains = kernel_of(hidden[0].double(), 5.0), [], []
     for _ in range(5):
@@ -25,7 +25,7 @@ def test_the_greedy_choice_raises_the_determinant_most(width: int) -> None:
     assert all(a + 1e-9 >= b >= 0 for a, b in pairwise(gains))
 
 
-def test_small_weights_and_blank_channels() -> None:
+def test_small_gamma_and_zero_channels() -> None:
     method, tokens = tokenprune.method("otprune"), image_tokens([40], [12])
     kernel = kernel_of(alone(tokens, 0)["x"])
     top = sorted(kernel.diagonal().topk(12).indices.tolist())

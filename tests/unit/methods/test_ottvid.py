@@ -14,8 +14,8 @@ import torch
 
 from each import each
 from tests.unit.methods.naive.ottvid import cover, naive, sinkhorn
-from tokenprune.kernels.clusters import covering
-from tokenprune.kernels.masses import transport
+from tokenprune.kernels.clusters import facility_location
+from tokenprune.kernels.masses import optimal_transport
 from tokenprune.methods.video.ottvid import count_picks
 from videos import attention_of, cos, given, moving, same, select, shares_of
 
@@ -73,7 +73,7 @@ def test_the_greedy_choice_gains_most_at_each_step() -> None:
     g = torch.Generator().manual_seed(0)
     x, weight = torch.randn(3, 9, 5, generator=g), torch.rand(3, 9, generator=g)
     mask = torch.ones(3, 9, dtype=torch.bool)
-    one, two = (covering(x, mask, weight, torch.full((3,), n), n) for n in (1, 2))
+    one, two = (facility_location(x, mask, weight, torch.full((3,), n), n) for n in (1, 2))
     for row in range(3):
         alike = [[cos(a, b) for b in x[row].tolist()] for a in x[row].tolist()]
         w = weight[row].tolist()
@@ -89,7 +89,7 @@ def test_transport_carries_the_masses() -> None:
     rows, columns = torch.randn(2, 4, generator=g).log_softmax(1), torch.randn(2, 5, generator=g).log_softmax(1)
     rows[1, 3] = columns[1, 0] = -torch.inf  # padding
     rows, columns = rows.log_softmax(1), columns.log_softmax(1)
-    plan = transport(cost, rows, columns)
+    plan = optimal_transport(cost, rows, columns)
     torch.testing.assert_close(plan.sum(2), rows.exp())
     torch.testing.assert_close(plan.sum(1), columns.exp(), atol=0.02, rtol=0)
     assert not plan[1, 3].any() and not plan[1, :, 0].any()

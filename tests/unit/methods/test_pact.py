@@ -152,7 +152,7 @@ def test_where_it_cuts() -> None:
 def test_it_is_safe_with_a_prefix_cache_and_by_content_with_a_cutoff() -> None:
     method = tokenprune.method("pact", cutoff=0.3)
     check_method(method)
-    assert method.by_content_count and not tokenprune.method("pact").by_content_count
+    assert method.chooses_count and not tokenprune.method("pact").chooses_count
     assert method.prefix_cache_safe and not method.query_aware
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pevlm computes attention in blocks, against a dense mask and by what tokens see."""
+"""pevlm's block attention against a dense mask."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_equals_a_dense_mask(batch: str, family: Family, build) -> None:
     assert stats.visual_tokens_in == stats.visual_tokens_out and stats.kv_bytes == stats.kv_bytes_full
     assert stats.attention_blocks == sum(len(set(row) - {PADDING, SINK, TAIL}) for row in ids.tolist())
     without = sum(VIDEO not in row for row in inputs["input_ids"].tolist())
-    assert stats.notes == ["pevlm: full attention for a prompt, because it holds no video"] * without
+    assert stats.notes == ["pevlm: full attention for a prompt, because it contains no video"] * without
 
 
 @pytest.mark.parametrize("batch", ["one row", "left", "mixed"])
@@ -63,8 +63,8 @@ def test_generate(batch: str, family: Family, build) -> None:
 
 @pytest.mark.parametrize("families", ["qwen2_vl", "qwen3_vl"])
 @torch.no_grad()
-def test_rows_with_different_frames(families: str, build) -> None:
-    """A batch gives what its rows give alone."""
+def test_batch_matches_single_rows(families: str, build) -> None:
+    """Rows have different numbers of frames."""
     family = FAMILIES[families]
     model, inputs = build(family), family.make_inputs(video=(13, 7), images=(0, 0))
     with tokenprune.patched(model, "pevlm", **SMALL):
@@ -75,8 +75,8 @@ def test_rows_with_different_frames(families: str, build) -> None:
 
 
 @torch.no_grad()
-def test_rows_that_are_alike(build) -> None:
-    """Rows of the same lengths are computed together, and come back in their places."""
+def test_rows_of_equal_length_are_computed_together(build) -> None:
+    """The outputs keep the order of the rows."""
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(**BATCHES["left"])
     twice = {key: value.repeat(2, *[1] * (value.ndim - 1)) for key, value in inputs.items()}
@@ -98,7 +98,7 @@ def test_beams(batch: str, family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_one_block_and_a_large_sink_are_full_attention(family: Family, build) -> None:
+def test_one_block_or_a_large_sink_equals_full_attention(family: Family, build) -> None:
     model, inputs = build(family), family.make_inputs(video=13, images=(0,))
     full = model(**inputs).logits
     with tokenprune.patched(model, "pevlm", sink_frames=2, block_frames=11, min_frames=1):
@@ -108,11 +108,11 @@ def test_one_block_and_a_large_sink_are_full_attention(family: Family, build) ->
     close(got, full)
     with tokenprune.patched(model, "pevlm", sink_frames=13, min_frames=1):
         assert torch.equal(model(**inputs).logits, full)
-        assert "sink holds all" in tokenprune.stats(model).notes[0]
+        assert "sink contains all" in tokenprune.stats(model).notes[0]
 
 
 @torch.no_grad()
-def test_sink_and_first_block_are_those_of_full_attention(family: Family, build) -> None:
+def test_sink_and_first_block_equal_full_attention(family: Family, build) -> None:
     model, inputs = build(family), family.make_inputs(video=13, images=(0,))
     ids = block_ids(inputs)[0]
     full = model(**inputs, output_hidden_states=True).hidden_states
@@ -121,14 +121,14 @@ def test_sink_and_first_block_are_those_of_full_attention(family: Family, build)
     for layer, (one, other) in enumerate(zip(got, full, strict=True)):
         for part in (SINK, 1):
             close(one[0, ids == part], other[0, ids == part])
-        # The tail's own row of the mask is that of full attention: it differs once the keys do.
+        # The tail attends to everything, so its row differs only after its keys differ.
         for part, from_layer in ((2, 1), (TAIL, 2)):
             differs = (one - other)[0, ids == part].abs().amax()
             assert (differs > 1e-3) == (layer >= from_layer)
 
 
 def swapped(inputs: Any, ids: Tensor, a: int, b: int, frames: int) -> Any:
-    """The prompt with blocks `a` and `b` of its one video in each other's place, text between frames too."""
+    """The prompt with blocks `a` and `b` of its one video swapped, including the text between frames."""
     other = {key: value.clone() for key, value in inputs.items()}
     of_frame = [int(ids[first]) for first, _ in visuals_of(inputs, 0, frames)[0].frames]
     x, y = ([number for number, block in enumerate(of_frame) if block == which] for which in (a, b))
@@ -148,7 +148,7 @@ def swapped(inputs: Any, ids: Tensor, a: int, b: int, frames: int) -> Any:
 
 
 @torch.no_grad()
-def test_blocks_do_not_see_each_other(family: Family, build) -> None:
+def test_blocks_do_not_attend_to_each_other(family: Family, build) -> None:
     model, inputs = build(family), family.make_inputs(video=13, images=(0,))
     ids = block_ids(inputs)[0]
     other = {key: value.clone() for key, value in inputs.items()}
@@ -166,8 +166,8 @@ def test_blocks_do_not_see_each_other(family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_order_of_blocks(family: Family, build) -> None:
-    """With positions used again, equal blocks can change places; with those of full attention, order is felt."""
+def test_order_of_blocks_matters_only_with_sequential_positions(family: Family, build) -> None:
+    """With reused positions, equal blocks can be swapped."""
     model, inputs = build(family), family.make_inputs(video=14, images=(0,))
     ids = block_ids(inputs, 14)[0]
     assert (ids == 1).sum() == (ids == 2).sum()
@@ -187,7 +187,7 @@ def test_order_of_blocks(family: Family, build) -> None:
 
 
 def positions_of(family: Family, model: Any, inputs: Any, steps: int) -> list[Tensor | None]:
-    """What the rotary embedding is given in prefill and each decode step."""
+    """Record the positions passed to the rotary embedding in prefill and in each decode step."""
     seen, decoder = [], model.get_submodule(family.decoder)
     handle = decoder.rotary_emb.register_forward_pre_hook(
         lambda m, args, kwargs: seen.append(kwargs["position_ids"] if "position_ids" in kwargs else args[1]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pevlm beside other methods, where it does nothing, and where it cannot act."""
+"""pevlm combined with other methods, prompts that keep full attention, and unsupported setups."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ COMPOSED = [
 
 
 @pytest.mark.parametrize(("names", "batch"), COMPOSED)
-def test_composed(names: str, batch: str, family: Family, build) -> None:
-    """Each token that is left is in the block of the frame that it came from."""
+def test_composed_methods_keep_the_blocks(names: str, batch: str, family: Family, build) -> None:
+    """Each remaining token is in the block of its original frame."""
     model, inputs = build(family), family.make_inputs(**BATCHES[batch])
     others = names.split("+")
     methods = [tokenprune.method("pevlm", **SMALL), *others]
@@ -62,8 +62,8 @@ def test_composed(names: str, batch: str, family: Family, build) -> None:
     close(got, want)
 
 
-def test_last_row_attention_does_not_see_padding(family: Family, build) -> None:
-    """FastV ranks as in each row alone, though no layer gets a mask."""
+def test_last_row_attention_excludes_padding(family: Family, build) -> None:
+    """FastV ranks as in each single row, although no layer gets a mask."""
     model = build(family)
     inputs = family.make_inputs(video=(13, 13), images=(0, 0))
     methods, keep = [tokenprune.method("pevlm", **SMALL), "fastv"], [1.0, 0.3]
@@ -81,8 +81,8 @@ def test_last_row_attention_does_not_see_padding(family: Family, build) -> None:
 
 @pytest.mark.parametrize("other", [None, "random", "fastv"])
 @torch.no_grad()
-def test_no_mask_of_all_pairs(other: str | None, build) -> None:
-    """Padding, and rows that lose different numbers of tokens, make no layer get a dense mask."""
+def test_no_dense_mask_is_built(other: str | None, build) -> None:
+    """Also with padding, and with rows that lose different numbers of tokens."""
     family, masks, padding = FAMILIES["qwen2_5_vl"], [], []
     model, inputs = build(family), family.make_inputs(**BATCHES["mixed"])
     method = tokenprune.method("pevlm", **SMALL)
@@ -106,7 +106,7 @@ def test_no_mask_of_all_pairs(other: str | None, build) -> None:
 
 @pytest.mark.parametrize("first", ["observer", "computes"])
 @pytest.mark.parametrize("leaves_first", ["observer", "computes"])
-def test_two_at_one_module_in_any_order(first: str, leaves_first: str, build) -> None:
+def test_two_taps_of_one_module_detach_in_any_order(first: str, leaves_first: str, build) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs()
     module, seen = model.get_submodule(family.decoder).layers[1].self_attn, []
@@ -125,26 +125,26 @@ def test_two_at_one_module_in_any_order(first: str, leaves_first: str, build) ->
     assert torch.equal(model(**inputs).logits, full) == (leaves_first == "computes")
     for tap in taps.values():
         tap.detach()
-    assert torch.equal(model(**inputs).logits, full)  # the fixture sees whether the module is as it was
+    assert torch.equal(model(**inputs).logits, full)  # the fixture checks that the module is restored
 
 
-# -- where it does nothing, and where it cannot ------------------------------------------------------------------------
+# -- full attention and unsupported setups ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [dict(images=(2, 1)), dict(images=(0, 0))], ids=["images", "text"])
-def test_no_video_is_bit_equal_and_said(batch: dict, family: Family, build) -> None:
+def test_prompt_without_video_is_bit_equal_and_noted(batch: dict, family: Family, build) -> None:
     model, inputs = build(family), family.make_inputs(**batch)
     before, tokens, _ = generate_logits(model, inputs, 3)
     with tokenprune.patched(model, "pevlm"):  # keep is 1.0 by itself
         got, got_tokens, _ = generate_logits(model, inputs, 3)
         stats = tokenprune.stats(model)
     assert torch.equal(got, before) and torch.equal(got_tokens, tokens)
-    assert stats.notes == ["pevlm: full attention, because it holds no video"]
+    assert stats.notes == ["pevlm: full attention, because it contains no video"]
     assert stats.attention_blocks == 0 and stats.prefill_flops_ratio == 1
 
 
 @torch.no_grad()
-def test_what_keeps_full_attention(build) -> None:
+def test_prompts_that_keep_full_attention(build) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(video=13, images=(1,))
     full = model(**inputs).logits
@@ -168,7 +168,7 @@ def test_what_keeps_full_attention(build) -> None:
     last = int((ends["input_ids"] == VIDEO).nonzero()[-1, 1]) + 1
     for key in ("input_ids", "attention_mask", "mm_token_type_ids"):
         ends[key] = ends[key][:, :last]
-    assert "nothing follows" in note(ends, None)
+    assert "no token follows" in note(ends, None)
     # Features of an unpatched model carry no grids.
     encoded = model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True)
     images = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
@@ -178,8 +178,8 @@ def test_what_keeps_full_attention(build) -> None:
 
 
 @torch.no_grad()
-def test_later_turns(family: Family, build) -> None:
-    """What follows a prefill in blocks attends to all of it; a video of a later turn is read with full attention."""
+def test_later_turns_use_full_attention(family: Family, build) -> None:
+    """Tokens after the prefill attend to all of it, and a video of a later turn gets full attention."""
     model, inputs = build(family), family.make_inputs(video=13, images=(0,))
     more = torch.arange(100, 104)[None]
     length = inputs["input_ids"].shape[1]
@@ -233,7 +233,7 @@ def test_dense_layers(family: Family, build) -> None:
 
 
 @torch.no_grad()
-def test_flops_count_the_pairs(build) -> None:
+def test_flops_count_attended_pairs(build) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(video=13, images=(0,))
     with tokenprune.patched(model, "pevlm", **SMALL, dense_layers=[1]):
@@ -252,7 +252,7 @@ def test_flops_count_the_pairs(build) -> None:
 
 def test_gradients() -> None:
     family = FAMILIES["qwen3_vl"]
-    model, inputs = family.build(), family.make_inputs(**BATCHES["mixed"])  # one of its own, to be trained
+    model, inputs = family.build(), family.make_inputs(**BATCHES["mixed"])  # a separate trainable model
     weight = model.get_submodule(family.decoder).layers[1].self_attn.k_proj.weight
     grads = []
     for way in WAYS:
@@ -276,7 +276,7 @@ def refused(model: Any, method: Any, error: type[Exception], match: str, **optio
     assert not tokenprune.is_patched(model)
 
 
-def test_what_is_refused(build) -> None:
+def test_unsupported_setups_raise(build) -> None:
     model = build(FAMILIES["qwen2_vl"])
     for keep in (0.5, Budget(tokens=1), 64):
         refused(model, "pevlm", BudgetError, "removes no tokens", keep=keep)
@@ -304,7 +304,7 @@ def test_sliding_windows() -> None:
         close(got, model(**inputs).logits)
 
 
-def test_the_benchmark_of_images_leaves_it_out() -> None:
+def test_image_benchmark_skips_pevlm() -> None:
     from tokenprune_bench.profiling.patched import patched
 
     with pytest.raises(UnsupportedSetupError, match="acts on videos"):

@@ -214,7 +214,7 @@ def test_not_a_number_is_similar_to_nothing() -> None:
 def test_all_is_kept_by_keep_1_and_nothing_contradicts_it() -> None:
     method = tokenprune.method("pixelprune")
     assert method.is_identity(Budget(keep=1.0)) and not method.is_identity(Budget.from_keep(method.default_keep))
-    with pytest.raises(OptionError, match=r"keep=1.0 drops nothing, threshold=0.02 does"):
+    with pytest.raises(OptionError, match=r"keep=1.0 drops no tokens, but threshold=0.02 does"):
         tokenprune.method("pixelprune", threshold=0.02).is_identity(Budget(keep=1.0))
     check_method("pixelprune")
 

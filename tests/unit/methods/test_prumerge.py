@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prumerge and prumerge_plus against loops written from their description; numbers are those of its invariants."""
+"""prumerge and prumerge_plus against naive loops."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def select(name: str, tokens: VisualTokens, **options: Any) -> Selection:
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("merge", ["rest", "none"])
-def test_the_authors_number(name: str, merge: str) -> None:
-    """1, 2, 9: numpy's rule, tile by tile; without any outlier, with few, and with more than a third."""
+def test_adaptive_count_equals_the_authors(name: str, merge: str) -> None:
+    """numpy's quantiles per tile, with no outliers, few, and more than a third."""
     layout = [([(8, 8), (5, 4)], 2), ([(12, 12)], 0)]
     for power in (1, 4, 16):
         tokens = tower_tokens(layout, [20, 40], heads=1)
@@ -36,12 +36,11 @@ def test_the_authors_number(name: str, merge: str) -> None:
         assert kept_of(select(name, tokens, merge=merge, exact=False).keep) == [kept] and kept
         assert len(kept) == 1 or bool(given.max() == 1)
     whole = tower_tokens([([(8, 8)], 0)], [64])
-    assert select(name, whole, exact=False).keep.all()  # nothing is to go
+    assert select(name, whole, exact=False).keep.all()  # no token is dropped
 
 
-def test_one_token_stands_for_all_others() -> None:
-    """3, 5: the mean by attention of exactly the complement; the others stay as they are; so do all without any
-    attention."""
+def test_rest_token_is_the_attention_mean_of_all_others() -> None:
+    """Other kept tokens are unchanged. Without attention, all tokens are unchanged."""
     tokens = tower_tokens([([(8, 8)], 0)], [9])
     selection = select("prumerge", tokens)
     kept, into = naive(tokens, 0, "prumerge")
@@ -55,7 +54,7 @@ def test_one_token_stands_for_all_others() -> None:
     assert torch.equal(merged(none, select("prumerge", none)), none.hidden)
 
 
-def test_clusters_are_means_by_attention() -> None:
+def test_clusters_are_attention_weighted_means() -> None:
     tokens = tower_tokens([([(8, 8)], 0)], [9])
     kept, into = naive(tokens, 0, "", "clusters")
     out = merged(tokens, select("prumerge", tokens, merge="clusters"))[0]
@@ -66,7 +65,7 @@ def test_clusters_are_means_by_attention() -> None:
         torch.testing.assert_close(out[target], want)
 
 
-def test_many_kept_ones_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_kept_tokens_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tower_tokens(LAYOUTS[1], [30, 9])
     whole = select("prumerge", tokens, merge="clusters").assign
     monkeypatch.setattr("tokenprune.kernels.clusters._AT_ONCE", 3 * tokens.mask.numel())

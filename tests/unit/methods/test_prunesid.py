@@ -13,7 +13,7 @@ from tokenprune.methods.pre_llm.prunesid import compute_quotas, project_to_compo
 
 
 @pytest.mark.parametrize("width", [5, 40])  # fewer features than tokens, and more
-def test_components(width: int) -> None:
+def test_components_equal_svd(width: int) -> None:
     x = torch.randn(20, width, generator=torch.Generator().manual_seed(width))
     want = naive_components(x.double(), 8)
     rank = min(20, width) - (width < 20)  # less the mean over few features
@@ -21,7 +21,7 @@ def test_components(width: int) -> None:
     assert not project_to_components(x, 8)[:, rank:].any()
 
 
-def test_quotas() -> None:
+def test_quotas_sum_to_the_budget() -> None:
     g = torch.Generator().manual_seed(0)
     for _ in range(200):
         groups = int(torch.randint(1, 9, (1,), generator=g))
@@ -35,21 +35,21 @@ def test_quotas() -> None:
         assert sum(got) == keep and all(min(1, c) <= q <= c for q, c in zip(got, members, strict=True))
 
 
-def test_the_same_twice_and_images_of_one_colour() -> None:
+def test_deterministic_and_constant_images() -> None:
     method = tokenprune.method("prunesid")
     tokens = image_tokens([200, 60], [40, 20])
     assert picked(method, tokens) == picked(method, tokens)
     for same in (torch.full((1, 30, 8), 0.3), torch.zeros(1, 30, 8)):
         for keep in (1, 5, 29, 30):
             assert len(picked(method, image_tokens([30], [keep], hidden=same))[0]) == keep
-    # Copies of a token are in one group, of which one stays before the groups are filled up.
+    # Copies of a token are in one group. One copy is kept before the groups are filled.
     copies = torch.eye(6, 16).repeat_interleave(5, 0)[None] * 4
     (got,) = picked(method, image_tokens([30], [6], hidden=copies))
     assert len({i // 5 for i in got}) >= 4
 
 
-def test_a_threshold_above_1_removes_nothing() -> None:
-    """The LLaVA form at many tokens: the best of each group by attention."""
+def test_threshold_above_1_removes_no_token() -> None:
+    """The LLaVA form with many tokens keeps the best of each group by attention."""
     tokens = image_tokens([150], [140])
     seen = alone(tokens, 0)
     assert 140 / 32 * float(cosine_table(seen["x"]).mean()) > 1
@@ -62,6 +62,6 @@ def test_a_threshold_above_1_removes_nothing() -> None:
         assert here == order[: len(here)]
 
 
-def test_what_it_needs() -> None:
+def test_needs_follow_the_options() -> None:
     assert tokenprune.method("prunesid", form="llava").needs == {"encoder_attention"}
     assert not tokenprune.method("prunesid").needs

@@ -8,7 +8,7 @@ import pytest
 import tokenprune
 from several_cuts import counts_of
 from tokenprune import Budget, BudgetError, OptionError
-from tokenprune.budgets.schedule import place
+from tokenprune.budgets.schedule import choose_layers
 
 
 def test_the_schedule_is_the_papers() -> None:
@@ -36,8 +36,8 @@ def test_cuts_have_layers_of_their_own() -> None:
     for layers in range(4, 40):
         for keep in (0.9, 0.4, 0.1, 0.02):
             for depths in ((0.1, 0.2, 0.5), (0.9, 0.95, 0.99), (0.01, 0.02, 0.03)):
-                placed = place(depths, layers, Budget(keep=keep))
+                placed = choose_layers(depths, layers, Budget(keep=keep))
                 assert placed == sorted(set(placed)) and placed[0] >= 1 and placed[-1] < layers
-    assert place((0.25, 0.5), 32, Budget(keep=0.25)) == [4, 8]
-    assert place((0.25, 0.5), 32, Budget(average_share=0.25)) == [4, 8]
-    assert place((0.25, 0.5), 32, Budget(average_tokens=3)) == [8, 16]
+    assert choose_layers((0.25, 0.5), 32, Budget(keep=0.25)) == [4, 8]
+    assert choose_layers((0.25, 0.5), 32, Budget(average_share=0.25)) == [4, 8]
+    assert choose_layers((0.25, 0.5), 32, Budget(average_tokens=3)) == [8, 16]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""resprune: what its loop in naive/resprune.py does not say."""
+"""resprune: behavior that its naive loop (naive/resprune.py) does not cover."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tokenprune
 from greedy import image_tokens, picked
 
 
-def test_copies_come_last_and_the_text_is_left_out_by_alpha_0() -> None:
+def test_copies_come_last_and_alpha_0_ignores_the_text() -> None:
     tokens = image_tokens([20], [10])
     x = tokens.hidden.clone()
     x[0, 10:] = x[0, :10]
@@ -23,8 +23,8 @@ def test_copies_come_last_and_the_text_is_left_out_by_alpha_0() -> None:
     assert picked(tokenprune.method("resprune"), other) != picked(tokenprune.method("resprune"), tokens)
 
 
-def test_lengths_and_what_is_not_finite() -> None:
-    """Very long, very short, all 0, and a token that is NaN: exactly as many stay, and never that one."""
+def test_extreme_norms_and_nonfinite_tokens() -> None:
+    """Very long, very short, zero and NaN tokens: the count is exact, and NaN tokens are never kept."""
     tokens = image_tokens([20], [10])
     (want,) = picked(tokenprune.method("resprune"), tokens)
     for factor in (2.0**40, 2.0**-40):

@@ -14,7 +14,7 @@ import tokenprune
 from each import each
 from greedy import SIZES, alone, image_tokens
 from tokenprune import OptionError, UnsupportedSetupError
-from tokenprune.integrations.shared.checks.vllm import unserved
+from tokenprune.integrations.shared.checks.vllm import find_unserved_reason
 from zoo import FAMILIES
 
 
@@ -42,7 +42,7 @@ def groups(x: Tensor, chosen: list[int], anchors: int, rival: str) -> dict[int, 
 
 
 @pytest.mark.parametrize("options", [{}, {"rival": "stronger"}, {"merged": 0.25}, {"chooser": "scope"}], ids=str)
-def test_equals_the_loop(options: dict[str, Any]) -> None:
+def test_equals_naive_loop(options: dict[str, Any]) -> None:
     method, merged = tokenprune.method("restore", **options), options.get("merged", 0.5)
     for counts, keep, dtype in [*SIZES, ([30, 9], [2, 9], torch.float32)]:
         tokens = image_tokens(counts, keep, dtype)
@@ -63,13 +63,13 @@ def test_equals_the_loop(options: dict[str, Any]) -> None:
             assert int((selection.assign[row, : counts[row]] < 0).sum()) == lost
 
 
-def test_nothing_merged_is_the_chooser() -> None:
+def test_merged_0_equals_the_chooser() -> None:
     tokens = image_tokens([64, 40], [30, 7])
     got = tokenprune.method("restore", merged=0.0).select(tokens)
     assert torch.equal(got.keep, tokenprune.method("divprune").select(tokens).keep)
 
 
-def test_tokens_without_a_direction_are_merged_too() -> None:
+def test_zero_tokens_are_merged() -> None:
     tokens = image_tokens([12], [4], hidden=torch.zeros(1, 12, 32))
     selection = tokenprune.method("restore").select(tokens)
     assert selection.keep.sum() == 4 and (selection.assign >= 0).all()
@@ -115,7 +115,7 @@ class Weighed:
 
 
 def entered(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return what the decoder of the unpatched model is handed."""
+    """Record the inputs of the unpatched model's decoder."""
     seen: dict[str, Any] = {}
     hook = model.model.language_model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True
@@ -158,8 +158,8 @@ def reference(model: Any, inputs: dict[str, Any], sources: dict[int, list[int]],
 
 
 @each("name, attention", [("llava", "sdpa"), ("llava", "eager"), ("qwen2_5_vl", "sdpa"), ("qwen2_vl", "eager")])
-def test_attention_is_weighed_as_described(name: str, attention: str) -> None:
-    """In the prefill, and in a step of decoding after it, along each token's own axis."""
+def test_calibrated_attention_equals_the_formula(name: str, attention: str) -> None:
+    """In prefill and in a decode step, along each token's own axis."""
     family = FAMILIES[name]
     model, inputs = family.build(attention), family.make_inputs(images=(1,))
     with tokenprune.patched(model, "restore", keep=0.3, calibrate=True, record=True), torch.no_grad():
@@ -174,8 +174,8 @@ def test_attention_is_weighed_as_described(name: str, attention: str) -> None:
 
 
 @each("attention", ["sdpa", "eager"])
-def test_rows_of_a_batch_are_weighed_as_they_are_alone(attention: str) -> None:
-    """Rows of different lengths and numbers of images."""
+def test_calibrated_batch_matches_single_rows(attention: str) -> None:
+    """Rows have different lengths and numbers of images."""
     family = FAMILIES["llava"]
     model, batch = family.build(attention), {"images": (2, 1, 1)}
     wanted = {"do_sample": False, "max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
@@ -186,7 +186,7 @@ def test_rows_of_a_batch_are_weighed_as_they_are_alone(attention: str) -> None:
             torch.testing.assert_close(got[row], torch.cat(own.logits), atol=2e-4, rtol=1e-4)
 
 
-def test_a_row_that_loses_nothing_is_left_as_it_is() -> None:
+def test_row_without_drops_is_unchanged() -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = family.build(), family.make_inputs(images=(1, 1))
     fewest = min(sum(row) for row in inputs.counts)
@@ -199,7 +199,7 @@ def test_a_row_that_loses_nothing_is_left_as_it_is() -> None:
     assert (got[1 - same] - plain[1 - same]).abs().max() > 1e-2
 
 
-def test_what_cannot_be_weighed_is_refused() -> None:
+def test_unsupported_calibration_raises() -> None:
     family = FAMILIES["llava"]
     model = family.build()
     with pytest.raises(OptionError, match="fastv acts inside it"):
@@ -210,12 +210,12 @@ def test_what_cannot_be_weighed_is_refused() -> None:
     tokenprune.unpatch(tokenprune.patch(sliding.build(), "restore", keep=0.5))
     with tokenprune.patched(model, WEIGHED, keep=0.5), pytest.raises(UnsupportedSetupError, match="static cache"):
         model.generate(**family.make_inputs(), max_new_tokens=2, cache_implementation="static")
-    reason = unserved(WEIGHED)
+    reason = find_unserved_reason(WEIGHED)
     assert reason is not None and "calibrate=false" in reason
-    assert unserved(tokenprune.method("restore")) is None
+    assert find_unserved_reason(tokenprune.method("restore")) is None
 
 
 @each("chooser", ["fastv", "pool", "downsample", "towerdrop", "restore"])
-def test_choosers_that_do_not_fit(chooser: str) -> None:
+def test_unsupported_chooser_raises(chooser: str) -> None:
     with pytest.raises(OptionError, match="chooser"):
         tokenprune.method("restore", chooser=chooser)

@@ -23,7 +23,7 @@ from tests.unit.tower.test_packed_units import in_rows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, MODALITIES, NAMES, UNIT, encode, masked, tensors_of, tower_of
 from tokenprune import Budget, OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.checks import unserved
+from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.kernels.merging import Merge
 from tokenprune.selection import Tower
 from tokenprune.testing import check_method
@@ -77,8 +77,8 @@ def match(keys: Tensor, keep: float | int, protected: int = 0, **options: Any) -
     merge: Merge | None = None if plan[1] is None else plan[1](keys, None)
     if merge is None:
         return [list(range(count))] * len(keys)
-    assert merge.drops
-    left = merge.left or [merge.keep.shape[1]] * len(keys)
+    assert merge.is_drop
+    left = merge.num_kept or [merge.keep.shape[1]] * len(keys)
     return [row[:number] for row, number in zip(merge.keep.tolist(), left, strict=True)]
 
 
@@ -282,9 +282,11 @@ def test_keeping_all_changes_no_bit(name: str, build) -> None:
 def test_conforms_is_served_and_refuses(build) -> None:
     for options in ({}, {"threshold": 0.2, "partners": 1}):
         check_method(tokenprune.method("saint", **options))
-    assert unserved(tokenprune.method("saint")) is None
-    assert "threshold lets the content decide" in unserved(tokenprune.method("saint", threshold=0.7))
-    with pytest.raises(OptionError, match="reads 2 blocks of its vision tower, no block 2"):  # not the last one
+    assert find_unserved_reason(tokenprune.method("saint")) is None
+    assert "With threshold, the content decides the count" in find_unserved_reason(
+        tokenprune.method("saint", threshold=0.7)
+    )
+    with pytest.raises(OptionError, match="layer=2 is not read: the model reads 2 blocks"):  # not the last one
         tokenprune.patch(build(FAMILIES["llava"]), "saint", layer=2)
     with pytest.raises(UnsupportedSetupError, match="where the visual token of each patch is not known"):
         tokenprune.patch(build(MORE["lfm2_vl"]), "saint")

@@ -14,7 +14,7 @@ import tokenprune
 from basics import pieces
 from pyramid import Pyramid
 from tokenprune import Budget, BudgetError, Method, OptionError
-from tokenprune.budgets.schedule import profile
+from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES, Family
 
@@ -52,7 +52,7 @@ PUBLISHED = (576 + 288 + 144 + 72) / 4
     ids=str,
 )
 def test_published_schedules_come_out(budget: dict) -> None:
-    cuts = profile(32, PYRAMID, Budget.from_json(budget))
+    cuts = plan_cuts(32, PYRAMID, Budget.from_json(budget))
     assert [cut.layer for cut in cuts] == [8, 16, 24]
     (tokens,) = per_layer(cuts, [576], decoder(32))
     assert tokens == [576] * 8 + [288] * 8 + [144] * 8 + [72] * 8
@@ -98,7 +98,7 @@ def test_the_average_over_layers_is_the_budget(schedule: Any, counts: list[int],
     full = cost([[count] * layers for count in counts])
     least = [[count] * cuts[0][0] + [0] * (layers - cuts[0][0]) for count in counts]
     try:
-        got = per_layer(profile(layers, cuts, budget), counts, shape, text)
+        got = per_layer(plan_cuts(layers, cuts, budget), counts, shape, text)
     except BudgetError as error:
         assert "cannot be reached" in str(error)
         if kind == "flops_share":
@@ -125,18 +125,18 @@ def test_the_average_over_layers_is_the_budget(schedule: Any, counts: list[int],
 def test_what_cannot_be_a_schedule() -> None:
     budget = Budget(keep=0.5)
     with pytest.raises(OptionError, match="layer 1"):  # 0.25 and 0.3 of four layers
-        profile(4, ((0.25, 0.5), (0.3, 0.25)), budget)
+        plan_cuts(4, ((0.25, 0.5), (0.3, 0.25)), budget)
     with pytest.raises(OptionError, match="layer 32 of 32"):
-        profile(32, ((32, 0.5),), budget)
+        plan_cuts(32, ((32, 0.5),), budget)
     with pytest.raises(OptionError, match="more than"):
-        profile(32, ((8, 0.25), (16, 0.5)), budget)
+        plan_cuts(32, ((8, 0.25), (16, 0.5)), budget)
     with pytest.raises(OptionError, match="relative"):
-        profile(32, ((8, 0.0),), budget)
+        plan_cuts(32, ((8, 0.0),), budget)
     with pytest.raises(OptionError, match="at least one cut"):
-        profile(32, (), budget)
+        plan_cuts(32, (), budget)
     with pytest.raises(BudgetError, match=r"layers before it alone spend 0\.250"):  # before any call
-        profile(32, PYRAMID, Budget(keep=0.2))
-    assert all(cut.budget.is_identity() for cut in profile(32, PYRAMID, Budget(keep=1.0)))
+        plan_cuts(32, PYRAMID, Budget(keep=0.2))
+    assert all(cut.budget.is_identity() for cut in plan_cuts(32, PYRAMID, Budget(keep=1.0)))
 
 
 # -- in models ---------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from greedy import alone, cosine_table, image_tokens, picked
 from tests.unit.methods.naive.scope import naive
 
 
-def test_coverage_alone_is_near_the_best_there_is() -> None:
-    """alpha = 0: gains do not rise, and the greedy set reaches 1 - 1/e of the best one."""
+def test_coverage_only_is_near_optimal() -> None:
+    """With alpha=0, gains never rise, and the greedy set reaches 1 - 1/e of the optimum."""
     method = tokenprune.method("scope", alpha=0)
     for seed in range(4):
         tokens = image_tokens([10], [3], seed=seed)
@@ -31,20 +31,20 @@ def test_coverage_alone_is_near_the_best_there_is() -> None:
         assert all(0 <= b <= a + 1e-9 for a, b in pairwise(steps))
 
 
-def test_the_first_pick() -> None:
+def test_first_pick() -> None:
     tokens = image_tokens([50], [1])
     seen = alone(tokens, 0)
     gain = cosine_table(seen["x"]).clamp(min=0).sum(1) * seen["a"]
     assert picked(tokenprune.method("scope"), tokens) == [[int(gain.argmax())]]
 
 
-def test_where_nothing_is_left_to_gain_the_first_ones_are_taken() -> None:
+def test_zero_gain_picks_the_first_tokens() -> None:
     method = tokenprune.method("scope")
     same = torch.ones(1, 9, 8)
     assert picked(method, image_tokens([9], [4], hidden=same, encoder_attention={-1: torch.ones(1, 1, 9)})) == [
         [0, 1, 2, 3]
     ]
-    # What is no patch has no attention, and is taken last, whatever it would cover.
+    # Tokens that are not patches have zero attention and are picked last.
     attention = torch.ones(1, 1, 6)
     attention[..., [0, 3]] = 0
     hidden = torch.eye(6, 8)[None]

@@ -25,7 +25,7 @@ def naive_different(x: Tensor, among: list[int], taken: list[int], number: int, 
 
 
 def naive_stage(features: Tensor, attention: list[float], keep: int, sinks: float) -> tuple[list[int], list[int], int]:
-    """Return what stays, the sinks, and the one that absorbs these; -1 if there is none."""
+    """Return the kept tokens, the sinks, and the token that absorbs the sinks, or -1 without sinks."""
     count = len(features)
     high = 0 if keep >= count or not sinks else min(math.ceil(sinks * count), count - keep + 1)
     norms = [float(one.norm()) for one in features]
@@ -39,7 +39,7 @@ def naive_stage(features: Tensor, attention: list[float], keep: int, sinks: floa
 
 
 @pytest.mark.parametrize("sinks", [0.0, 0.01, 0.2])
-def test_what_enters_the_decoder(sinks: float) -> None:
+def test_first_stage_equals_naive_loop(sinks: float) -> None:
     method = tokenprune.method("sinkpruner", sinks=sinks, stage2=False)
     for seed, counts in enumerate([*COUNTS, [100]]):
         for share in SHARES:
@@ -56,7 +56,7 @@ def test_what_enters_the_decoder(sinks: float) -> None:
                 assert selection.assign[row, :n].tolist() == into
 
 
-def test_different_tokens_one_by_one_and_in_rounds() -> None:
+def test_dissimilar_tokens_one_by_one_and_in_rounds() -> None:
     x = torch.randn(2, 30, 8, generator=torch.Generator().manual_seed(3))
     mask = torch.arange(30) < torch.tensor([[30], [21]])
     taken = torch.zeros(2, 30, dtype=torch.bool)

@@ -19,7 +19,7 @@ def test_counts_and_merges(recycle: float, exact: bool) -> None:
     for seed, counts in enumerate([*COUNTS, [576], [2880]]):
         for share in SHARES:
             asked = wanted(counts, share)
-            keep = [min(n, max(1, method.budget(n, k))) for n, k in zip(counts, asked, strict=True)]
+            keep = [min(n, max(1, method.resolve_count(n, k))) for n, k in zip(counts, asked, strict=True)]
             if not exact:
                 for n, k, got in zip(counts, asked, keep, strict=True):
                     more = int(min(n - k, int(recycle * (n - k)) + 1) / 10) + 1 if k < n else 0

@@ -32,7 +32,7 @@ def looker(layers: tuple[int, ...] = (-1,)) -> tuple[Any, list[Any]]:
 
     @dataclass(frozen=True)
     class Look(tokenprune.Pruner):
-        """Note what it sees."""
+        """Record the observables."""
 
         @property
         def encoder_layers(self) -> tuple[int, ...]:
@@ -46,14 +46,14 @@ def looker(layers: tuple[int, ...] = (-1,)) -> tuple[Any, list[Any]]:
     return Look(), seen
 
 
-def test_both_are_here() -> None:
+def test_both_methods_are_registered() -> None:
     assert set(TILE_METHODS) == {"hired", "globalcom2"} and not {*TILE_METHODS} & {*MODEL_METHODS}
 
 
 @pytest.mark.parametrize("name", TILED)
 @torch.no_grad()
-def test_the_tiles_of_an_image_are_known(name: str, build: Any) -> None:
-    """The tile that each part of the thumbnail shows, and the place of each token in the map of all tiles."""
+def test_tiling_of_an_image(name: str, build: Any) -> None:
+    """The tile of each thumbnail region, and the position of each token in the map of all tiles."""
     family, (method, seen) = FAMILIES[name], looker()
     with tokenprune.patched(build(family), method, keep=0.5) as model:
         model(**family.make_inputs(images=(1, 1, 1, 1), sizes=list(PICTURES)))
@@ -76,7 +76,7 @@ def test_the_tiles_of_an_image_are_known(name: str, build: Any) -> None:
 @pytest.mark.parametrize("layer", [0, -1])
 @pytest.mark.parametrize("name", TILED)
 @torch.no_grad()
-def test_logits_are_those_of_the_tower(name: str, layer: int, build: Any) -> None:
+def test_logits_equal_the_tower(name: str, layer: int, build: Any) -> None:
     """Of the class token, or the mean over all patches, from queries and keys of the unpatched model."""
     family, (method, seen) = FAMILIES[name], looker((layer,))
     model, inputs = build(family), family.make_inputs(images=(1, 1), sizes=[(16, 32), (32, 8)])
@@ -127,7 +127,7 @@ def test_generate(method: str, name: str, build: Any) -> None:
 @pytest.mark.parametrize("name", TILED)
 @pytest.mark.parametrize("method", TILE_METHODS)
 @torch.no_grad()
-def test_an_image_keeps_the_same_alone_and_after_another_question(method: str, name: str, build: Any) -> None:
+def test_choice_is_independent_of_batch_and_question(method: str, name: str, build: Any) -> None:
     family = FAMILIES[name]
     model = build(family)
 
@@ -148,7 +148,7 @@ def test_an_image_keeps_the_same_alone_and_after_another_question(method: str, n
 
 @pytest.mark.parametrize("method", TILE_METHODS)
 @torch.no_grad()
-def test_frames_of_a_video_share_evenly(method: str, build: Any) -> None:
+def test_video_frames_have_equal_budgets(method: str, build: Any) -> None:
     family = FAMILIES["llava_onevision"]
     model, inputs = build(family), family.make_inputs(images=(0,), video=5)
     with tokenprune.patched(model, method, keep=10, record=True):
@@ -162,7 +162,7 @@ _TILES = ("colpali", "gemma3", "llava", "paligemma", "vipllava")
 
 
 @pytest.mark.parametrize("method", TILE_METHODS)
-def test_other_families_are_refused_by_name(method: str, build: Any) -> None:
+def test_unsupported_families_raise(method: str, build: Any) -> None:
     refused = set()
     for family in FAMILIES.values():
         try:
@@ -173,13 +173,13 @@ def test_other_families_are_refused_by_name(method: str, build: Any) -> None:
             refused.add(family.name)
     assert refused == {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm", "idefics3"}
     for name, row in SUPPORTED.items():
-        assert (checks.unsupported(tokenprune.method(method), name) is None) == (
+        assert (checks.find_unsupported_reason(tokenprune.method(method), name) is None) == (
             row.patches == "packed" or (row.patches == "tiles" and name in _TILES)
         ), name
 
 
-def test_vllm_refuses_them_too() -> None:
+def test_vllm_refuses_tile_methods() -> None:
     method = tokenprune.method("hired")
-    reason = checks.unsupported(method, "qwen2_vl", engine=Backend.VLLM)
+    reason = checks.find_unsupported_reason(method, "qwen2_vl", engine=Backend.VLLM)
     assert reason is not None and "hired needs a thumbnail" in reason and "Qwen2VLForConditionalGeneration" in reason
-    assert checks.unsupported(method, "llava_next", engine=Backend.VLLM) is None
+    assert checks.find_unsupported_reason(method, "llava_next", engine=Backend.VLLM) is None

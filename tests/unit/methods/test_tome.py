@@ -11,7 +11,7 @@ from torch import Tensor
 
 from each import each
 from tokenprune import Budget, BudgetError, OptionError
-from tokenprune.kernels.merging import Merge, bipartite_match, most
+from tokenprune.kernels.merging import Merge, bipartite_match, max_merges
 from tokenprune.methods.encoder.tome import ToMe
 from tokenprune.selection.sites.encoder import Tower
 
@@ -51,7 +51,7 @@ def test_equals_the_naive_loop(b: int, n: int, protected: int, r: int) -> None:
     keys, x = metric(b, n), metric(b, n, seed=1)
     size = torch.randint(1, 5, (b, n), generator=torch.Generator().manual_seed(2)).float()
     merge = bipartite_match(keys, r, protected)
-    if min(r, most(n, protected)) == 0:
+    if min(r, max_merges(n, protected)) == 0:
         assert merge is None
         return
     assert merge.keep.shape == (b, n - min(r, (n - protected) // 2))
@@ -176,5 +176,5 @@ def test_what_cannot_be_reached_is_said() -> None:
 
 
 def test_list_longer_than_the_tower() -> None:
-    with pytest.raises(OptionError, match="only 2 blocks"):
+    with pytest.raises(OptionError, match="the tower has 2 blocks"):
         schedule([1, 1, 1], blocks=2, read=2)

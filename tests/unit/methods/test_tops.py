@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tops (stage I), idselection and agilepruner, which start from what the tower attends to, against naive loops."""
+"""tops (stage I), idselection and agilepruner, which start from tower attention, against naive loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenprune.methods.pre_llm.agilepruner import compute_effective_rank
 
 
 @pytest.mark.parametrize("name", ["tops", "idselection", "agilepruner"])
-def test_the_first_pick_is_what_is_attended_to_most(name: str) -> None:
+def test_first_pick_has_the_most_attention(name: str) -> None:
     method, tokens = tokenprune.method(name), image_tokens([40], [12])
     (want,) = picked(method, tokens)
     attention = tokens.encoder_attention(-1)
@@ -22,8 +22,8 @@ def test_the_first_pick_is_what_is_attended_to_most(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tops", "idselection", "agilepruner"])
-def test_duplicates(name: str) -> None:
-    """A copy of a pick comes after what differs; an image of one colour, without attention, is no error."""
+def test_duplicates_come_last(name: str) -> None:
+    """A copy of a pick comes after distinct tokens. An image of one color without attention raises no error."""
     method = tokenprune.method(name)
     copies = torch.eye(4, 8).repeat_interleave(3, 0)[None]
     attention = torch.tensor([[[9.0, 9, 9, 7, 7, 7, 5, 5, 5, 3, 3, 3]]])
@@ -32,7 +32,7 @@ def test_duplicates(name: str) -> None:
     assert picked(method, image_tokens([9], [4], **same)) == [[0, 1, 2, 3]]
 
 
-def test_limits_that_leave_attention_alone() -> None:
+def test_limits_with_attention_only() -> None:
     tokens = image_tokens([60], [20])
     top = [sorted(tokens.encoder_attention(-1)[0].mean(0).topk(20).indices.tolist())]
     assert picked(tokenprune.method("tops", diversity=0, coverage=0), tokens) == top
@@ -42,7 +42,7 @@ def test_limits_that_leave_attention_alone() -> None:
     assert len(set(few) & set(top[0])) < len(set(many) & set(top[0]))
 
 
-def test_agilepruner_keeps_a_distance_before_it_fills_up() -> None:
+def test_agilepruner_suppresses_before_filling() -> None:
     tokens = image_tokens([60], [20])
     seen = alone(tokens, 0)
     picks = naive_agilepruner(**seen, keep=60, filled=False)

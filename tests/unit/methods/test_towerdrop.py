@@ -17,7 +17,7 @@ from tests.unit.tower.test_packed_units import in_rows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, MODALITIES, UNIT, encode, masked, tensors_of, tower_of
 from tokenprune import OptionError
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.checks import unserved
+from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.testing import check_method
 
 SCORES = ("diverse", "change", "norm", "detail", "random")
@@ -112,15 +112,15 @@ def test_a_plain_unit_has_no_detail() -> None:
 def test_conforms_and_is_served(score: str) -> None:
     method = tokenprune.method("towerdrop", score=score, layer=1)
     check_method(method)
-    assert unserved(method) is None
+    assert find_unserved_reason(method) is None
 
 
 def test_refused(build) -> None:
-    with pytest.raises(OptionError, match="there is none: give layer=1 or more"):
+    with pytest.raises(OptionError, match="Pass layer=1 or more"):
         tokenprune.method("towerdrop", score="change", layer=0)
     with pytest.raises(OptionError, match="has 4 blocks, and no block 4"):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "towerdrop", layer=4)
-    with pytest.raises(OptionError, match=r'score="detail" compares colours.*Pass processor='):
+    with pytest.raises(OptionError, match=r'score="detail" compares color values.*Pass processor='):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), "towerdrop", score="detail")
     with pytest.raises(tokenprune.UnsupportedSetupError, match=r"not adjacent in one sequence.*after the tower"):
         tokenprune.patch(build(FAMILIES["mistral3"]), "towerdrop")

@@ -55,7 +55,7 @@ def test_transitions_add_up_over_layers(alpha: float, build: Any) -> None:
 
 def test_layers_between_the_cuts_are_looked_at() -> None:
     stages = tokenprune.method("transprune").stages(Budget(keep=0.41), 32)
-    assert [(stage.layer, stage.by_content_count, part.is_identity()) for stage, part in stages] == [
+    assert [(stage.layer, stage.chooses_count, part.is_identity()) for stage, part in stages] == [
         (7, False, False), (8, True, True), (9, False, False), (10, True, True), (11, True, True), (12, False, False),
     ]  # fmt: skip
     counts, keep, carry = [20, 9], [7, 4], {}
@@ -69,7 +69,7 @@ def test_layers_between_the_cuts_are_looked_at() -> None:
                 longer, cosine = tokens.transitions[row, :count, module].unbind(-1)
                 total[row, :count] += (1 - cosine).softmax(0) * longer
         torch.testing.assert_close(carry["transitions"], total)
-        if stage.by_content_count:
+        if stage.chooses_count:
             assert rows(selection.keep) == [list(range(20)), list(range(9))]
 
 

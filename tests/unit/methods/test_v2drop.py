@@ -23,7 +23,7 @@ def test_the_schedule_is_the_authors() -> None:
             got = []
             for stage, part in method.stages(Budget(keep=keep), 32):
                 (number,) = part.resolve([576], layer=stage.cut_layer, **about)
-                got.append((stage.cut_layer, max(stage.least, stage.budget(576, number))))
+                got.append((stage.cut_layer, max(stage.min_tokens, stage.resolve_count(576, number))))
             assert [layer for layer, _ in got] == [3, 17, 22]
             assert abs(got[0][1] - first) <= tolerance and abs(got[1][1] - got[0][1] / 2) <= 1
             assert got[2][1] == least

@@ -52,7 +52,7 @@ def tokens_of(
     needs = tokenprune.method(name).needs
     for need in available_observables():
         seen = find_observable(need)
-        if not seen.declared(needs) or seen.where in (ObservedAt.CUT, ObservedAt.FRAMES) or need in given:
+        if not seen.is_declared(needs) or seen.where in (ObservedAt.CUT, ObservedAt.FRAMES) or need in given:
             continue
         if need == "patches":
             given[need] = patches_of(videos, counts)
@@ -85,7 +85,7 @@ def kept_of(name: str, tokens: VisualTokens, **options: Any) -> list[list[int]]:
 
 def check_count(name: str, kept: list[int], keep: int) -> None:
     """As many as asked for stay, or at most as many where the video decides."""
-    by_content = tokenprune.method(name).by_content_count
+    by_content = tokenprune.method(name).chooses_count
     assert 0 < len(kept) <= keep if by_content else len(kept) == keep
 
 

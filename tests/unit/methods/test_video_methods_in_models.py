@@ -67,7 +67,7 @@ def test_what_a_method_notes_is_in_the_statistics(build) -> None:
         model(**inputs)
         assert tokenprune.stats(model).notes == [
             "evs: images keep all tokens, because it compares the frames of videos",
-            "evs: less than a frame is to be kept: the first is thinned as by uniform",
+            "evs: the budget is below one frame, so the first frame is thinned uniformly",
         ]
         model(**family.make_inputs(images=(0,), video=8))
         assert tokenprune.stats(model).notes == []

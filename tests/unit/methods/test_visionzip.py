@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""visionzip against a loop written from its description; numbers are those of the description's invariants."""
+"""visionzip against a naive loop."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def select(tokens: VisualTokens, **options: Any) -> Selection:
 
 
 @pytest.mark.parametrize(("grid", "keep", "context"), [((24, 24), 64, 10), ((24, 24), 192, 30), ((48, 60), 320, 50)])
-def test_the_papers_numbers_of_contextual_tokens(grid: tuple[int, int], keep: int, context: int) -> None:
+def test_number_of_contextual_tokens_equals_the_paper(grid: tuple[int, int], keep: int, context: int) -> None:
     into = select(tower_tokens([([grid], 0)], [keep])).assign[0].tolist()
     assert len({to for i, to in enumerate(into) if to not in (i, -1)}) == context
 
 
-def test_a_contextual_token_is_half_of_target_and_mean() -> None:
-    """5, and 1: with everything kept nothing changes; a target that nothing joins stays as it is."""
+def test_contextual_token_averages_target_and_mean() -> None:
+    """With all tokens kept, features are unchanged, as for a target without members."""
     tokens = tower_tokens([([(8, 8)], 0)], [24])
     dominant, contextual, into = naive(tokens, 0)
     for options, weigh in (

@@ -45,7 +45,7 @@ def test_layer_by_layer() -> None:
 
 def test_what_cannot_be() -> None:
     for budget in (Budget(average_tokens=9), Budget.from_kv_share(0.5), Budget.from_flops_share(0.5)):
-        with pytest.raises(BudgetError, match="most that stay"):
+        with pytest.raises(BudgetError, match="Pass an upper bound per image"):
             tokenprune.method("visipruner").stages(budget, 32)
 
 

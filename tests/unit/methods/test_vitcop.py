@@ -22,7 +22,7 @@ from zoo import FAMILIES
 
 
 def naive_clusters(keys: list[list[float]], spots: list[tuple[float, float]], share: float) -> list[list[int]]:
-    """Steps 2 to 6 of the tower's part, of one tile: the members of each cluster, those that reach no centre last."""
+    """Cluster one tile: the members of each cluster, and last the tokens that reach no center."""
     n, scale = len(keys), math.sqrt(len(keys[0])) / 4
     apart = [[math.sqrt(math.dist(one, other) ** 2 + 1e-8) * (one is not other) for other in keys] for one in keys]
     density = [round(math.fsum(math.exp(-((d / scale) ** 2)) for d in row) * 2**30) for row in apart]
@@ -80,7 +80,7 @@ def spots_of(tokens: VisualTokens, row: int) -> list[tuple[float, float]]:
 
 
 def entered(tokens: VisualTokens, share: float) -> tuple[list[int], list[list[int]]]:
-    """What stays of the one image, and the clusters of that as the early cut gets them."""
+    """Kept tokens of one image, and their clusters as the early cut receives them."""
     stage = tokenprune.method("vitcop", clusters=share).stages(Budget(keep=0.2), 32)[0][0]
     kept = stage.select(tokens).keep[0].nonzero().flatten().tolist()
     told = tokens.carry["cluster"][0].tolist()
@@ -88,8 +88,8 @@ def entered(tokens: VisualTokens, share: float) -> tuple[list[int], list[list[in
     return kept, [[i for i in kept if told[i] == one] for one in sorted({told[i] for i in kept})]
 
 
-def test_the_tower_and_its_clusters_equal_the_loop_in_200_cases() -> None:
-    """Other grids, widths and budgets in each; keys that are near each other more or less, and some that are equal."""
+def test_first_stage_equals_naive_loop_in_200_cases() -> None:
+    """Grids, widths and budgets vary, and some keys are near or equal."""
     draw = random.Random(0)
     for case in range(200):
         grid = draw.randint(1, 6), draw.randint(2, 7)
@@ -108,8 +108,8 @@ def test_the_tower_and_its_clusters_equal_the_loop_in_200_cases() -> None:
         assert sorted(clusters) == sorted([want[i] for i in one] for one in made), case
 
 
-def test_the_early_cut_equals_the_loop_in_200_cases() -> None:
-    """Kept tokens, and the members and the weight of each."""
+def test_early_cut_equals_naive_loop_in_200_cases() -> None:
+    """Kept tokens, and members and weight of each."""
     draw, method = random.Random(0), tokenprune.method("vitcop").stages(Budget(keep=0.2), 32)[1][0]
     for case in range(200):
         n = draw.randint(2, 40)
@@ -141,8 +141,8 @@ def test_too_many_by_rounding_go_from_the_largest_sums() -> None:
         assert [i for i in (0, 2, 4) if got.keep[0, i]] == alone
 
 
-def test_tiles_and_rows_are_for_themselves() -> None:
-    """Whatever else is in the batch; a tile's clusters hold none of another."""
+def test_tiles_and_rows_are_independent() -> None:
+    """Other rows of the batch have no effect, and clusters never cross tiles."""
     for layout in LAYOUTS:
         for number, keep in enumerate(budgets(layout)):
             tokens = tower_tokens(layout, keep, seed=number)
@@ -163,20 +163,20 @@ def test_tiles_and_rows_are_for_themselves() -> None:
     assert all(len({i // 36 for i in one}) == 1 for one in clusters)
 
 
-def test_equal_keys_and_the_place_limit() -> None:
-    """10, 11: all densities tie, so that chains need not end at a centre; of tokens too far apart none has a parent."""
+def test_equal_keys_and_distance_limit() -> None:
+    """All densities tie, so chains may end at no center. Tokens too far apart have no parent."""
     one, mask = torch.ones(1, 6, 16), torch.ones(1, 6, dtype=torch.bool)
     tile, number = torch.zeros(1, 6, dtype=torch.long), torch.tensor([2])
     row = torch.stack([torch.zeros(6), torch.arange(6) / 6], 1)[None].double()
     assert set(find_cluster_centers(one, row, tile, mask, number)[0].tolist()) <= {-1, 0, 1, 2, 3, 4, 5}
     assert find_cluster_centers(one, row, tile, mask, torch.tensor([6]))[0].tolist() == list(range(6))
     apart = find_cluster_centers(torch.randn(1, 6, 16), row * 10, tile, mask, number)
-    assert apart[0].tolist() == [0, 1, 0, 0, 0, 0]  # of those without a parent the first are centres
+    assert apart[0].tolist() == [0, 1, 0, 0, 0, 0]  # the first tokens without a parent are centers
 
 
 @torch.no_grad()
-def test_in_a_model(build: Any) -> None:
-    """Clusters of what the key projection of the block that the model reads gives; lengths of keys in the cache."""
+def test_clusters_and_key_lengths_in_a_model(build: Any) -> None:
+    """Clusters use the key projection of the block that the model reads, and key lengths are those in the cache."""
     model, seen_keys = build(FAMILIES["llava"], "eager"), []
     block = blocks_of(tower_of(model))[-2].self_attn
     hook = block.k_proj.register_forward_hook(lambda *given: seen_keys.append(given[2][:, 1:]))
@@ -205,8 +205,8 @@ def test_in_a_model(build: Any) -> None:
     assert sorted(merged) == sorted(sorted(one) for made in groups for one in made)
 
 
-def test_the_schedule_is_the_authors() -> None:
-    """288 of 576 tokens enter; round((32 * 0.25 / 0.5 - 2) / 22 * 288) behind layer 2, and a fifth of it behind 22."""
+def test_schedule_equals_the_authors() -> None:
+    """288 of 576 tokens enter; round((32 * 0.25 / 0.5 - 2) / 22 * 288) after layer 2, and a fifth after 22."""
     got = counts_of(tokenprune.method("vitcop"), 32, 576, 0.25)
     assert [layer for layer, _ in got] == [0, 2, 22]
     for (_, number), want in zip(got, (288, 183, 37), strict=True):

@@ -39,7 +39,7 @@ def window_of(cell: list[int], side: int) -> tuple[int, int]:
 
 
 def naive_pick(cells: list[list[int]], local: Tensor, last: Tensor, wanted: int, share=0.5, side=None) -> list[int]:
-    """cells: of each token tile, row, column, height, width, size; tile -1 is no patch and is kept besides."""
+    """cells: of each token tile, row, column, height, width, size; other tokens have tile -1 and are also kept."""
     local, last = local.tolist(), last.tolist()
     kept = [i for i, cell in enumerate(cells) if cell[0] < 0]
     wanted = max(1, wanted - len(kept))
@@ -85,7 +85,7 @@ GRIDS = [[(1, 6, 6), (1, 12, 12)], [(1, 7, 5), (1, 1, 9)], [(3, 4, 6), (5, 1, 2)
 
 @each("grids", GRIDS)
 @each("options", [{}, {"window": 2, "local": 0.7}, {"local": 0}, {"local": 1, "window": 3}])
-def test_stage_1(grids: list, options: dict) -> None:
+def test_stage_1_equals_naive_loop(grids: list, options: dict) -> None:
     counts = [a * b * c for a, b, c in grids]
     patches = raster(counts, grids)
     patches.tile[0, ::7] = -1  # newlines
@@ -106,8 +106,8 @@ def test_stage_1(grids: list, options: dict) -> None:
 
 
 @pytest.mark.parametrize(("grid", "size", "keep"), [((24, 24), 1, 96), ((24, 24), 1, 288), ((16, 16), 4, 64)], ids=str)
-def test_both_codes_where_the_windows_divide(grid: tuple[int, int], size: int, keep: int) -> None:
-    """The exact top of each window (LLaVA), and the greedy walk under a cap (Qwen), pick the same as ours."""
+def test_equals_both_reference_codes_if_windows_divide(grid: tuple[int, int], size: int, keep: int) -> None:
+    """The exact top of each window (LLaVA) and the greedy walk under a cap (Qwen) pick the same tokens."""
     count, side = grid[0] * grid[1], 4 if size > 1 else 6
     patches = raster([count], [(1, *grid)])
     patches.size[:] = size
@@ -129,8 +129,8 @@ def test_both_codes_where_the_windows_divide(grid: tuple[int, int], size: int, k
     assert selection.keep[0].nonzero().flatten().tolist() == sorted(tops + far)
 
 
-def test_every_window_and_never_twice() -> None:
-    """Each window has its part; scores of zero, negative ones and NaN make no token be picked twice."""
+def test_every_window_is_used_and_no_token_is_picked_twice() -> None:
+    """Also with zero, negative and NaN scores."""
     for seed, (height, width) in enumerate([(1, 1), (3, 11), (5, 5), (9, 8), (13, 6), (2, 40)]):
         count = height * width
         g = torch.Generator().manual_seed(seed)
@@ -147,8 +147,8 @@ def test_every_window_and_never_twice() -> None:
             assert all(kept >= min(size, keep // 2 // len(used)) for kept, size in used.values())
 
 
-def test_merging_conserves_what_there_is() -> None:
-    """Sizes times means are the sum of all; and a token that is not picked can be anywhere."""
+def test_merging_conserves_the_sum() -> None:
+    """Group sizes times means equal the sum of all tokens, in any order."""
     tokens, selection = scan([36], [9], [(1, 6, 6)])
     kept, assign = selection.keep[0].nonzero().flatten().tolist(), selection.assign[0]
     size = torch.bincount(assign, minlength=36)
@@ -162,7 +162,7 @@ def test_merging_conserves_what_there_is() -> None:
     assert torch.equal(other.keep, selection.keep) and torch.equal(other.assign[0], assign[swapped])
 
 
-def test_long_sequences_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sequences_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     _, whole = scan([144], [30], [(1, 12, 12)])
     monkeypatch.setattr("tokenprune.kernels.match._AT_ONCE", 7 * 30)
     assert torch.equal(scan([144], [30], [(1, 12, 12)])[1].assign, whole.assign)
@@ -193,12 +193,12 @@ def test_schedule(layers: int, count: int, keep: Any, first: int, second: int) -
     for method, part in tokenprune.method("vscan").stages(budget, layers):
         about = dict(layer=method.cut_layer, shape=shape, text_tokens=0, original=[count])
         (number,) = part.resolve([arrives], **about)
-        arrives = min(arrives, max(1, method.budget(arrives, number)))  # as the engine does
+        arrives = min(arrives, max(1, method.resolve_count(arrives, number)))  # as the engine does
         got.append((method.name, method.site, method.cut_layer, arrives))
     assert got == [("vscan", "PRE_LLM", 0, first), ("vscan", "IN_LLM", layers // 2, second)]
 
 
-def test_schedules_that_cannot_be() -> None:
+def test_impossible_schedules_raise() -> None:
     method = tokenprune.method("vscan")
     with pytest.raises(BudgetError, match="by itself"):
         method.stages(Budget(keep=0.5, per="prompt"), 32)
@@ -232,8 +232,10 @@ def cuts_of(model: Any, inputs: Any, keep: Any = 0.3, **options: Any) -> list:
 
 @pytest.mark.parametrize(("family", "batch"), [case for case in CASES if "text" not in case.id])
 @torch.no_grad()
-def test_stage_1_in_a_model(family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens that the towers' own attention maps, and the decoder's own embeddings, ask for."""
+def test_stage_1_equals_tower_attention_maps(
+    family: Family, batch: str, build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens follow from the towers' attention maps and the decoder's embeddings."""
     model, inputs = build(family, "eager"), family.make_inputs(**BATCHES[batch])
     cells, scores = naive_scores(family, model, inputs, monkeypatch, (0.25, -1))
     embeds: list[Tensor] = []
@@ -261,8 +263,8 @@ def test_stage_1_in_a_model(family: Family, batch: str, build, monkeypatch: pyte
 @pytest.mark.few_families
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @torch.no_grad()
-def test_stage_2_is_the_next_layers_own_row(layer: int, family: Family, build) -> None:
-    """Ranked as the attention map of an eager model that was cut by stage 1 alone ranks, at the very layer."""
+def test_stage_2_equals_eager_attention_of_the_next_layer(layer: int, family: Family, build) -> None:
+    """Compare with an eager model that is cut by stage 1 only."""
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 2))
     vscan, shape = tokenprune.method("vscan", layer=layer), DecoderShape.from_config(model.config.get_text_config())
     (first, budget), (_, share) = vscan.stages(Budget(keep=0.4), 4)
@@ -285,8 +287,8 @@ def test_stage_2_is_the_next_layers_own_row(layer: int, family: Family, build) -
 
 @pytest.mark.parametrize("name", ["llava", "llava_next", "gemma3"])
 @torch.no_grad()
-def test_stage_2_behind_a_cache(name: str, build) -> None:
-    """An image in a later turn: the last token attends to what is cached, too."""
+def test_stage_2_attends_to_cached_tokens(name: str, build) -> None:
+    """An image in a later turn."""
     family = FAMILIES[name]
     model, inputs = build(family, "eager"), family.make_inputs(only=0)
     early = torch.arange(20, 32)[None]
@@ -326,8 +328,7 @@ def test_cache_lengths_and_averages(family: Family, model) -> None:
 
 @torch.no_grad()
 def test_questions_and_sites(family: Family, model) -> None:
-    """Stage 1 does not see the question, `generate` chooses as a forward does, and positions stay those of the prompt:
-    the oracle agrees to what comes out."""
+    """Stage 1 ignores the question, `generate` equals a forward, and positions are those of the prompt."""
     inputs = family.make_inputs(images=(2, 1))
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
     other["input_ids"][:, -4:] = torch.arange(100, 104)
@@ -371,7 +372,7 @@ def test_composition(methods: list, keep: Any, family: Family, model) -> None:
 @pytest.mark.parametrize("batch", [{"images": (2, 1)}, {"only": 0}], ids=["ragged", "one row"])
 @torch.no_grad()
 def test_beams(batch: dict, family: Family, model) -> None:
-    """Images are encoded once, and their features then repeated for each beam."""
+    """Images are encoded once, and features are repeated for each beam."""
     inputs = family.make_inputs(**batch)
     beams = dict(max_new_tokens=3, num_beams=2)
     (cut, _) = cuts_of(model, inputs)
@@ -383,6 +384,6 @@ def test_beams(batch: dict, family: Family, model) -> None:
         assert torch.equal(got, model.generate(**inputs, **beams))
 
 
-def test_a_layer_for_a_stage_that_is_off() -> None:
-    with pytest.raises(OptionError, match="layer=2 is where stage 2 cuts"):
+def test_layer_without_stage_2_raises() -> None:
+    with pytest.raises(OptionError, match="layer=2 has no effect with stage2=False"):
         tokenprune.method("vscan", stage2=False, layer=2)

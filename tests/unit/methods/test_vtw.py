@@ -50,9 +50,9 @@ def test_flops_are_met_by_whole_layers() -> None:
 
 
 def test_a_budget_below_one_layer_is_refused() -> None:
-    with pytest.raises(BudgetError, match="one layer alone"):
+    with pytest.raises(BudgetError, match="a single layer exceeds it"):
         tokenprune.method("vtw").stages(Budget(keep=0.03), 32)
-    with pytest.raises(BudgetError, match="one layer alone"):
+    with pytest.raises(BudgetError, match="a single layer exceeds it"):
         left(Budget(average_tokens=3), [576])
 
 

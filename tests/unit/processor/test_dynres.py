@@ -19,7 +19,7 @@ from each import each
 from processors import COUNTED, LIMITS, asked, demo_model, llava, photo, special_tokenizer, state
 from tokenprune import Budget, BudgetError, OptionError, count_visual_tokens, patch_processor, unpatch_processor
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune.methods.pixels.dynres import _cells, measure_detail
+from tokenprune.methods.pixels.dynres import _split_cells, measure_detail
 from tokenprune.selection.images import InputImage
 
 KEEPS = [0.0625, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0]
@@ -51,7 +51,7 @@ def page(
 
 def shares(*images: Image.Image, keep: float = 0.25, per: str = "image", **options: Any) -> list[float]:
     method = tokenprune.method("dynres", **options)
-    return method.shares([InputImage(image) for image in images], keep, per)
+    return method.compute_shares([InputImage(image) for image in images], keep, per)
 
 
 def test_busy_images_get_more() -> None:
@@ -102,7 +102,7 @@ def test_photographs_get_what_was_asked_on_average() -> None:
 def test_a_detail_of_one_half_gets_keep() -> None:
     method = tokenprune.method("dynres")
     for keep in KEEPS:
-        line = [method._share(detail / 10, False, keep) for detail in range(11)]
+        line = [method._compute_share(detail / 10, False, keep) for detail in range(11)]
         assert sum(line) / 11 == pytest.approx(keep)
         assert line == sorted(line)
 
@@ -215,7 +215,7 @@ def test_a_question_about_text_gets_the_full_size() -> None:
     method = tokenprune.method("dynres", question_guard=True)
     assert method.query_aware and not method.prefix_cache_safe
     photos = [InputImage(photo(80, 80, seed), question=question) for seed, question in enumerate(["", "read", ""])]
-    got = method.shares(photos, 0.5, "prompt")
+    got = method.compute_shares(photos, 0.5, "prompt")
     assert got[1] == 1.0 and sum(got) == pytest.approx(1.5)
     with pytest.raises(OptionError, match="whole of it"):
         patch_processor(Qwen2VLImageProcessor(**LIMITS), "dynres", question_guard=True)
@@ -261,10 +261,10 @@ def test_statistics() -> None:
     assert a == pytest.approx(b, abs=1e-4) == measure_detail((0.2 + 0.05 * grey).flip(1))[0]
     assert measure_detail(torch.zeros(1, 1)) == (0.0, False)
     # Cells are squares of the image; what does not fill one at the border is left out.
-    assert _cells(torch.arange(30).view(5, 6), 2)[:4].tolist() == [
+    assert _split_cells(torch.arange(30).view(5, 6), 2)[:4].tolist() == [
         [0, 1, 6, 7],
         [2, 3, 8, 9],
         [4, 5, 10, 11],
         [12, 13, 18, 19],
     ]
-    assert len(_cells(torch.zeros(5, 7), 2)) == 6
+    assert len(_split_cells(torch.zeros(5, 7), 2)) == 6

@@ -241,18 +241,23 @@ def test_the_count_without_the_method(build: Any) -> None:
 
 def test_a_count_that_is_not_known_is_not_told() -> None:
     counts = PixelCounts()
-    assert counts.full([12]) is None
-    counts.note(12, 48)
-    assert (counts.full([12]), counts.full([12, 12]), counts.full([0, 12]), counts.full([24])) == (48, 96, 48, None)
-    counts.note(12, 48)
-    assert counts.full([12]) == 48
-    counts.note(12, 50)  # which of the two?
-    assert counts.full([12]) is None
+    assert counts.find_unpruned([12]) is None
+    counts.record(12, 48)
+    assert (
+        counts.find_unpruned([12]),
+        counts.find_unpruned([12, 12]),
+        counts.find_unpruned([0, 12]),
+        counts.find_unpruned([24]),
+    ) == (48, 96, 48, None)
+    counts.record(12, 48)
+    assert counts.find_unpruned([12]) == 48
+    counts.record(12, 50)  # which of the two?
+    assert counts.find_unpruned([12]) is None
     for _ in range(63):
-        counts.note(13, 52)
-    assert (counts.full([12]), counts.full([13])) == (50, 52)
-    counts.note(13, 52)
-    assert counts.full([12]) is None
+        counts.record(13, 52)
+    assert (counts.find_unpruned([12]), counts.find_unpruned([13])) == (50, 52)
+    counts.record(13, 52)
+    assert counts.find_unpruned([12]) is None
 
 
 @torch.no_grad()

@@ -153,7 +153,7 @@ def test_patch_processor_says_what_it_cannot_do() -> None:
         patch_processor(llava())
     with pytest.raises(UnsupportedSetupError, match="as many tokens"):
         patch_processor(GotOcr2ImageProcessor(crop_to_patches=True))
-    with pytest.raises(OptionError, match="whole processor"):
+    with pytest.raises(OptionError, match="Pass the model's processor"):
         patch_processor(COUNTED["LlavaNextImageProcessor"].make().image_processor)
     with pytest.raises(OptionError, match="pass the model's processor"):
         patch_processor(None)

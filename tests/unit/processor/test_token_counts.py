@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 from each import each
 from processors import COUNTED, llava, tokenizer, written
 from tokenprune import OptionError, UnsupportedSetupError, count_visual_tokens
-from tokenprune.models.token_counts import countable_processors
+from tokenprune.models.token_counts import list_countable_processors
 
 NUMBER = 50
 # Qwen3-VL's published settings: the same class with patches of 16 and higher limits.
@@ -52,7 +52,7 @@ def test_equal_to_the_real_processor(name: str) -> None:
 
 
 def test_every_rule_is_tested() -> None:
-    assert set(countable_processors()) == {*COUNTED, "CLIPImageProcessor", "LlavaImageProcessor"}
+    assert set(list_countable_processors()) == {*COUNTED, "CLIPImageProcessor", "LlavaImageProcessor"}
 
 
 def test_llava_makes_one_size() -> None:
@@ -123,7 +123,7 @@ def test_smart_resize_stays_within_its_limits(most: int) -> None:
 
 def test_errors_say_what_to_do() -> None:
     case = COUNTED["LlavaNextImageProcessor"].make()
-    with pytest.raises(OptionError, match="whole processor"):
+    with pytest.raises(OptionError, match="Pass the model's processor"):
         count_visual_tokens(case.image_processor, 10, 10)
     with pytest.raises(OptionError, match="0 x 10"):
         count_visual_tokens(case, 0, 10)

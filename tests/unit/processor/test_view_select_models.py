@@ -29,7 +29,7 @@ from tokenprune import (
     unpatch_processor,
 )
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.suite import Bench, BenchPlan
 from zoo import FAMILIES, FIRST_TEXT_ID, START
 
@@ -115,7 +115,7 @@ def test_batches_of_prompts() -> None:
     for images in (VIEWS[:3], VIEWS[:1], [VIEWS[:1]]):
         with pytest.raises(PlaceholderMismatchError, match=r"\[2\] placeholders '<image>'"):
             processor(images=images, text=["<image><image> front?"])
-    with pytest.raises(OptionError, match="names 2"):
+    with pytest.raises(OptionError, match="views has 2 names"):
         processor(images=VIEWS[:3], text=["<image><image><image> front?"])
 
 
@@ -237,5 +237,5 @@ def test_one_patch_on_a_processor() -> None:
 
 def test_the_benchmark_leaves_it_out() -> None:
     plan = BenchPlan(("view_select",), keeps=(0.5,), images=1, repeats=0)
-    records = {one.get("method"): one for one in Bench(load(device="cpu"), plan).records() if "method" in one}
+    records = {one.get("method"): one for one in Bench(load_model(device="cpu"), plan).records() if "method" in one}
     assert "one each" in records["view_select"]["reason"]

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import tokenprune
-from tokenprune_bench.recommend.advice import advice
+from tokenprune_bench.recommend.advice import load_advice
 from tokenprune_bench.results import read_records
-from tokenprune_bench.tuning.candidates import for_comparison, grid
+from tokenprune_bench.tuning.candidates import build_grid, load_comparison_methods
 
 ROOT = Path(__file__).parents[3]
 
@@ -101,7 +101,7 @@ def test_rows_of_other_questions_are_not_mixed(rows: Path, call: Callable[..., i
     [
         (["--model", "llava"], "'llava' is none of demo_vlm, demo_qwen, demo_video, demo_smol"),
         (["--methods", "fastvv"], "did you mean 'fastv'"),
-        (["--targets", "64"], "a share of the unpatched model's visual tokens"),
+        (["--targets", "64"], "shares of the visual tokens"),
         (["--targets", "1.5"], "is no share"),
     ],
 )
@@ -168,11 +168,11 @@ def test_methods_for_comparison_are_the_ones_that_the_rows_say(script: Any) -> N
     assert script.COMPARISON.read_text() == script.for_comparison(), (
         "run python benchmarks/experiments/all_methods.py page"
     )
-    named = for_comparison()
-    assert named and not named.keys() & {one.method for one in advice().values()}
-    tried = {method.name for one in grid(keeps=[0.5]) for method in one.methods}
+    named = load_comparison_methods()
+    assert named and not named.keys() & {one.method for one in load_advice().values()}
+    tried = {method.name for one in build_grid(keeps=[0.5]) for method in one.methods}
     assert tried == set(tokenprune.available_methods()) - named.keys()
-    (asked,) = grid(["fastv"], [0.5])
+    (asked,) = build_grid(["fastv"], [0.5])
     assert "fastv" in named and [method.name for method in asked.methods] == ["fastv"]
 
 

@@ -22,7 +22,7 @@ from tests.unit.methods.test_dymu import mixed
 from tests.unit.tower.test_encoder import tiles
 from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune_bench.calibration import calibrate
-from tokenprune_bench.calibration.merge import merges_per_block
+from tokenprune_bench.calibration.merge import count_merges
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,7 +53,7 @@ def test_without_the_authors_rules_it_is_the_library(rules: Any, name: str) -> N
     pixels = torch.cat([mixed(model), tiles(model, 3, seed=3)])
     blocks, images, protected = entering(model, pixels)
     shape = tower_shape(model)
-    plan = merges_per_block(shape, shape.patches // 2, "constant")
+    plan = count_merges(shape, shape.patches // 2, "constant")
     found = calibrate(model, pixels, keep=0.5, batch_size=len(pixels), progress=False)
     own = rules.calibrated(blocks, images, protected, plan, rules.OURS)
     assert own == pytest.approx(found.values[0.5].tolist(), abs=1e-5)

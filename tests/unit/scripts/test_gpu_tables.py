@@ -410,19 +410,14 @@ def test_rows_in_short(script: Any, tmp_path: Path) -> None:
                     "alone: 1 within ties"]  # fmt: skip
 
 
-def test_the_page_of_a_gpu(script: Any) -> None:
-    """Gains are of the rows, and times in graphs of the file that measured them."""
+def test_gpu_tables_come_from_the_rows(script: Any) -> None:
     page = script("gpu_page")
-    by = {line.what: line for line in page.lines()}
-    one = by["prefill, 576 to 64 tokens, batch 8"]
-    assert one.gain == pytest.approx(one.unpatched / one.pruned)
-    served = [line for line in by.values() if line.more]
-    assert served and all(line.gain == pytest.approx(line.pruned / line.unpatched) for line in served)
+    time, rate = page.prefill_lines(576, 64, 8)["eager"], page.vllm_lines("llava7b.default")["client"]
+    assert time.gain == pytest.approx(time.unpatched / time.pruned)
+    assert rate.gain == pytest.approx(rate.pruned / rate.unpatched) and f"{rate.gain:.1f}" == "1.9"
     rows = rows_of(page.FOLDER, "i_graphs")
     graphed = next(row for row in rows if (row["method"], row["visual"], row["batch"]) == ("divprune", 2880, 1))
-    assert by["... with `graphs=True`"].pruned == graphed["graphs_ms"]
-    assert page.short() in (ROOT / "README.md").read_text()
-    assert page.table() in (ROOT / "docs/guides/gpu.md").read_text()
+    assert page.prefill_lines(2880, 320, 1)["graphs"].pruned == graphed["graphs_ms"]
 
 
 def test_graphs_beside_eager(script: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tokenprune
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_demo.drawn_pages import draw_pages
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ def asked(script: Any) -> Iterator[Any]:
     made = draw_pages(np.random.default_rng(0), "spread", (288, 304))
     questions = [SimpleNamespace(images=tuple(made.images), question=one.text) for one in made.questions[:2]]
     with torch.no_grad():
-        subject = load("demo_qwen", device="cpu")
+        subject = load_model("demo_qwen", device="cpu")
         yield subject, questions, script.encode_for_all(subject, questions)
 
 

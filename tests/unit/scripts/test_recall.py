@@ -17,7 +17,7 @@ from PIL import Image
 
 from tokenprune.integrations.hf import sessions
 from tokenprune.integrations.hf.sessions.results import HeldEntries
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_demo.drawn_streams import EVENT_KINDS, SEED, STREAM_CHANCE, draw_stream
 from tokenprune_demo.drawn_videos import ANSWERS, FRAMES
 
@@ -42,7 +42,7 @@ def report(recall: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def subject() -> Any:
-    return load("demo_video", device="cpu")
+    return load_model("demo_video", device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import tokenprune
-from tokenprune_bench.profiling.model import load
+from tokenprune_bench.profiling.model import load_model
 from tokenprune_demo.heldout import load_heldout
 
 ROOT = Path(__file__).parents[3]
@@ -73,7 +73,7 @@ def test_a_run_of_a_few_steps(script: Any, tmp_path: Path, monkeypatch: pytest.M
 def test_the_frozen_tower_changes_nothing(script: Any) -> None:
     """Loss and gradients are those of the plain model, for images of several sizes, at first and again."""
     torch.manual_seed(0)
-    tower, plain = script.FrozenTower(), load("demo_qwen", device="cpu")
+    tower, plain = script.FrozenTower(), load_model("demo_qwen", device="cpu")
     quick = script.loaded(tower)
     asked = next(script.batches(script.draw(script.VALIDATION, 3), 3, (1,)))
     assert len({one.image.size for one in asked}) > 1
@@ -98,7 +98,7 @@ def test_what_is_learned_from_is_not_what_is_asked(script: Any, monkeypatch: pyt
     assert set(splits) == {"train"}
     assert len({asked[0].image.tobytes() for asked in (*one, *other)}) == 4
     assert script.SEED not in (20260101, 20260102, 20260202)
-    subject = load("demo_qwen", device="cpu")
+    subject = load_model("demo_qwen", device="cpu")
     made = script.lesson(subject, [one[0][0], load_heldout(limit=1, folder=subject.heldout)[0]])
     assert (made["labels"] >= 0).sum(1).tolist() == [2, 2]  # the answer and the end
     assert made["labels"].shape == made["input_ids"].shape == made["attention_mask"].shape

@@ -242,7 +242,7 @@ def test_stacks_are_put_beside_the_best_method(script, tmp_path: Path) -> None:
     assert names["downsample"] == "downsample 0.5" and names["single"] in ("divprune 0.5", "fastv 0.5")
     assert "+" in names["stack"] and world.costs[found["stack"][0].candidate] < 0.5
     assert all(drop <= 0.01 and drop < below for _, drop, below in found.values())
-    assert all(len(world.answered(one.candidate)) == 900 for one, _, _ in found.values())
+    assert all(len(world.answered_questions(one.candidate)) == 900 for one, _, _ in found.values())
     # Where all lose too much, the one that loses least.
     assert stacks.best_of("single", tuner, 0.0, 6)[1] >= 0
     made = {"unpatched": 0.9, "questions": 900, "source": "drawn", "repeats": 1, "max_drop": 0.01, "weights": "w"}

@@ -15,7 +15,7 @@ from families import FAMILIES
 from selection import REASONS
 from tokenprune.models.families import SUPPORTED
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 from zoo import FAMILIES as ZOO
 
 # Refusals that patch() cannot know, because other prompts run: an image of many tiles has too few tokens per tile for
@@ -31,7 +31,7 @@ def tower_methods() -> list[str]:
     """Return one method per set of observables of the vision tower."""
     by_needs: dict[frozenset[str], str] = {}
     for name in tokenprune.available_methods():
-        seen = observables_of(tokenprune.method(name).needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
+        seen = select_observables(tokenprune.method(name).needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
         if seen:
             by_needs.setdefault(frozenset(observable.name for observable in seen), name)
     return sorted(by_needs.values())

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tokenprune_bench.profiling.model import load
-from tokenprune_demo.heldout import heldout_of
+from tokenprune_bench.profiling.model import load_model
+from tokenprune_demo.heldout import get_heldout_folder
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,12 +30,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_tower_of_tiles_is_asked_about_its_own_set(script: Any) -> None:
     family = SimpleNamespace(tower_rows=None)
-    subject = SimpleNamespace(heldout=heldout_of("demo_smol"), adapter=SimpleNamespace(family=family))
+    subject = SimpleNamespace(heldout=get_heldout_folder("demo_smol"), adapter=SimpleNamespace(family=family))
     sets = script.sets_of(subject, 3)
     assert [*sets] == ["photographs", "documents", "charts"] and all(len(images) == 3 for images in sets.values())
     for (kind, images), ground in zip(sets.items(), ("photo", "document", "chart"), strict=True):
         assert {one.background for questions in images for one in questions} == {ground}, kind
-        assert all(len({one.number for one in questions}) == 1 for questions in images)
+        assert all(len({one.index for one in questions}) == 1 for questions in images)
 
 
 def test_every_score_at_every_block_but_the_last(script: Any) -> None:
@@ -49,7 +49,7 @@ def test_every_score_at_every_block_but_the_last(script: Any) -> None:
 def test_answers_are_those_of_each_question_alone(script: Any) -> None:
     """All questions about an image are a batch, on one run of the tower."""
     with torch.no_grad():
-        subject = load("demo_qwen")
+        subject = load_model("demo_qwen")
         (questions,) = script.sets_of(subject, 1)["photographs"]
         right = script.answers(subject, [questions])
         said = [subject.generate(subject.inputs([one.image], [one.question]))[0] for one in questions]

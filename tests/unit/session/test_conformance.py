@@ -68,13 +68,13 @@ BROKEN = {
     "returned torch.float32": lambda self, view, keep: torch.arange(float(keep)),
     "ascending": lambda self, view, keep: torch.arange(keep).flip(0),
     "must return places of its view": lambda self, view, keep: torch.arange(keep) + view.count,
-    "asked again": with_state,
-    "draw from view.generator": lambda self, view, keep: torch.randperm(view.count)[:keep].sort().values,
-    "it changes keys": in_place,
+    "called again": with_state,
+    "use only view.generator": lambda self, view, keep: torch.randperm(view.count)[:keep].sort().values,
+    "it modifies its input keys": in_place,
     r"returned torch.int64 \(3, ": one_head_too_many,
     r"returned torch.int64 \(5,\), and must return long \(1,\)": frames_of_all_heads,
     "raises TypeError": lambda self, view, keep: view.proxy_attention[0],
-    "of 30 entries": lambda self, view, keep: view.values.isfinite().all(-1)[0].nonzero()[:keep, 0],
+    "with 30 entries": lambda self, view, keep: view.values.isfinite().all(-1)[0].nonzero()[:keep, 0],
 }
 
 
@@ -128,11 +128,11 @@ class WithoutDefault(tokenprune.sessions.Policy):
     [
         (NoDocstring, "docstring"),
         (Unfrozen, "frozen=True"),
-        (Needy, r"it needs \['hidden'\]: there is only 'proxy_attention'"),
-        (Nameless, "has no name"),
+        (Needy, r"it needs \['hidden'\], but only 'proxy_attention' is available"),
+        (Nameless, "name is missing"),
         (Pinning, "pinned=-1"),
-        (WithoutDefault, "Every option needs a default"),
-        (3, "neither the name"),
+        (WithoutDefault, "Give every option a default"),
+        (3, "neither a registered name"),
     ],
 )
 def test_a_class_that_breaks_a_rule_is_named(policy, says: str) -> None:

@@ -81,7 +81,7 @@ def views(
         "encoder_attention": {0: scores(), -1: scores()},
         "encoder_logits": {-1: scores(signed=True)},
         "patches": patches,
-        "tiling": Tiling.of(patches, mask),
+        "tiling": Tiling.from_patches(patches, mask),
     } | given
     hidden = torch.randn(len(cells), max(counts), 8, generator=g)
     return visual_tokens(hidden, counts, keep=list(keep), **seen)

@@ -10,11 +10,11 @@ from torch import nn
 
 import tokenprune
 from tokenprune import Budget, Method, Site
-from tokenprune.integrations.shared.checks.reading import missing_observable
-from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
+from tokenprune.integrations.shared.checks.reading import find_missing_observable
+from tokenprune.integrations.shared.towers.tower_scores import find_pixel_observables
 from tokenprune.models.families import SUPPORTED
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 from zoo import IMAGE, VIDEO, Family
 
 METHODS = tokenprune.available_methods()
@@ -25,12 +25,12 @@ _BEFORE_THE_DECODER = (Site.PRE_ENCODER, Site.IN_ENCODER)
 _ELSEWHERE = (*_BEFORE_THE_DECODER, Site.ATTENTION)
 # What compares the frames of videos leaves images alone, and is refused for families without videos. What merges them
 # in the tower is another matter: see test_frame_merging.py.
-_COMPARING = [name for name in METHODS if observables_of(tokenprune.method_info(name).needs, ObservedAt.FRAMES)]
+_COMPARING = [name for name in METHODS if select_observables(tokenprune.method_info(name).needs, ObservedAt.FRAMES)]
 VIDEO_METHODS = [name for name in _COMPARING if tokenprune.method_info(name).site not in _ELSEWHERE]
 # What reads something that not every family has: see test_tile_methods.py.
-TILE_METHODS = [name for name in METHODS if missing_observable(tokenprune.method(name), SUPPORTED["qwen2_vl"])]
+TILE_METHODS = [name for name in METHODS if find_missing_observable(tokenprune.method(name), SUPPORTED["qwen2_vl"])]
 # What reads the colours of pixels needs a processor, too: see test_erase.py.
-COLOUR_METHODS = [name for name in METHODS if read_of_pixels(tokenprune.method(name))]
+COLOUR_METHODS = [name for name in METHODS if find_pixel_observables(tokenprune.method(name))]
 MODEL_METHODS = [
     name
     for name in METHODS
@@ -41,7 +41,7 @@ MODEL_METHODS = [
 SINGLE_CUT = [
     name
     for name in MODEL_METHODS
-    if len(tokenprune.method(name).stages(Budget(keep=0.3), 4)) == 1 and tokenprune.method(name).least
+    if len(tokenprune.method(name).stages(Budget(keep=0.3), 4)) == 1 and tokenprune.method(name).min_tokens
 ]
 
 
@@ -75,7 +75,7 @@ def check_takes(family: Family, method: str) -> None:
     """Skip the test if `method` refuses models of `family`."""
     if (tokenprune.method_info(method).site is Site.ATTENTION or method in _COMPARING) and not family.video:
         pytest.skip(f"{family.name} takes no video, and {method} says so (test_pevlm.py, test_frames.py)")
-    if method in TILE_METHODS and missing_observable(tokenprune.method(method), SUPPORTED[family.kind]):
+    if method in TILE_METHODS and find_missing_observable(tokenprune.method(method), SUPPORTED[family.kind]):
         pytest.skip(f"{family.name} has no thumbnail ahead of tiles, and {method} says so (test_tile_methods.py)")
 
 

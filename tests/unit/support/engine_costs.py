@@ -113,7 +113,7 @@ def counted_launches(found: Counter[str]) -> Iterator[None]:
 
     def called(self: Operation, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
-        if inside or not isinstance(args[0], Far) or not self.takes(*args, **kwargs):
+        if inside or not isinstance(args[0], Far) or not self.accepts(*args, **kwargs):
             return fused(self, *args, **kwargs)
         found[f"kernel {self.name}"] += 1
         inside = True

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged, VirtualUnmerging
 from tokenprune.integrations.hf.attention_observer import Tap
 from tokenprune.integrations.hf.sequence.masks import causal_mask
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachment import get_attachment
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def exact_attention(model: Any) -> Iterator[None]:
     For decoders that turn one half of a head against the other, by one angle for each position and pair, with sdpa or
     eager attention and a dynamic cache.
     """
-    (part,) = (one for one in attachment_of(model).engine.parts if isinstance(one, VirtualUnmerging))
+    (part,) = (one for one in get_attachment(model).engine.parts if isinstance(one, VirtualUnmerging))
     with ExitStack() as stack:
         for module in part.modules:
             tap = _Exact(module, part)

@@ -39,11 +39,11 @@ class Fake:
         self.asked += [(candidate, number) for number in chunk]
         told(len(chunk))
 
-    def answered(self, candidate: Setting | None) -> set[int]:
+    def answered_questions(self, candidate: Setting | None) -> set[int]:
         return {number for one, number in self.asked if one == candidate}
 
     def scores(self, candidate: Setting | None, numbers: Sequence[int]) -> np.ndarray:
-        assert set(numbers) <= self.answered(candidate), "looks at answers that were not given"
+        assert set(numbers) <= self.answered_questions(candidate), "looks at answers that were not given"
         return self.answers[candidate][list(numbers)]
 
     def is_cached(self, candidate: Setting | None, chunk: Sequence[int]) -> bool:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from tokenprune import Budget, Method, Pruner, Site, VisualTokens
-from tokenprune.budgets.schedule import profile
+from tokenprune.budgets.schedule import plan_cuts
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Pyramid(Pruner):
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         cuts = [(depth, 0.5 ** (number + 1)) for number, depth in enumerate(self.depths)]
-        return [(PyramidStage(cut.layer), cut.budget) for cut in profile(layers, cuts, budget)]
+        return [(PyramidStage(cut.layer), cut.budget) for cut in plan_cuts(layers, cuts, budget)]
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Stage(Pruner):
     site: ClassVar[Site] = Site.IN_LLM
     layer: int = 1
     choose: Choose = field(default=lambda tokens: tokens.mask, compare=False)
-    by_content_count: ClassVar[bool] = False
+    chooses_count: ClassVar[bool] = False
 
     def select(self, tokens: VisualTokens) -> Selection:
         chosen = self.choose(tokens)
@@ -55,7 +55,7 @@ class Stage(Pruner):
 
 @dataclass(frozen=True)
 class ByContent(Stage):
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

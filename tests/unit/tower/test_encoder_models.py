@@ -129,8 +129,8 @@ REFUSED = {
     "share too small": (dict(keep=0.1), BudgetError, "at most half"),
     "another budget": (dict(keep=Budget.from_kv_share(0.5)), BudgetError, "a share or a number of patches"),
     "a shared budget": (dict(keep=Budget(keep=0.5, per="prompt")), BudgetError, "a share or a number of patches"),
-    "contradiction": (dict(keep=1.0, r=4), OptionError, "leave out one"),
-    "too long": (dict(r=[1] * 4), OptionError, "only 3 blocks"),
+    "contradiction": (dict(keep=1.0, r=4), OptionError, "Remove one of them"),
+    "too long": (dict(r=[1] * 4), OptionError, "the tower has 3 blocks"),
 }
 
 

@@ -133,8 +133,8 @@ def test_what_was_read_in_the_tower_is_joined_as_it_was(name: str, build: Callab
     with tokenprune.patched(model, "vscan", keep=0.5, guard="warn", feature_cache=ROOM):
         for _ in range(2):
             got = record_of(model.model.get_image_features(**given))
-            assert torch.equal(got.encoded.placed.cells, want.encoded.placed.cells)
-            assert got.encoded.placed.tiles == want.encoded.placed.tiles and got.grids == want.grids
+            assert torch.equal(got.encoded.tokens.cells, want.encoded.tokens.cells)
+            assert got.encoded.tokens.tiles == want.encoded.tokens.tiles and got.grids == want.grids
             assert got.encoded.values.keys() == want.encoded.values.keys()
             assert all(torch.equal(value, want.encoded.values[key]) for key, value in got.encoded.values.items())
             assert seen(got) == seen(want)

@@ -130,7 +130,7 @@ def test_a_method_that_answers_wrongly_is_told(build) -> None:
             return [0]
 
         def mix(self, hidden: Tensor) -> FrameMix:
-            return FrameMix.of([(0, 0, 1.0)])
+            return FrameMix.from_frames([(0, 0, 1.0)])
 
         def groups(self, hidden: Tensor) -> list[int]:
             return [1]

@@ -18,8 +18,8 @@ from tests.unit.tower.test_packed_encoder import order_of_windows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, kept_by, masked, tensors_of, tower_of
 from tokenprune import OptionError
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.checks import unserved
-from tokenprune.integrations.shared.towers.parts import joining
+from tokenprune.integrations.shared.checks import find_unserved_reason
+from tokenprune.integrations.shared.towers.parts import build_merge
 from tokenprune.integrations.shared.towers.reducer import TowerRun
 from tokenprune.integrations.shared.towers.units import Units
 from tokenprune.kernels.merging import Merge
@@ -32,59 +32,59 @@ def rows(*values: float) -> Tensor:
 
 
 def dropping(*stays: bool) -> Merge:
-    return Merge.dropping(torch.tensor([stays]), [sum(stays)])
+    return Merge.from_kept(torch.tensor([stays]), [sum(stays)])
 
 
 def test_units_are_dropped_and_merged_in_any_order() -> None:
-    units = Units.packed(5, 2, torch.device("cpu"))
+    units = Units.from_packed(5, 2, torch.device("cpu"))
     units, hidden = units.apply(dropping(True, False, True, True, True), rows(0, 1, 2, 3, 4))
-    assert torch.equal(hidden, rows(0, 2, 3, 4)) and units.bias(True, torch.float32) is None
-    merge = joining(torch.tensor([[0, 0, 2, 0]]), [4], [2])  # of 0, 2, 3, 4 the first takes two
+    assert torch.equal(hidden, rows(0, 2, 3, 4)) and units.compute_bias(True, torch.float32) is None
+    merge = build_merge(torch.tensor([[0, 0, 2, 0]]), [4], [2])  # of 0, 2, 3, 4 the first takes two
     units, hidden = units.apply(merge, hidden)
     assert torch.equal(hidden, rows(2, 3))
-    assert torch.equal(units.full(hidden), torch.tensor([[2.0], [12], [0], [0], [2], [12], [3], [13], [2], [12]]))
-    assert torch.equal(units.bias(True, torch.float32).flatten(), torch.tensor([3.0, 3, 1, 1]).log())
+    assert torch.equal(units.expand(hidden), torch.tensor([[2.0], [12], [0], [0], [2], [12], [3], [13], [2], [12]]))
+    assert torch.equal(units.compute_bias(True, torch.float32).flatten(), torch.tensor([3.0, 3, 1, 1]).log())
     units, hidden = units.apply(dropping(False, True), hidden)
     assert (units.kept.tolist(), units.owner.tolist(), units.weight.tolist()) == ([3], [[-1, -1, -1, 0, -1]], [[1.0]])
-    assert torch.equal(units.full(torch.tensor([[7.0]])), torch.tensor([[0.0], [0], [0], [7], [0]]))
-    assert torch.equal(units.full(torch.ones(10, 1)), torch.ones(10, 1))  # what has a row for each patch
+    assert torch.equal(units.expand(torch.tensor([[7.0]])), torch.tensor([[0.0], [0], [0], [7], [0]]))
+    assert torch.equal(units.expand(torch.ones(10, 1)), torch.ones(10, 1))  # what has a row for each patch
 
 
 def test_borders_are_those_of_the_units_that_are_left() -> None:
-    units = Units.packed(6, 2, torch.device("cpu"))
+    units = Units.from_packed(6, 2, torch.device("cpu"))
     ends = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
     left, hidden = units.apply(dropping(True, False, False, True, True, False), rows(*range(6)))
-    assert left.borders(ends).tolist() == [0, 2, 6]  # the second piece is empty
-    assert left.borders(ends).dtype == ends.dtype
-    assert torch.equal(left.places(rows(*range(6))), hidden)
+    assert left.compute_cu_seqlens(ends).tolist() == [0, 2, 6]  # the second piece is empty
+    assert left.compute_cu_seqlens(ends).dtype == ends.dtype
+    assert torch.equal(left.select_patches(rows(*range(6))), hidden)
 
 
 def test_rows_of_any_tower_are_dropped_and_merged() -> None:
     """Of two rows the second one is left with fewer units: it is padded, and padding weighs nothing."""
     x = torch.arange(8.0).view(2, 4, 1)
-    units, hidden = Units.of(2, 4, x.device).apply(
-        joining(torch.tensor([[0, 1, 0, 3], [0, 1, 1, 0]]), [4, 4], [3, 2]), x
+    units, hidden = Units.from_rows(2, 4, x.device).apply(
+        build_merge(torch.tensor([[0, 1, 0, 3], [0, 1, 1, 0]]), [4, 4], [3, 2]), x
     )
-    assert units.left == [3, 2] and units.padded and not units.whole
+    assert units.num_units == [3, 2] and units.has_padding and not units.is_complete
     assert torch.equal(hidden[0].flatten(), torch.tensor([1.0, 1, 3]))
     assert torch.equal(hidden[1, :2].flatten(), torch.tensor([5.5, 5.5]))
     assert torch.equal(units.weight, torch.tensor([[2.0, 1, 1], [2, 2, 0]]))
-    assert torch.equal(units.bias(False, x.dtype)[:, 0, 0], torch.tensor([[0.0, 0, 0], [0, 0, -torch.inf]]))
-    assert torch.equal(units.full(hidden).flatten(), torch.tensor([1.0, 1, 1, 3, 5.5, 5.5, 5.5, 5.5]))
+    assert torch.equal(units.compute_bias(False, x.dtype)[:, 0, 0], torch.tensor([[0.0, 0, 0], [0, 0, -torch.inf]]))
+    assert torch.equal(units.expand(hidden).flatten(), torch.tensor([1.0, 1, 1, 3, 5.5, 5.5, 5.5, 5.5]))
     units, hidden = units.apply(
-        Merge.dropping(torch.tensor([[False, True, True], [True, False, False]]), [2, 1]), hidden
+        Merge.from_kept(torch.tensor([[False, True, True], [True, False, False]]), [2, 1]), hidden
     )
-    assert torch.equal(units.full(hidden).flatten(), torch.tensor([0.0, 1, 0, 3, 5.5, 0, 0, 5.5]))
+    assert torch.equal(units.expand(hidden).flatten(), torch.tensor([0.0, 1, 0, 3, 5.5, 0, 0, 5.5]))
 
 
 def test_units_may_leave_at_several_blocks() -> None:
     """And what each block returned gets a row for each patch back, zeros for the units that it did not have."""
     drops = {1: lambda hidden: dropping(True, False, True, True), 2: lambda hidden: dropping(True, True, False)}
-    run = TowerRun(Units.packed(4, 2, torch.device("cpu")), [None] * 3, drops, [4])
+    run = TowerRun(Units.from_packed(4, 2, torch.device("cpu")), [None] * 3, drops, [4])
     states, given = [rows(1, 2, 3, 4)], {"cu_seqlens": torch.tensor([0, 8]), "max_seqlen": 8}
     for index in range(3):
         states.append(run.enter(index, states[-1], proportional=False))
-        changed = run.carry(given)
+        changed = run.update_arguments(given)
     assert run.counts == [[4], [3], [2]]
     assert changed["cu_seqlens"].tolist() == [0, 4] and changed["max_seqlen"] == 4
     none = torch.zeros(2, 1)
@@ -101,7 +101,7 @@ class Loudest(tokenprune.selection.UnitDropper):
 
     name: ClassVar[str] = "loudest"
     sees: ClassVar[str] = "hidden"
-    by_content_count: ClassVar[bool] = False
+    chooses_count: ClassVar[bool] = False
     at: int = 0
 
     def block(self, depth: int) -> int:
@@ -126,7 +126,7 @@ class Fewer(Loudest):
 class Some(Fewer):
     """Say that nobody knows how many."""
 
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_a_method_inside_the_tower_conforms_and_what_cannot_be_is_refused(build)
     check_method(Loudest(1))
     with pytest.raises(OptionError, match="has 4 blocks, and no block 9"):
         tokenprune.patch(build(FAMILIES["qwen2_vl"]), Loudest(9), keep=0.5)
-    assert unserved(Loudest(0)) is None and unserved(tokenprune.method("pixelprune")) is None
+    assert find_unserved_reason(Loudest(0)) is None and find_unserved_reason(tokenprune.method("pixelprune")) is None
     check_method(Some())
-    assert "the content decides how many tokens stay" in unserved(Some())
+    assert "the content decides how many tokens stay" in find_unserved_reason(Some())
     with pytest.raises(ConformanceError, match=r"keeps 1 of \d+, not (\d+) to \1"):
         check_method(Fewer())

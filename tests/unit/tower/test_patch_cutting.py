@@ -124,10 +124,10 @@ def test_blocks_show_of_an_image_what_they_show_of_it_alone(build, monkeypatch: 
         stays = torch.ones(len(flow), patches + 1, dtype=torch.bool)
         for row, attention in enumerate(flow[:, 0]):
             stays[row, 1 + attention.topk(3 + int(attention.argmax()) % 7).indices] = False
-        return Merge.dropping(stays, stays.sum(1).tolist())
+        return Merge.from_kept(stays, stays.sum(1).tolist())
 
     patches = tower_of(model).embeddings(pixels).shape[1] - 1
-    monkeypatch.setattr(flowcut._TowerCuts, "look", note)
+    monkeypatch.setattr(flowcut._TowerCuts, "update", note)
     with tokenprune.patched(model, "flowcut", inside=True, keep=9, guard="off"):
         for images in (pixels, *pixels[:, None]):
             tower_of(model)(images, output_hidden_states=True)
@@ -233,14 +233,14 @@ def test_what_is_refused(build) -> None:
 def test_it_conforms() -> None:
     ((stage, _),) = tokenprune.method("flowcut", inside=True).stages(tokenprune.Budget.from_keep(0.5), 4)
     check_method(stage)
-    most = Tower(tokens=578, protected=2, blocks=24, read=23)
+    most = Tower(tokens=578, protected=2, blocks=24, blocks_read=23)
     check_method(stage, tower=most)
 
     def without_class(flow: Tensor, counts: Any) -> Merge:
-        return Merge.dropping(torch.arange(flow.shape[2] + 1).expand(len(flow), -1) > 0, [flow.shape[2]] * len(flow))
+        return Merge.from_kept(torch.arange(flow.shape[2] + 1).expand(len(flow), -1) > 0, [flow.shape[2]] * len(flow))
 
     for matcher, says in ((None, "leaves 32 patches, not 16"), (without_class, "block 0 drops a class token")):
-        plan = partial(lambda budget, tower, matcher: [matcher] * tower.read + [None], matcher=matcher)
+        plan = partial(lambda budget, tower, matcher: [matcher] * tower.blocks_read + [None], matcher=matcher)
         broken = type("Broken", (type(stage),), {"__doc__": "Broken.", "plan": staticmethod(plan)})
         with pytest.raises(ConformanceError, match=says):
             check_method(dataclass(frozen=True)(broken)())
@@ -248,7 +248,7 @@ def test_it_conforms() -> None:
 
 def test_a_merge_that_drops() -> None:
     stays = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 0]], dtype=torch.bool)
-    merge = Merge.dropping(stays, [3, 1])
+    merge = Merge.from_kept(stays, [3, 1])
     assert merge.assign.tolist() == [[0, -1, 1, 2, -1], [-1, 0, -1, -1, -1]]
     assert merge.sum(torch.ones(2, 5)).tolist() == [[1, 1, 1], [1, 0, 0]]
     x = torch.arange(10.0).view(2, 5, 1)
@@ -261,8 +261,8 @@ def test_what_flows_does_not_depend_on_padding(protected: int) -> None:
     query, key, value = torch.randn(3, 1, 2, 7, 4, generator=g)
     mask = torch.zeros(1, 1, 1, 7).masked_fill(torch.arange(7) > 4, -torch.inf).expand(-1, -1, 7, -1)
     flow = find_observable("encoder_flow")
-    padded = flow.of_patches(Observation(query, key, mask, 0.5, causal=False, value=value), protected)
+    padded = flow.compute_per_patch(Observation(query, key, mask, 0.5, causal=False, value=value), protected)
     short = (one[:, :, :5] for one in (query, key))
-    alone = flow.of_patches(Observation(*short, None, 0.5, causal=False, value=value[:, :, :5]), protected)
+    alone = flow.compute_per_patch(Observation(*short, None, 0.5, causal=False, value=value[:, :, :5]), protected)
     torch.testing.assert_close(padded[..., : 5 - protected], alone)
     assert not padded[:, :2, 5 - protected :].any()

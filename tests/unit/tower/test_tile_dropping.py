@@ -22,7 +22,7 @@ from tests.unit.tower.test_encoder import with_features
 from tokenprune import OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.families import adapter_for
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.attachable import with_output
+from tokenprune.integrations.shared.attachable import change_output
 from tower_attention import attending_by
 from zoo import FAMILIES
 
@@ -44,7 +44,7 @@ def encode(model: Any, inputs: Any) -> Any:
 def squares(model: Any, patches: int) -> list[list[int]]:
     """The patches of each unit, all counted from the first patch."""
     adapter = adapter_for(model)
-    side, height = adapter.family.side(adapter.config), math.isqrt(patches)
+    side, height = adapter.family.get_unit_side(adapter.config), math.isqrt(patches)
     return [
         [(side * row + r) * height + side * column + c for r in range(side) for c in range(side)]
         for row in range(height // side)
@@ -205,7 +205,7 @@ def test_units_that_come_back_equal_the_loop_over_tiles(name: str, stabilise: in
     given = [whole if index < 1 + stabilise or index >= read else left for index in range(len(blocks))]
     assert record_of(got).block_tokens == given == stats.encoder_tokens_per_layer
     handles = [
-        block.register_forward_hook(lambda m, args, out, x=x: with_output(lambda _: x, out), prepend=True)
+        block.register_forward_hook(lambda m, args, out, x=x: change_output(lambda _: x, out), prepend=True)
         for block, x in zip(blocks[1:], states, strict=False)
     ]
     want = encode(model, inputs)

@@ -17,7 +17,7 @@ from oracle import close
 from tests.unit.methods.test_tome import naive
 from tokenprune import Budget, BudgetError
 from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.shared.towers.tile_goals import parts_of_tiles, share_out
+from tokenprune.integrations.shared.towers.tile_goals import build_tile_matcher, distribute
 from tokenprune.selection import Tower
 from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
@@ -146,13 +146,13 @@ def test_shares_add_up_and_follow_the_counts() -> None:
         if not any(counts):
             continue
         total = rng.randint(sum(map(bool, counts)), sum(counts))
-        shares = share_out(total, counts)
+        shares = distribute(total, counts)
         assert sum(shares) == total
         for share, count in zip(shares, counts, strict=True):
             assert min(1, count) <= share <= count
             if total >= 10 * sum(counts) / max(1, min(filter(None, counts))):  # no share is raised to 1
                 assert abs(share - total * count / sum(counts)) < 1 + 1e-9
-    assert share_out(15, [16, 8, 8]) == [7, 4, 4]
+    assert distribute(15, [16, 8, 8]) == [7, 4, 4]
 
 
 def test_parts_merge_apart() -> None:
@@ -166,12 +166,12 @@ def test_parts_merge_apart() -> None:
     method = tokenprune.method("tome")
 
     def plan_of(tower: Tower) -> list:
-        return method.plan(Budget(keep=tower.wanted), tower)
+        return method.plan(Budget(keep=tower.num_kept), tower)
 
     goals = [(row.bool(), left) for row, left in zip(part, wanted, strict=True)]
-    (match,) = parts_of_tiles(goals, Tower(13, 1, 1, 1), plan_of).plan(1)
+    (match,) = build_tile_matcher(goals, Tower(13, 1, 1, 1), plan_of).plan(1)
     merge = match(keys, None)
-    assert merge.left == [1 + sum(row) for row in wanted]
+    assert merge.num_kept == [1 + sum(row) for row in wanted]
     for row in range(3):
         joined: dict[int, list[int]] = {}
         for token, place in enumerate(merge.assign[row].tolist()):

@@ -317,5 +317,5 @@ def test_colours_are_those_of_the_processor(build) -> None:
             kept.append(int(record_of(encode(model, inputs)["image"]).kept[0].sum()))
     # Along a row one step, from row to row as many as a row has: the first unit stays, and that of each row.
     assert kept == [h * w // UNIT, h // 2]
-    with pytest.raises(OptionError, match=r"threshold=0.02 is a distance of colours.*Pass processor="):
+    with pytest.raises(OptionError, match=r"threshold=0.02 is a distance of color values.*Pass processor="):
         tokenprune.patch(model, "pixelprune", threshold=0.02)

@@ -307,12 +307,12 @@ def test_pixels_of_another_size(build) -> None:
 
 def test_units_of_a_grid() -> None:
     units = Squares(3, 2)
-    assert (units.size, units.count(2 + 36), units.left([2 + 18, 2 + 9])) == (9, 4, [2, 1])
-    order = units.order(2 + 36, torch.device("cpu")).view(4, 9)
+    assert (units.size, units.count_units(2 + 36), units.to_unit_counts([2 + 18, 2 + 9])) == (9, 4, [2, 1])
+    order = units.build_order(2 + 36, torch.device("cpu")).view(4, 9)
     assert order[1].tolist() == [3, 4, 5, 9, 10, 11, 15, 16, 17]
     for tokens in (2 + 35, 2 + 25, 2, 0):
         with pytest.raises(UnsupportedSetupError, match="no square grid"):
-            units.count(tokens)
+            units.count_units(tokens)
 
 
 def test_gradients_flow_through_merged_units(family: Family, build) -> None:
@@ -328,7 +328,7 @@ def test_gradients_flow_through_merged_units(family: Family, build) -> None:
 def test_refused(build) -> None:
     family = FAMILIES["smolvlm"]
     model = copy.deepcopy(build(family))
-    with pytest.raises(BudgetError, match="cannot leave 1 of 16 patches"):
+    with pytest.raises(BudgetError, match="cannot keep 1 of 16 patches"):
         tokenprune.patch(model, "tome", keep=tokenprune.Budget(tokens=1))
     model.model.vision_model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedSetupError, match="proportional=False"):

@@ -13,8 +13,8 @@ from each import each
 from made_up_panels import Fake
 from tokenprune.errors import OptionError
 from tokenprune_bench.tuning import Promise, Tuner, betting
-from tokenprune_bench.tuning.parts import check_enough
-from tokenprune_bench.tuning.promise import points, read_share
+from tokenprune_bench.tuning.promise import format_points, read_share
+from tokenprune_bench.tuning.question_split import check_question_count
 
 # -- the test ----------------------------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ def naive_p_value(drops: Sequence[float], limit: float, level: float) -> float:
 def test_the_p_value_is_that_of_a_naive_loop(limit: float, level: float) -> None:
     rng = np.random.default_rng(0)
     for draw in (rng.choice([-1.0, 0.0, 1.0], p=[0.02, 0.95, 0.03], size=300), rng.uniform(-0.3, 0.2, size=200)):
-        assert betting.p_value(draw, limit, level) == pytest.approx(naive_p_value(draw, limit, level), rel=1e-9)
+        assert betting.compute_p_value(draw, limit, level) == pytest.approx(naive_p_value(draw, limit, level), rel=1e-9)
 
 
 @pytest.mark.parametrize(("lost", "won"), [(0.1, 0.0), (0.3, 0.2), (0.5, 0.4)])
@@ -61,19 +61,19 @@ def test_it_is_wrong_no_more_often_than_it_says(lost: float, won: float) -> None
 def test_no_change_at_all_is_no_proof_on_few_questions() -> None:
     """Where a bootstrap interval has no width."""
     for limit, level in ((0.1, 0.05), (0.1, 0.1), (0.3, 0.05)):
-        needed = betting.questions_needed(limit, level)
+        needed = betting.count_questions_needed(limit, level)
         assert betting.is_below(np.zeros(needed), limit, level)
         assert not betting.is_below(np.zeros(needed - 1), limit, level)
         assert math.log(1 / level) / limit < needed < 1.6 * math.log(1 / level) / limit
-    assert betting.p_value(np.zeros(0), 0.1, 0.05) == 1
+    assert betting.compute_p_value(np.zeros(0), 0.1, 0.05) == 1
 
 
 def test_the_bound_is_where_the_test_begins_to_pass() -> None:
     drops = np.random.default_rng(2).choice([1.0, -1.0, 0.0], p=[0.05, 0.02, 0.93], size=300)
-    bound = betting.upper_bound(drops, 0.05, step=0.01)
+    bound = betting.compute_upper_bound(drops, 0.05, step=0.01)
     assert drops.mean() < bound < 0.12
     assert betting.is_below(drops, bound, 0.05) and not betting.is_below(drops, bound - 0.01, 0.05)
-    assert betting.upper_bound(np.ones(50), 0.05) == 1
+    assert betting.compute_upper_bound(np.ones(50), 0.05) == 1
 
 
 # -- what is asked for -------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_drops_are_read(text: str, share: float) -> None:
 
 @each("text", ["1", "0", "100%", "-1%", "one", "", "1%%", "2"])
 def test_bad_drops_are_refused(text: str) -> None:
-    with pytest.raises(OptionError, match=r"write 1%, 1pt or 0\.01"):
+    with pytest.raises(OptionError, match=r"1%, 1pt and 0\.01 all mean one point"):
         read_share(text)
 
 
@@ -102,10 +102,10 @@ def test_bad_promises_are_refused() -> None:
     ):
         with pytest.raises(OptionError):
             Promise(**bad)
-    assert Promise(target_ttft="0.5x").reached({"ttft_ratio": {"p50": 0.5}})
-    assert not Promise(target_ttft="0.5x").reached({"ttft_ratio": {"p50": 0.51}})
-    assert Promise(target_ttft="120ms").reached({"ttft_ms": {"p50": 119.0}})
-    assert [points(share) for share in (0.01, 0.015, 0.1, 0.0233)] == [
+    assert Promise(target_ttft="0.5x").is_reached({"ttft_ratio": {"p50": 0.5}})
+    assert not Promise(target_ttft="0.5x").is_reached({"ttft_ratio": {"p50": 0.51}})
+    assert Promise(target_ttft="120ms").is_reached({"ttft_ms": {"p50": 119.0}})
+    assert [format_points(share) for share in (0.01, 0.015, 0.1, 0.0233)] == [
         "1 point",
         "1.5 points",
         "10 points",
@@ -114,8 +114,8 @@ def test_bad_promises_are_refused() -> None:
 
 
 def test_too_few_questions_are_said_before_any_work() -> None:
-    with pytest.raises(OptionError, match=r"1 point at a confidence of 95 %: 66 .* held out, and it takes 391 .* 587"):
-        check_enough(100, Promise(0.01))
-    check_enough(587, Promise(0.01))
+    with pytest.raises(OptionError, match=r"1 point at a confidence of 95 %: 66 .* held out, but at least 391 .* 587"):
+        check_question_count(100, Promise(0.01))
+    check_question_count(587, Promise(0.01))
     with pytest.raises(OptionError, match="too few"):
         Tuner(Fake(60, {}), [], Promise(0.05))

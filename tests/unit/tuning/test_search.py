@@ -12,11 +12,11 @@ from made_up_panels import Fake, candidates
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.settings import Setting
 from tokenprune_bench.errors import RunError
-from tokenprune_bench.tuning import Promise, Tuner, betting, grid
-from tokenprune_bench.tuning.estimate import Estimate, promote, safest, sequence
+from tokenprune_bench.tuning import Promise, Tuner, betting, build_grid
+from tokenprune_bench.tuning.estimate import Estimate, rank_by_safety, select_promoted, select_tests
 from tokenprune_bench.tuning.objective import OBJECTIVES
-from tokenprune_bench.tuning.parts import split
-from tokenprune_bench.tuning.report import outcome, tuning_table
+from tokenprune_bench.tuning.question_split import split_questions
+from tokenprune_bench.tuning.report import build_tuning_table, describe_outcome
 
 KNOWN = {
     "dart 0.9": (0.0, 0.9), "dart 0.7": (0.001, 0.7), "dart 0.5": (0.004, 0.5), "dart 0.3": (0.1, 0.3),
@@ -65,34 +65,34 @@ def test_testing_stops_at_the_first_that_fails() -> None:
     choice, _ = tuner._tested(trials)
     assert choice.candidate == first and [one.candidate for one in trials if one.held_out] == [first, middle]
     assert trials[1].state == "not shown to keep the promise"
-    assert "not tested: dart 0.5, which was safer" in trials[2].state
+    assert "not tested: the safer dart 0.5" in trials[2].state
     assert last not in {one for one, _ in fake.asked}
 
 
 def test_nothing_may_keep_the_promise() -> None:
     fake = Fake(900, candidates({"dart 0.9": (0.025, 0.9), "pool 0.5": (0.2, 0.5)}))
     found = Tuner(fake, list(fake.costs), Promise(0.02)).run()
-    assert found.choice is None and found.more is None and all(trial.state for trial in found.trials)
-    said = outcome(found)
+    assert found.choice is None and found.more_questions is None and all(trial.state for trial in found.trials)
+    said = describe_outcome(found)
     assert said[0] == (
         "None of 1 tested was shown to lose less than 2 points, with a confidence of 95 %; more questions would hardly "
         "help: larger keeps, or a larger drop may."
     )
     assert said[2] == (
-        "Tested on 600 held-out questions, the safest first: dart 0.9. Such a promise takes at least 194 of them, if "
-        "no answer changes."
+        "Tested on 600 held-out questions, the safest first: dart 0.9. This promise needs at least 194 "
+        "held-out questions, if no answer changes."
     )
-    assert said[1].startswith("dart 0.9, the safest, lost ") and len(tuning_table(found).rows) == 1
-    none = Tuner(Fake(900, {}), grid(["pevlm", "view_select"], [0.5]), Promise(0.02)).run()
+    assert said[1].startswith("dart 0.9, the safest, lost ") and len(build_tuning_table(found).rows) == 1
+    none = Tuner(Fake(900, {}), build_grid(["pevlm", "view_select"], [0.5]), Promise(0.02)).run()
     assert [trial.state for trial in none.trials] == [
-        "pevlm acts on videos, and these questions are about images only",
-        "view_select chooses between the images of a prompt: it has no budget to tune",
+        "pevlm works on videos, but these questions are about images only",
+        "view_select chooses between the images of a prompt, so it cannot be tuned",
     ]
-    assert outcome(none) == ["No setting could be tried; --verbose says why."]
+    assert describe_outcome(none) == ["No setting could be tried; --verbose prints the reasons."]
     slow = Fake(900, candidates({"dart 0.9": (0.0, 1.2)}))
     found = Tuner(slow, list(slow.costs), Promise(0.02)).run()
-    assert found.trials[0].state == "saves nothing: 1.20x ttft" and not found.tested
-    assert outcome(found)[0].startswith("None of 1 settings was worth a test")
+    assert found.trials[0].state == "saves no cost: 1.20x ttft" and not found.tested
+    assert describe_outcome(found)[0].startswith("None of 1 settings was worth a test")
 
 
 def test_an_answer_is_found_where_a_risky_setting_promises_more() -> None:
@@ -151,10 +151,10 @@ def test_times_that_happen_to_fall_badly_do_not_take_the_safest_away() -> None:
         fake.answers[other][tuner.held_out[:20]] = 0  # what the search cannot know
         found = tuner.run()
         assert found.tested[0].candidate == safe and found.choice.candidate == safe
-        assert any("comes no sooner" in line for line in outcome(found)) == tells
+        assert any("does not improve" in line for line in describe_outcome(found)) == tells
     fake.times = {safe: 1.2}
     found = Tuner(fake, list(fake.costs), Promise(0.03)).run()
-    assert found.trials[0].state == "saves nothing: 1.20x ttft"
+    assert found.trials[0].state == "saves no cost: 1.20x ttft"
 
 
 def test_how_many_more_questions_are_said() -> None:
@@ -164,8 +164,8 @@ def test_how_many_more_questions_are_said() -> None:
     lost = [*tuner.search[:1], *tuner.held_out[:2]]
     fake.answers[dart] = np.array([float(number not in lost) for number in range(300)])
     found = tuner.run()
-    assert found.choice is None and 50 < found.more < 3000
-    assert outcome(found)[0].endswith(f"; ask about {found.more} more questions.")
+    assert found.choice is None and 50 < found.more_questions < 3000
+    assert describe_outcome(found)[0].endswith(f"; ask about {found.more_questions} more questions.")
     # So many questions are indeed enough in about four of five worlds that lose as much, and half of them are not.
     rng = np.random.default_rng(7)
 
@@ -174,19 +174,19 @@ def test_how_many_more_questions_are_said() -> None:
         draws = rng.choice([1.0, 0.0], p=[0.01, 0.99], size=(200, held))
         return sum(betting.is_below(draw, 0.02, 0.05) for draw in draws) / 200
 
-    assert 0.7 < passing(300 + found.more) < 0.95 and passing(300 + found.more // 4) < 0.7
+    assert 0.7 < passing(300 + found.more_questions) < 0.95 and passing(300 + found.more_questions // 4) < 0.7
     for seen in (np.full(100, 0.05), np.array([1.0] + [0.0] * 20), np.zeros(0)):
-        assert betting.questions_likely(seen, 0.03, 0.05, 100, 10_000) is None
-    assert betting.questions_likely(np.zeros(50), 0.03, 0.05, 20, 10_000) == pytest.approx(
-        betting.questions_needed(0.03, 0.05), rel=0.05
+        assert betting.estimate_questions_needed(seen, 0.03, 0.05, 100, 10_000) is None
+    assert betting.estimate_questions_needed(np.zeros(50), 0.03, 0.05, 20, 10_000) == pytest.approx(
+        betting.count_questions_needed(0.03, 0.05), rel=0.05
     )
 
 
 def test_many_games_are_played_at_once() -> None:
     draws = np.random.default_rng(3).choice([1.0, -1.0, 0.0], p=[0.04, 0.02, 0.94], size=(150, 6))
-    together = betting.wealth(draws, [0.05], 0.05)
+    together = betting.compute_wealth(draws, [0.05], 0.05)
     assert together.shape == (6,)
-    assert together == pytest.approx([betting.wealth(draws[:, game], [0.05], 0.05)[0] for game in range(6)])
+    assert together == pytest.approx([betting.compute_wealth(draws[:, game], [0.05], 0.05)[0] for game in range(6)])
 
 
 def test_a_candidate_that_cannot_act_is_left_with_its_reason() -> None:
@@ -212,7 +212,9 @@ def test_a_target_of_time_leaves_out_what_is_slower() -> None:
     found = Tuner(fake, three, Promise(0.02, target_ttft="0.3x")).run()
     assert str(found.choice.candidate) == "dart 0.9"
     assert found.trials[2].state == "too slow: 50 ms to the first token" and not found.trials[2].search
-    assert "TTFT 100.0 → 15.0 ms (0.15x)" in outcome(found)[1] and sorted(fake.timed, key=str) == sorted(three, key=str)
+    assert "TTFT 100.0 → 15.0 ms (0.15x)" in describe_outcome(found)[1] and sorted(fake.timed, key=str) == sorted(
+        three, key=str
+    )
 
 
 def test_the_objective_says_what_is_made_small() -> None:
@@ -224,9 +226,11 @@ def test_the_objective_says_what_is_made_small() -> None:
         chosen[objective] = found.choice.candidate.keep_text
         assert found.objective == found.ranked_by == objective and not found.notes
         assert all(trial.timing for trial in found.tested)  # whatever is ranked by, time is told
-        assert OBJECTIVES[objective] in tuning_table(found).notes[1]
+        assert OBJECTIVES[objective] in build_tuning_table(found).notes[1]
     assert chosen == {"ttft": "0.7", "tokens": "0.5", "flops": "0.5", "kv": "0.9"}
-    with pytest.raises(OptionError, match="objective 'foo' is none of ttft, throughput, tokens, flops, kv"):
+    with pytest.raises(
+        OptionError, match=r"objective 'foo' is not known\. Use one of ttft, throughput, tokens, flops, kv"
+    ):
         Tuner(*known("dart 0.9"), Promise(0.02), objective="foo")
 
 
@@ -235,10 +239,10 @@ def test_times_that_are_not_reliable_rank_nothing_and_are_said(objective: str) -
     fake, three = known("dart 0.9, dart 0.7, dart 0.5")
     fake.times, fake.spread = dict(zip(three, (0.6, 0.4, 0.7), strict=True)), 0.5
     found = Tuner(fake, three, Promise(0.02), objective=objective).run()
-    *_, last = outcome(found)
+    *_, last = describe_outcome(found)
     assert (
-        last.startswith("warning: Times are not reliable here, that of dart")
-        and "x, not reliable)" in outcome(found)[1]
+        last.startswith("warning: Times are not reliable here: dart")
+        and "x, not reliable)" in describe_outcome(found)[1]
     )
     instead = ": settings are ranked by prefill FLOPs instead."
     if objective == "ttft":
@@ -269,7 +273,7 @@ def test_a_kind_that_collapses_is_told_or_refused() -> None:
     )
     found = Tuner(fake, [dart], Promise(0.1)).run()
     assert found.choice.candidate == dart and found.collapsed == ["rare"]
-    assert outcome(found)[-1].startswith("warning: more than 20 points lost in rare:")
+    assert describe_outcome(found)[-1].startswith("warning: more than 20 points lost in rare:")
     for given in ([dart], [dart, pool]):
         found = Tuner(fake, given, Promise(0.1, max_kind_drop=0.2)).run()
         assert found.choice is (None if given == [dart] else found.trials[1])
@@ -279,37 +283,42 @@ def test_a_kind_that_collapses_is_told_or_refused() -> None:
 def test_halves_are_stratified_and_keep_images_together() -> None:
     groups = [number // 2 for number in range(600)]
     kinds = ["odd" if group % 3 == 0 else "even" for group in groups]
-    search, held = split(groups, kinds, 0)
+    search, held = split_questions(groups, kinds, 0)
     assert sorted(search + held) == list(range(600)) and search != sorted(search)
     assert not {groups[number] for number in search} & {groups[number] for number in held}
     assert len(search) == 200
     for part in (search, held):
         assert sum(kinds[number] == "odd" for number in part) / len(part) == pytest.approx(1 / 3, abs=0.01)
-    assert split(groups, kinds, 0) == (search, held) != split(groups, kinds, 1)
+    assert split_questions(groups, kinds, 0) == (search, held) != split_questions(groups, kinds, 1)
 
 
 def test_half_of_the_places_go_to_the_safest() -> None:
     estimates = [Estimate(0.9, 0.4), Estimate(0.8, 0.5), Estimate(0.7, 0.5), Estimate(0.2, 0.9), Estimate(0.1, 0.9)]
-    assert promote(estimates, 2) == [1, 4]
-    assert promote(estimates, 4) == [1, 4, 0, 3]
-    few, many = (Estimate.of(np.zeros(count), 0.5, Promise(0.02), 800) for count in (40, 400))
+    assert select_promoted(estimates, 2) == [1, 4]
+    assert select_promoted(estimates, 4) == [1, 4, 0, 3]
+    few, many = (Estimate.from_drops(np.zeros(count), 0.5, Promise(0.02), 800) for count in (40, 400))
     assert 0.5 < few.chance < many.chance < 1 and many.worth == 0.5 * many.chance
-    assert Estimate.of(np.ones(40), 0.5, Promise(0.02), 800).chance < 1e-6
+    assert Estimate.from_drops(np.ones(40), 0.5, Promise(0.02), 800).chance < 1e-6
     # Who changes nothing is safer than who wins three answers and loses one.
     lucky = np.array([-1.0] * 3 + [1.0] + [0.0] * 156)
-    safe = Estimate.of(np.zeros(160), 0.5, Promise(0.03), 320)
-    assert Estimate.of(lucky, 0.5, Promise(0.03), 320).chance < safe.chance
+    safe = Estimate.from_drops(np.zeros(160), 0.5, Promise(0.03), 320)
+    assert Estimate.from_drops(lucky, 0.5, Promise(0.03), 320).chance < safe.chance
 
 
 def test_the_sequence_goes_from_the_safest_to_the_cheapest() -> None:
     safe, even, cheap, poor = Estimate(0.2, 0.99), Estimate(0.25, 0.5), Estimate(0.8, 0.9), Estimate(0.9, 0.01)
-    assert sequence([cheap, even, safe], 4) == [2, 0]  # the even one saves less than what is safer
-    assert sequence([safe, poor], 4) == [0]
-    assert sequence([poor], 4) == [0]  # whatever its chance: there is nothing safer
-    assert sequence([], 4) == []
-    assert sequence([Estimate(-0.1, 0.9), safe], 4) == [1]  # slower than the unpatched model
+    assert select_tests([cheap, even, safe], 4) == [2, 0]  # the even one saves less than what is safer
+    assert select_tests([safe, poor], 4) == [0]
+    assert select_tests([poor], 4) == [0]  # whatever its chance: there is nothing safer
+    assert select_tests([], 4) == []
+    assert select_tests([Estimate(-0.1, 0.9), safe], 4) == [1]  # slower than the unpatched model
     # A test that more likely ends the row than leads on is left out, and so is what does not fit.
     steps = [Estimate(0.1 + 0.2 * place, 0.9 - 0.2 * place) for place in range(4)]
-    assert sequence(steps, 1) == [0] and len(sequence(steps, 3)) == 3
-    assert sequence([Estimate(0.2, 0.9), Estimate(0.21, 0.3), Estimate(0.9, 0.29)], 3) == [0, 2]
-    assert safest([Estimate(0.5, 0.7), Estimate(0.1, 0.7), Estimate(0.9, 0.8), Estimate(-0.1, 0.9)]) == [2, 1, 0, 3]
+    assert select_tests(steps, 1) == [0] and len(select_tests(steps, 3)) == 3
+    assert select_tests([Estimate(0.2, 0.9), Estimate(0.21, 0.3), Estimate(0.9, 0.29)], 3) == [0, 2]
+    assert rank_by_safety([Estimate(0.5, 0.7), Estimate(0.1, 0.7), Estimate(0.9, 0.8), Estimate(-0.1, 0.9)]) == [
+        2,
+        1,
+        0,
+        3,
+    ]

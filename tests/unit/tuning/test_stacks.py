@@ -13,13 +13,13 @@ import pytest
 from made_up_panels import Fake, candidates
 from tokenprune.selection.method import Site
 from tokenprune.settings import Setting
-from tokenprune_bench.profiling.model import load
-from tokenprune_bench.profiling.timing import compare, compare_batches
-from tokenprune_bench.tuning import Evaluator, Promise, Tuner, grid
+from tokenprune_bench.profiling.model import load_model
+from tokenprune_bench.profiling.timing import compare_batches, compare_times
+from tokenprune_bench.tuning import Evaluator, Promise, Tuner, build_grid
 from tokenprune_bench.tuning.estimate import Estimate
-from tokenprune_bench.tuning.objective import shares
-from tokenprune_bench.tuning.report import outcome
-from tokenprune_bench.tuning.stacks import Alone, needless, propose, sites
+from tokenprune_bench.tuning.objective import compute_shares
+from tokenprune_bench.tuning.report import describe_outcome
+from tokenprune_bench.tuning.stacks import StackPart, explain_skip, find_sites, propose_stacks
 from tokenprune_demo.heldout import load_heldout
 
 # What each loses, and what it spends: the stack of two loses and spends what its parts do together.
@@ -70,7 +70,7 @@ def test_the_best_stack_beats_the_best_method() -> None:
     # tome lost too much to be stacked, and nothing was asked twice.
     assert not any("tome" in trial.candidate.name for trial in stacks)
     assert len(set(world.asked)) == len(world.asked)
-    assert "downsample+divprune+fastv, keep 0.5, 0.5, 0.5" in outcome(tuning)[0]
+    assert "downsample+divprune+fastv, keep 0.5, 0.5, 0.5" in describe_outcome(tuning)[0]
 
 
 def test_stacks_are_made_of_the_fronts_of_two_sites_and_more() -> None:
@@ -78,27 +78,32 @@ def test_stacks_are_made_of_the_fronts_of_two_sites_and_more() -> None:
     down, div, dart, pool = settings
     right = np.zeros(100)
     wrong = np.concatenate([np.ones(10), np.zeros(90)])
-    alone = [Alone(down, right, 0.5), Alone(div, right, 0.6), Alone(pool, wrong, 0.7), Alone(dart, wrong, 0.5)]
-    assert sites(settings) == {Site.PRE_ENCODER, Site.PRE_LLM, Site.IN_LLM}
+    alone = [
+        StackPart(down, right, 0.5),
+        StackPart(div, right, 0.6),
+        StackPart(pool, wrong, 0.7),
+        StackPart(dart, wrong, 0.5),
+    ]
+    assert find_sites(settings) == {Site.PRE_ENCODER, Site.PRE_LLM, Site.IN_LLM}
 
     def estimate(drops: np.ndarray, saving: float) -> Estimate:
-        return Estimate.of(drops, saving, Promise(0.15), 1000)
+        return Estimate.from_drops(drops, saving, Promise(0.15), 1000)
 
-    made = propose(alone, lambda candidate: None, estimate)
+    made = propose_stacks(alone, lambda candidate: None, estimate)
     names = {one.name for one in made}
     # pool loses more than divprune, which acts where it does and spends less.
     assert "downsample+divprune+dart" in names and not any("pool" in name for name in names)
     assert {len(one.methods) for one in made} == {2, 3} and len(set(made)) == len(made)
-    assert len(propose(alone, lambda candidate: None, estimate, most=1)) == 1
+    assert len(propose_stacks(alone, lambda candidate: None, estimate, max_stacks=1)) == 1
     # What spends no less than a setting that loses no more is left out.
-    assert not propose(alone, lambda candidate: 0.55, estimate)
-    seeded = Alone(Setting.from_json({"method": "random", "keep": 0.5, "seed": 0}), right, 0.4)
-    (one, *_) = propose([alone[0], seeded], lambda candidate: None, estimate)
+    assert not propose_stacks(alone, lambda candidate: 0.55, estimate)
+    seeded = StackPart(Setting.from_json({"method": "random", "keep": 0.5, "seed": 0}), right, 0.4)
+    (one, *_) = propose_stacks([alone[0], seeded], lambda candidate: None, estimate)
     assert one.to_json() == {"method": [{"method": "downsample"}, {"method": "random", "seed": 0}], "keep": [0.5, 0.5]}
 
 
 def test_methods_that_stack_nothing_are_left_alone() -> None:
-    assert not sites(grid(["pevlm", "view_select"], [0.5]))
+    assert not find_sites(build_grid(["pevlm", "view_select"], [0.5]))
     world = World(600, candidates({"dart 0.9": (0.0, 0.9), "dart 0.5": (0.0, 0.5)}))
     assert Tuner(world, list(world.costs), Promise(0.03), stacks=9).stacks == 0  # one site
 
@@ -115,28 +120,38 @@ def test_what_cannot_win_is_not_asked() -> None:
     fake.predicted = {one: {"flops": cost} for one, cost in fake.costs.items()}
     tuning = Tuner(fake, list(fake.costs), Promise(0.03), objective="flops", repeats=1).run()
     states = {str(trial.candidate): trial.state for trial in tuning.trials}
-    assert states["dart 0.95"] == "saves nothing: 1.00x flops, by the closed forms"
-    needed = {name for name, state in states.items() if "closed forms" not in state}
+    assert states["dart 0.95"] == "saves no cost: 1.00x flops (predicted)"
+    needed = {name for name, state in states.items() if "(predicted)" not in state}
     # Four that spend least, and the mildest of each method.
     assert needed == {"pool 0.2", "pool 0.3", "divprune 0.35", "pool 0.4", "pool 0.9"}
-    assert states["pool 0.5"] == "not asked: 4 that spend less, by the closed forms, lost nothing"
+    assert states["pool 0.5"] == "not asked: 4 cheaper settings (predicted) lost no score"
     assert str(tuning.choice.candidate) == "pool 0.2" and len(fake.asked) <= asked_of_all - 5 * tuner.sizes[0]
 
 
 def test_what_lost_something_rules_nothing_out() -> None:
-    (cheap, trial) = (SimpleNamespace(**one) for one in (
-        dict(candidate=candidates({"pool 0.2": (0, 0)}), search=32, state="", drop=0.01, expected=lambda name: 0.2),
-        dict(candidate=candidates({"pool 0.5": (0, 0)}), search=0, state="", drop=None, expected=lambda name: 0.5),
-    ))  # fmt: skip
+    cheap = SimpleNamespace(
+        candidate=candidates({"pool 0.2": (0, 0)}),
+        search=32,
+        state="",
+        drop=0.01,
+        get_expected_share=lambda name: 0.2,
+    )
+    trial = SimpleNamespace(
+        candidate=candidates({"pool 0.5": (0, 0)}),
+        search=0,
+        state="",
+        drop=None,
+        get_expected_share=lambda name: 0.5,
+    )
     (cheap.candidate,), (trial.candidate,) = cheap.candidate, trial.candidate
-    mild = SimpleNamespace(**vars(trial) | {"expected": lambda name: 0.9})
-    assert needless(trial, [cheap, trial, mild], "flops", 1) is None
+    mild = SimpleNamespace(**vars(trial) | {"get_expected_share": lambda name: 0.9})
+    assert explain_skip(trial, [cheap, trial, mild], "flops", 1) is None
     cheap.drop = 0.0
-    assert needless(trial, [cheap, trial, mild], "flops", 1) is not None
-    assert needless(mild, [cheap, trial, mild], "flops", 1) is None
-    assert needless(trial, [cheap, trial, mild], "flops", 2) is None
-    trial.expected = lambda name: None
-    assert needless(trial, [cheap, trial, mild], "flops", 1) is None
+    assert explain_skip(trial, [cheap, trial, mild], "flops", 1) is not None
+    assert explain_skip(mild, [cheap, trial, mild], "flops", 1) is None
+    assert explain_skip(trial, [cheap, trial, mild], "flops", 2) is None
+    trial.get_expected_share = lambda name: None
+    assert explain_skip(trial, [cheap, trial, mild], "flops", 1) is None
 
 
 def test_throughput_is_timed_on_batches() -> None:
@@ -145,27 +160,27 @@ def test_throughput_is_timed_on_batches() -> None:
     fake.times = {slow: 0.4, fast: 0.7}  # batches take the square of it
     tuning = Tuner(fake, list(fake.costs), Promise(0.02), objective="throughput", repeats=1).run()
     assert tuning.choice.candidate == slow and tuning.ranked_by == "throughput"
-    assert "questions a second 6.25x" in outcome(tuning)[1]
+    assert "questions a second 6.25x" in describe_outcome(tuning)[1]
     fake.spread = 0.6
     tuning = Tuner(fake, list(fake.costs), Promise(0.02), objective="throughput", repeats=1).run()
-    assert tuning.ranked_by == "flops" and "ranked by prefill FLOPs instead" in outcome(tuning)[-1]
+    assert tuning.ranked_by == "flops" and "ranked by prefill FLOPs instead" in describe_outcome(tuning)[-1]
 
 
 def test_the_tower_counts_before_times_are_there() -> None:
     cost = {
         "prefill_flops_ratio": 0.4, "visual_tokens_average": 1, "visual_tokens_in": 2, "kv_bytes": 1, "kv_bytes_full": 2
     }  # fmt: skip
-    assert shares(cost, None)["work"] == 0.4
-    assert shares(cost, None, {"tower_share": 0.75, "tower": 1.0})["work"] == pytest.approx(0.85)
-    assert shares(cost, None, {"tower_share": 0.75, "tower": 0.2})["work"] == pytest.approx(0.25)
-    subject = load("demo_vlm")
+    assert compute_shares(cost, None)["work"] == 0.4
+    assert compute_shares(cost, None, {"tower_share": 0.75, "tower": 1.0})["work"] == pytest.approx(0.85)
+    assert compute_shares(cost, None, {"tower_share": 0.75, "tower": 0.2})["work"] == pytest.approx(0.25)
+    subject = load_model("demo_vlm")
     panel = Evaluator(subject, load_heldout(limit=2))
     told = {name: panel.predict(one) for name, one in zip(("downsample", "divprune"), (
-        *grid(["downsample"], [0.5]), *grid(["divprune"], [0.5])), strict=True)}  # fmt: skip
+        *build_grid(["downsample"], [0.5]), *build_grid(["divprune"], [0.5])), strict=True)}  # fmt: skip
     assert told["divprune"]["tower"] == 1 > told["downsample"]["tower"] and 0.3 < told["divprune"]["tower_share"] < 0.5
     assert told["downsample"]["flops"] == told["divprune"]["flops"] < told["divprune"]["work"]
     assert told["divprune"]["tokens"] == 0.5
-    tuner = Tuner(panel, grid(["downsample", "divprune"], [0.5]), Promise(0.4))
+    tuner = Tuner(panel, build_grid(["downsample", "divprune"], [0.5]), Promise(0.4))
     assert tuner._by == "work" == tuner._stand_in
 
 
@@ -177,14 +192,16 @@ def test_times_begin_with_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
 
     ticks = iter(range(10**6))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks) / 1000)
-    subject, example = load("demo_vlm"), load_heldout(limit=1)[0]
+    subject, example = load_model("demo_vlm"), load_heldout(limit=1)[0]
 
     def ask() -> Any:
         for _ in range(4):
             timing.time.perf_counter()
         return subject.inputs([example.image], [example.question])
 
-    without, whole = (compare(subject, nullcontext, ask, 1, 2, processor=processor) for processor in (False, True))
+    without, whole = (
+        compare_times(subject, nullcontext, ask, 1, 2, processor=processor) for processor in (False, True)
+    )
     assert whole["ttft_ms"]["p50"] - without["ttft_ms"]["p50"] == pytest.approx(5)
     assert whole["ttft_ms_unpatched"]["p50"] == whole["ttft_ms"]["p50"]
     assert whole["token_ms"] == without["token_ms"]

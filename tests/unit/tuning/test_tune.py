@@ -19,21 +19,21 @@ import tokenprune
 from made_up_panels import Fake, candidates
 from tokenprune.cli import app
 from tokenprune.errors import OptionError
-from tokenprune.integrations.shared.attachment import attachment_of
+from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.settings import Setting
 from tokenprune_bench.backend import HfBackend
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.group import Group
-from tokenprune_bench.profiling.model import Model, load
+from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.run_folder import RunFolder, config_of
-from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, grid
-from tokenprune_bench.tuning.report import tuned_config
+from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, build_grid
+from tokenprune_bench.tuning.report import build_tuned_config
 from tokenprune_demo.heldout import load_heldout
 
 
 @pytest.fixture(scope="module")
 def subject() -> Model:
-    return load(device="cpu")
+    return load_model(device="cpu")
 
 
 def test_candidates_are_asked_without_the_guard(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
@@ -47,7 +47,7 @@ def test_candidates_are_asked_without_the_guard(subject: Model, caplog: pytest.L
 
 def test_the_panel_remembers_and_goes_on(subject: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = load_heldout(limit=1)
-    (pool,) = grid(["pool"], [0.25])
+    (pool,) = build_grid(["pool"], [0.25])
     asked: list[int] = []
     generate = Model.generate
 
@@ -82,15 +82,15 @@ def test_the_panel_remembers_and_goes_on(subject: Model, tmp_path: Path, monkeyp
         assert again.scores(pool, chunk).tolist() == scores and again.cost(pool) == cost
         again.ask(pool, [2, 4])
         assert asked[4:] == [2] and again.cost(pool)["visual_tokens_out"] == 6 * 64
-    with pytest.raises(RunError, match='holds a run with metric "exact", and this one has "anls"'):
+    with pytest.raises(RunError, match='has a run with metric "exact", but this run has "anls"'):
         opened("anls").__enter__()
-    with pytest.raises(OptionError, match="cider cannot be tuned for"):
+    with pytest.raises(OptionError, match="cider cannot be tuned"):
         Evaluator(subject, questions, "cider")
 
 
 def test_processes_share_the_work_and_agree(subject: Model, tmp_path: Path) -> None:
     """Each asks its part of the batches; times are those of the first process."""
-    questions, candidates = load_heldout(limit=5), grid(["pool", "uniform"], [0.5])
+    questions, candidates = load_heldout(limit=5), build_grid(["pool", "uniform"], [0.5])
     alone = Tuner(
         Evaluator(subject, questions, batch_size=4), candidates, Promise(0.4), objective="kv", repeats=1
     ).run()
@@ -182,27 +182,27 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
     assert tuned["data"]["name"] == "held-out set of tokenprune" and len(tuned["measured"]["kinds"]) == 8
     assert tuned["environment"]["tokenprune"] == tokenprune.__version__ and str(tmp_path) not in out.read_text()
     with tokenprune.patched(subject.model, config=out):
-        assert "pool" in attachment_of(subject.model).describe()
+        assert "pool" in get_attachment(subject.model).describe()
     # The answers were kept: this asks the model nothing, and finds that nothing keeps a stricter promise.
     out.unlink()
     stricter = ["--max-drop", "15%", "--confidence", "0.9", "--max-kind-drop", "0.1%", "--verbose"]
     again = tune(*stricter, "--out", out, "--run", run, code=1)
     assert again.stdout.startswith("None of 1 tested was shown to lose less than 15 points") and not out.exists()
-    assert "pevlm acts on videos" in again.stdout and "goes on where it stopped" in again.stderr
+    assert "pevlm works on videos" in again.stdout and "goes on where it stopped" in again.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--max-drop", "1%"], "40 questions are too few for a drop below 1 point"),
-        (["--max-drop", "1"], "write 1%, 1pt or 0.01"),
+        (["--max-drop", "1"], "1%, 1pt and 0.01 all mean"),
         (["--methods", "pol"], "did you mean 'pool'"),
-        (["--target-ttft", "fast"], 'write "0.5x"'),
-        (["--objective", "foo"], "objective 'foo' is none of ttft, throughput, tokens, flops, kv"),
+        (["--target-ttft", "fast"], 'Use "0.5x"'),
+        (["--objective", "foo"], "objective 'foo' is not known. Use one of ttft, throughput, tokens, flops, kv"),
         (["--out", "gone/tokenprune.json"], "there is no folder gone"),
-        (["--data", "gone.jsonl"], "there is no gone.jsonl"),
-        (["--metric", "cidr"], "there is no metric"),
-        (["--metric", "cider"], "cider cannot be tuned for"),
+        (["--data", "gone.jsonl"], "gone.jsonl does not exist"),
+        (["--metric", "cidr"], "Metric 'cidr' is not known"),
+        (["--metric", "cider"], "cider cannot be tuned"),
     ],
 )
 def test_what_cannot_work_is_said_before_the_model_is_loaded(
@@ -210,7 +210,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "tokenprune_bench.profiling.model.load", lambda *args, **options: pytest.fail("the model was loaded")
+        "tokenprune_bench.profiling.model.load_model", lambda *args, **options: pytest.fail("the model was loaded")
     )
     result = tune("--max-drop", "40%", *arguments, code=2)
     assert says in result.stderr and result.stderr.count("\n") == 1
@@ -220,7 +220,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(
 def test_the_configuration_says_what_was_promised(subject: Model) -> None:
     fake = Fake(900, candidates({"dart 0.9": (0.0, 0.9)}))
     found = Tuner(fake, list(fake.costs), Promise(0.02)).run()
-    config = tuned_config(found, Evaluator(subject, load_heldout(limit=1)), {"name": "mine"})
+    config = build_tuned_config(found, Evaluator(subject, load_heldout(limit=1)), {"name": "mine"})
     assert config.to_json() == {"method": "dart", "keep": 0.9}
     assert config.tuned["measured"] | {"kinds": None} == {
         "unpatched": 1.0, "tuned": 1.0, "drop": 0.0, "drop_below": found.choice.bound, "kinds": None

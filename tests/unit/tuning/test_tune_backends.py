@@ -15,14 +15,14 @@ from tests.unit.bench.test_bench_engines import CONFIG, Killed, MadeUp
 from tokenprune.cli import app
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune_bench.run_folder import RunFolder, config_of
-from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, Tuning, grid
-from tokenprune_bench.tuning.report import tuned_config
+from tokenprune_bench.tuning import Evaluator, Promise, Search, Tuner, Tuning, build_grid
+from tokenprune_bench.tuning.report import build_tuned_config
 from tokenprune_bench.vllm_backend import VllmBackend
 from tokenprune_demo.heldout import load_heldout
 
 QUESTIONS = load_heldout(limit=5)
 # The engine refuses dart, and answers all else as the unpatched model does.
-CANDIDATES = [*grid(["dart"], [0.5]), *grid(["uniform"], [0.5, 0.25])]
+CANDIDATES = [*build_grid(["dart"], [0.5]), *build_grid(["uniform"], [0.5, 0.25])]
 SEARCH = Search([one.to_json() for one in CANDIDATES], 0, 4)
 
 
@@ -52,7 +52,7 @@ def test_an_engine_is_tuned() -> None:
     assert found.choice.cost["kv_bytes"] < found.choice.cost["kv_bytes_full"]
     settings = [setting for _, setting in engine.asked]
     assert settings.count({"off": True}) == 10 == settings.count({"method": "uniform", "keep": 0.25})
-    tuned = tuned_config(found, panel, {"name": "mine"}).tuned
+    tuned = build_tuned_config(found, panel, {"name": "mine"}).tuned
     # `patch` would compare it with that of a model of transformers, and warn in vain.
     assert tuned["model"] == {"name": "m", "type": "made_up"} and tuned["environment"]["engine"] == "vllm"
 
@@ -72,11 +72,11 @@ def test_a_killed_tuning_goes_on(calls: int, tmp_path: Path) -> None:
 
 
 def test_a_model_whose_sizes_are_not_at_hand_is_refused() -> None:
-    with pytest.raises(UnsupportedSetupError, match="from the config of m, which is not at hand here: tune where"):
+    with pytest.raises(UnsupportedSetupError, match="The config of m is not available"):
         Evaluator(VllmBackend(MadeUp(config=None), "", 4), QUESTIONS)
     Evaluator(VllmBackend(MadeUp(config=CONFIG), "", 4), QUESTIONS)
     video = SimpleNamespace(is_video=True, where="line 3")
-    with pytest.raises(Exception, match="line 3: asks about a video"):
+    with pytest.raises(Exception, match="line 3: is about a video"):
         Evaluator(VllmBackend(MadeUp(), "", 4), [video])
 
 

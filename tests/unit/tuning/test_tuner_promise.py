@@ -84,8 +84,8 @@ def tuned(drops: Sequence[tuple[float, float]], flips: float, seed: int) -> tupl
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what a tuner works out to be told, and decides nothing by: it would take most of the time."""
-    monkeypatch.setattr("tokenprune_bench.tuning.tuner.upper_bound", lambda drops, level: 1.0)
-    monkeypatch.setattr("tokenprune_bench.tuning.tuner.questions_likely", lambda *given: None)
+    monkeypatch.setattr("tokenprune_bench.tuning.tuner.compute_upper_bound", lambda drops, level: 1.0)
+    monkeypatch.setattr("tokenprune_bench.tuning.tuner.estimate_questions_needed", lambda *given: None)
 
 
 COSTS = (0.9, 0.7, 0.5, 0.3)

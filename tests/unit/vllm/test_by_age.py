@@ -12,7 +12,7 @@ from each import each
 from served_settings import served
 from tests.unit.vllm.test_offer import offer
 from tokenprune import Budget
-from tokenprune.budgets.by_age import aged
+from tokenprune.budgets.by_age import apply_ages
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.integrations.vllm.frontend.served import RequestRecord, ServedRequest
 from tokenprune.integrations.vllm.gateway import choice
@@ -61,10 +61,10 @@ def test_an_image_keeps_what_the_budget_says(keep: dict[str, Any], method: str) 
     assert made.budget.ages == budget.ages and not made.keeps_all_tokens
     for counts in ([36], [36, 7, 100], [1, 2, 3, 4, 5, 64, 64, 30]):
         new = [budget.resolve_keep(count) for count in counts]
-        wanted = aged(new, budget.ages.tiers, budget.ages.step)
+        wanted = apply_ages(new, budget.ages.tiers, budget.ages.step)
         own, tiers = settings_of_items(made, "image", len(counts)), tiers_of(made)
         assert [count_requested(one, count) for one, count in zip(own, counts, strict=True)] == [
-            get_method(made).budget(count, number) for count, number in zip(counts, wanted, strict=True)
+            get_method(made).resolve_count(count, number) for count, number in zip(counts, wanted, strict=True)
         ]
         assert own[-1] == tiers[0] and {*own} <= {*tiers}
         assert count_kept(own[-1], 36) == count_kept(setting(made.budget.keep, method), 36)

@@ -32,12 +32,12 @@ def test_it_keeps_what_it_keeps_of_copies(name: str, counts: list[int]) -> None:
     found = []
     for in_order in (True, False):
         given = rows.clone()
-        segments = before_llm.segments_of(counts, None, modality, rows.device, frames=frames)
+        segments = before_llm.build_segments(counts, None, modality, rows.device, frames=frames)
         with pytest.MonkeyPatch.context() as patch:
             if not in_order:
                 patch.setattr(before_llm, "_all_in_order", lambda segments: False)
             encoded = before_llm._made_up(method, counts)
-            keep = [min(count, method.budget(count, 12)) for count in counts]
+            keep = [min(count, method.resolve_count(count, 12)) for count in counts]
             kept, merged = before_llm.choose(method, given, 8, segments, keep, encoded=encoded)
         assert torch.equal(given, rows)  # they go on to the language model
         found.append((kept, merged))
@@ -52,10 +52,10 @@ def test_items_at_once_keep_what_each_keeps_alone(name: str, counts: list[int]) 
     items = [torch.randn(20, 10, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     frames: list[list[int] | None] = [[count // 2] * 2 for count in counts]
     modality = "video" if compares_frames(method) else "image"
-    keep = [min(count, method.budget(count, count // 2)) for count in counts]
+    keep = [min(count, method.resolve_count(count, count // 2)) for count in counts]
 
     def chosen(rows: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        segments = before_llm.segments_of(counts, None, modality, rows.device, frames=frames, items=number)
+        segments = before_llm.build_segments(counts, None, modality, rows.device, frames=frames, items=number)
         return before_llm.choose(method, rows, 8, segments, keep * number)
 
     alone = [chosen(one, 1) for one in items]
@@ -71,18 +71,18 @@ def test_rows_of_items_at_once_are_those_of_each(pieces: str, per_run: bool) -> 
     plan = Plan.build(parse_setting({"method": "uniform", "keep": 0.5}), text, per_run)
     rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
     kept = torch.cat([_drawn(plan, seed) for seed in range(2)])
-    together = AwaitedRows.kept(plan, rows, kept)
+    together = AwaitedRows.from_kept(plan, rows, kept)
     assert together.rows.shape == (2, plan.rows, 4)
     for number in range(2):
         own = slice(8 * number, 8 * (number + 1))
-        alone = AwaitedRows.kept(plan, rows[own], kept[own])
+        alone = AwaitedRows.from_kept(plan, rows[own], kept[own])
         assert torch.equal(together.rows[number], alone.rows[0])
-        assert torch.equal(together.places[number], alone.places[0])
+        assert torch.equal(together.indices[number], alone.indices[0])
         if alone.is_text is not None and together.is_text is not None:
             assert torch.equal(together.is_text[number], alone.is_text[0])
             continue
         found, places = rows[own][kept[own]], plan.places[kept[own]]
-        assert torch.equal(alone.rows[0], found) and torch.equal(alone.places[0], places)
+        assert torch.equal(alone.rows[0], found) and torch.equal(alone.indices[0], places)
 
 
 def _drawn(plan: Plan, seed: int) -> torch.Tensor:

@@ -113,10 +113,10 @@ def test_a_profile_has_limits_of_its_own() -> None:
     for profile, least in (("gold", 0.4), ("floor", 0.2)):
         with pytest.raises(LimitError, match=rf"keep=0\.15 is below min_keep={least} of profile '{profile}'"):
             made.setting({"profile": profile, "keep": 0.15})
-        with pytest.raises(LimitError, match=rf"profile '{profile}' is a share.*not 64 tokens"):
+        with pytest.raises(LimitError, match=rf"profile '{profile}' has min_keep.*not 64 tokens"):
             offer(profiles=GOLD).setting({"profile": profile, "keep": 64})
     for profile in ("floor", "free", "gold"):
-        with pytest.raises(LimitError, match=r"keep=0\.09 is less than this server allows"):
+        with pytest.raises(LimitError, match=r"keep=0\.09 is below min_keep=0.1 of this server"):
             made.setting({"profile": profile, "keep": 0.09})
         with pytest.raises(LimitError, match="this server does not allow uniform; allowed are divprune, dynres, pool"):
             made.setting({"profile": profile, "method": "uniform"})
@@ -146,9 +146,9 @@ def test_the_policy_in_words() -> None:
         ({"profiles": {"fast": {"keep": 2.0}}}, "profile 'fast': .*no share"),
         ({"profiles": {"fast": {"profiles": {}}}}, "profile 'fast': profiles applies to the whole server"),
         ({"profiles": {"fast": 3}}, "profile 'fast': .*must be an object"),
-        ({"profiles": {"default": {"keep": 0.1}}}, "cannot be the name of a profile"),
-        ({"profiles": {"request": {"keep": 0.1}}}, "cannot be the name of a profile"),
-        ({"profiles": {"a b": {"keep": 0.1}}}, "cannot be the name of a profile"),
+        ({"profiles": {"default": {"keep": 0.1}}}, "is not a valid name of a profile"),
+        ({"profiles": {"request": {"keep": 0.1}}}, "is not a valid name of a profile"),
+        ({"profiles": {"a b": {"keep": 0.1}}}, "is not a valid name of a profile"),
         ({"profiles": {str(one): {"keep": 0.1} for one in range(33)}}, "32 at most"),
         ({"profiles": {"x": {"method": "dart", "experimental_in_llm": True, "pivot_text": 0}}}, "'x': .*whole server"),
         ({"experimental_free_kv": 1}, "experimental_free_kv must be true or false"),

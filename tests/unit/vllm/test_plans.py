@@ -13,12 +13,12 @@ import tokenprune
 from each import each
 from served_settings import served, served_methods
 from tokenprune.errors import BudgetError, OptionError
-from tokenprune.integrations.shared.towers.patch_grid import image_grid
-from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
+from tokenprune.integrations.shared.towers.patch_grid import find_image_grid
+from tokenprune.integrations.vllm.selection.before_llm import build_segments, choose
 from tokenprune.integrations.vllm.settings.items import OFF, settings_of_items
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.plan import Plan, Run, _decoded, field_name, find_runs
-from tokenprune.integrations.vllm.worker.runner import chunks, in_small_batches
+from tokenprune.integrations.vllm.worker.runner import limit_batches, split_by_tokens
 from tokenprune.methods import registry
 from tokenprune.methods.encoder.pixelprune import PixelPrune
 from tokenprune.methods.pre_llm.divprune import DivPrune
@@ -135,7 +135,7 @@ DROPPING = [method for method in (registry.build(name, {}) for name in served_me
 @each("name", [method.name for method in DROPPING if compares_frames(method)])
 def test_rows_of_videos_are_those_of_the_method(name: str) -> None:
     rows = torch.randn(13, 10, generator=torch.Generator().manual_seed(1))
-    segments = segments_of([13], (3, 2, 2), "video", rows.device, frames=[[4, 4, 4]])
+    segments = build_segments([13], (3, 2, 2), "video", rows.device, frames=[[4, 4, 4]])
     method = registry.build(name, {})
     stays, out = choose(method, rows, 6, segments, [7])
     want = method.select(visual_tokens(rows[:, :6], keep=[7], frames=[[4, 4, 4]], modality="video"))
@@ -149,11 +149,11 @@ def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
     method = registry.build(name, {})
     rows = torch.randn(sum(counts), 10, generator=torch.Generator().manual_seed(1))
     keep = [max(1, count // 3) for count in counts]
-    stays, out = choose(method, rows, 6, segments_of(counts, None, "image", rows.device), keep)
+    stays, out = choose(method, rows, 6, build_segments(counts, None, "image", rows.device), keep)
     start = 0
     for index, (count, number) in enumerate(zip(counts, keep, strict=True)):
         own = rows[start : start + count]
-        alone = segments_of([count], None, "image", rows.device)
+        alone = build_segments([count], None, "image", rows.device)
         if name == "random":  # draws by the segment's place
             alone.ordinal[0] = index
         selection = method.select(tokenprune.selection.tokens.VisualTokens(alone, [number], _Hidden(own[None, :, :6])))
@@ -193,20 +193,20 @@ class _Hidden(tokenprune.selection.TokenSource):
 
 def test_a_known_grid_is_used() -> None:
     cpu = torch.device("cpu")
-    assert segments_of([12], (1, 3, 4), "image", cpu).grids == [(1, 3, 4)]
-    assert segments_of([12], (1, 2, 4), "image", cpu).grids == [None]
-    assert segments_of([12, 12], (2, 3, 4), "video", cpu).grids == [(1, 3, 4)] * 2
-    assert segments_of([24], (2, 3, 4), "video", cpu).grids == [(2, 3, 4)]
-    assert segments_of([12, 13], (2, 3, 4), "video", cpu).grids == [(1, 3, 4), None]
-    assert segments_of([9, 12], None, "image", cpu).grids == [None, None]
-    assert segments_of([9, 12], None, "image", cpu, square_grid).grids == [(1, 3, 3), None]
-    assert segments_of([9], None, "video", cpu, square_grid).grids == [None]
+    assert build_segments([12], (1, 3, 4), "image", cpu).grids == [(1, 3, 4)]
+    assert build_segments([12], (1, 2, 4), "image", cpu).grids == [None]
+    assert build_segments([12, 12], (2, 3, 4), "video", cpu).grids == [(1, 3, 4)] * 2
+    assert build_segments([24], (2, 3, 4), "video", cpu).grids == [(2, 3, 4)]
+    assert build_segments([12, 13], (2, 3, 4), "video", cpu).grids == [(1, 3, 4), None]
+    assert build_segments([9, 12], None, "image", cpu).grids == [None, None]
+    assert build_segments([9, 12], None, "image", cpu, square_grid).grids == [(1, 3, 3), None]
+    assert build_segments([9], None, "video", cpu, square_grid).grids == [None]
 
 
 def _image_grid(architecture: str, count: int, tower: str = "clip_vision_model") -> tuple[int, int, int] | None:
     config = SimpleNamespace(image_seq_length=16, vision_config=SimpleNamespace(model_type=tower))
     row = SERVED[architecture]
-    return image_grid(row, count, config, whole_image=not row.vllm.per_run)
+    return find_image_grid(row, count, config, whole_image=not row.vllm.per_run)
 
 
 def test_only_a_square_is_taken_for_a_square() -> None:
@@ -230,7 +230,7 @@ def item(count: int) -> dict:
 def test_batches_of_the_encoder_hold_what_was_measured() -> None:
     """Counted before reduction: the scheduler would let any number of these one-token images through."""
     items = [("image", item(count)) for count in (4, 4, 4, 20, 1, 9)]
-    made = [[items.index(one) for one in chunk] for chunk in chunks(items, 10)]
+    made = [[items.index(one) for one in chunk] for chunk in split_by_tokens(items, 10)]
     assert made == [[0, 1], [2], [3], [4, 5]]
     seen = []
 
@@ -238,6 +238,8 @@ def test_batches_of_the_encoder_hold_what_was_measured() -> None:
         seen.append((len(mm_kwargs), device))
         yield from mm_kwargs
 
-    assert list(in_small_batches(group_and_batch, 10)(items, device="there")) == items
+    assert list(limit_batches(group_and_batch, 10)(items, device="there")) == items
     assert seen == [(2, "there"), (1, "there"), (1, "there"), (2, "there")]
-    assert list(chunks([("image", {})] * 3, 1)) == [[("image", {})] * 3]  # without plans nothing is known, or changed
+    assert list(split_by_tokens([("image", {})] * 3, 1)) == [
+        [("image", {})] * 3
+    ]  # without plans nothing is known, or changed

@@ -121,7 +121,7 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"padding": "x" * 5000}, OptionError, "characters long"),
         ({"keep": object()}, OptionError, "what JSON can hold"),
         ({"method": "fastv"}, OptionError, "true allows it, with limits"),
-        ({"method": "tome", "r": 3}, OptionError, "set before the tower runs.*Leave r out"),
+        ({"method": "tome", "r": 3}, OptionError, "set before the tower runs.*Pass keep instead of r"),
         ({"method": "dymu"}, OptionError, "Pass exact=True"),
         ({"method": "dymu", "exact": True, "vtu": "expanded"}, OptionError, 'Use vtu="off"'),
         ({"method": "vscan"}, OptionError, "vscan with stage2=false"),
@@ -154,7 +154,7 @@ def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.Monk
         tower_part(adapter_for(model), method, Budget.from_keep(0.5)).reducer.layout.shape,
         served_tower(method, model.config),
     )
-    for fact in ("tokens", "protected", "blocks", "read", "unit"):
+    for fact in ("tokens", "protected", "blocks", "blocks_read", "unit"):
         assert getattr(ours, fact) == getattr(theirs, fact), fact
     assert served == [(type(theirs.module).__name__, "float32", theirs.blocks)]
 
@@ -251,7 +251,7 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
             registry._METHODS.pop(name)
 
 
-@pytest.mark.parametrize("declared", [{"by_content_count": True}, {"least": 0}])
+@pytest.mark.parametrize("declared", [{"chooses_count": True}, {"min_tokens": 0}])
 @pytest.mark.parametrize("site", [Site.PRE_LLM, Site.IN_LLM])
 def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> None:
     """Whatever the method does with features that are made up."""

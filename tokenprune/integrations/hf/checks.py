@@ -23,7 +23,7 @@ from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.integrations.shared import checks
 from tokenprune.selection.method import Site
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 from tokenprune.selection.sites.decode import DecodeMethod
 from tokenprune.selection.sites.encoder import TowerMethod
 
@@ -97,17 +97,17 @@ def check_layers(step: Step, adapter: Adapter) -> None:
     """Raise OptionError for a cut that this decoder's layers do not allow where it is asked for."""
     method, layer, family = step.method, step.layer, adapter.config.model_type
     attending = [index for index in range(len(adapter.decoder.layers)) if index not in adapter.stateful]
-    if observables_of(method.needs, *BEFORE) and layer - 1 in adapter.stateful:
+    if select_observables(method.needs, *BEFORE) and layer - 1 in adapter.stateful:
         raise OptionError(
             f"{method.name}: layer={layer} reads the attention of decoder layer {layer - 1}, which has none in "
             f"{family!r}. Choose a layer after one of {attending}."
         )
-    if observables_of(method.needs, *AFTER) and layer in adapter.stateful:
+    if select_observables(method.needs, *AFTER) and layer in adapter.stateful:
         raise OptionError(
             f"{method.name}: layer={layer} reads the attention of that decoder layer, which has none in {family!r}. "
             f"Choose one of {attending}."
         )
-    rotary = [one.name for one in observables_of(method.needs) if one.rotary]
+    rotary = [one.name for one in select_observables(method.needs) if one.rotary]
     if rotary and not hasattr(adapter.decoder, "rotary_emb"):
         raise OptionError(
             f"{method.name} reads {', '.join(rotary)}, and the decoder of {family!r} has no rotary positions. Use a "

@@ -33,11 +33,11 @@ from tokenprune.integrations.hf.towers.build import tower_part
 from tokenprune.integrations.hf.towers.frame_merging import FrameMerging
 from tokenprune.integrations.hf.towers.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.shared import checks
-from tokenprune.integrations.shared.towers.tower_scores import read_of_pixels
+from tokenprune.integrations.shared.towers.tower_scores import find_pixel_observables
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import observables_of
-from tokenprune.selection.sites import check_places, composition_key
+from tokenprune.selection.observable_registry import select_observables
+from tokenprune.selection.sites import check_sites, composition_key
 from tokenprune.selection.sites.attention import AttentionPattern
 from tokenprune.selection.sites.decode import DecodeMethod
 from tokenprune.selection.sites.encoder import EncoderMethod, TowerMethod
@@ -89,7 +89,7 @@ def _parts(
     ]
     stages.sort(key=lambda step: composition_key(step.method))
     acting = [step.method for step in stages]
-    check_places(acting)
+    check_sites(acting)
     checks.check_together(acting)
     check_methods(stages, adapter)
     check_processor(processor, adapter)
@@ -127,7 +127,7 @@ def _parts(
             case Pruner():
                 steps.append(step)
     towers = [part for part in parts if isinstance(part, TowerPart)]
-    read = pixels or any(part.reads_processor for part in towers) or any(map(read_of_pixels, acting))
+    read = pixels or any(part.reads_processor for part in towers) or any(map(find_pixel_observables, acting))
     unread = processor is not None and not read
     if guard is not None and unread:
         check_unread_processor(processor, methods)
@@ -137,7 +137,7 @@ def _parts(
     readers = [
         method
         for method in cutting
-        if isinstance(method, Pruner) and observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
+        if isinstance(method, Pruner) and select_observables(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
     ]
     inside = [part.method for part in towers]
     if readers:
@@ -151,7 +151,7 @@ def _parts(
     if any(compares_frames(step) for step in steps):
         merges = [method.name for method in inside if method.removes]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
-    weighed = [step for step in steps if step.acts and isinstance(step.method, Pruner) and step.method.weighs]
+    weighed = [step for step in steps if step.acts and isinstance(step.method, Pruner) and step.method.weighs_attention]
     if weighed:
         from tokenprune.integrations.hf.attention.weighing import Weighing
 
@@ -196,9 +196,9 @@ def _decoder_parts(adapter: Adapter, steps: Sequence[Step], record: bool) -> lis
     parts: list[Part] = [StaticSteps(adapter)]
     attention = LayerAttention(adapter, by_layer)
     needs = {need for step in steps for need in step.method.needs}
-    if observables_of(needs, ObservedAt.LAYER_BEFORE, ObservedAt.NEXT_LAYER, ObservedAt.UNROTATED):
+    if select_observables(needs, ObservedAt.LAYER_BEFORE, ObservedAt.NEXT_LAYER, ObservedAt.UNROTATED):
         parts.append(attention)
-    if observables_of(needs, ObservedAt.ENTRY, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED, ObservedAt.OWN):
+    if select_observables(needs, ObservedAt.ENTRY, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED, ObservedAt.OWN):
         parts.append(KeptInputs(adapter, by_layer, attention))
     # Last: it reads what the others observed.
     parts += [DecodePruning(adapter, step.method, record) for step in steps if isinstance(step.method, DecodeMethod)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenprune.errors import OptionError
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.models.token_counts import image_processor_of
+from tokenprune.models.token_counts import get_image_processor
 
 # Names of the placeholder in processors of transformers. `image_token` is another token in Gemma 3 and Llama 4.
 _IMAGE_TOKENS = ("image_token", "img_patch_token", "context_image_token")
@@ -82,7 +82,7 @@ def _compare_vocabularies(tokenizer: Any, adapter: Adapter, model_type: str) -> 
 
 
 def _compare_image_inputs(processor: Any, adapter: Adapter, model_type: str) -> str | None:
-    image_processor = image_processor_of(processor)
+    image_processor = get_image_processor(processor)
     names = getattr(image_processor, "model_input_names", None)
     if not isinstance(names, (list, tuple)) or not callable(getattr(image_processor, "preprocess", None)):
         return None

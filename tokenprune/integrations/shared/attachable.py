@@ -154,7 +154,7 @@ def refuse_replica(module: nn.Module, original: nn.Module) -> None:
         )
 
 
-def unwrap(model: nn.Module) -> None:
+def remove_wrappers(model: nn.Module) -> None:
     """Take away all that is wrapped of the modules of `model`, a copy: it has what its original has, but no part that
     would detach it."""
     for module in model.modules():
@@ -165,29 +165,29 @@ def unwrap(model: nn.Module) -> None:
 
 def swap_class(instance: Any, cls: type) -> Callable[[], None]:
     """Make `instance` one of `cls`, a subclass of its own, and return what gives back the class that it has now."""
-    undo = partial(give_back_class, instance, type(instance), cls)
+    undo = partial(restore_class, instance, type(instance), cls)
     instance.__class__ = cls
     return undo
 
 
-def give_back_class(instance: Any, found: type, put: type) -> None:
+def restore_class(instance: Any, found: type, put: type) -> None:
     """Make `instance`, which was made one of `put`, one of the class `found` again."""
     # If another library replaced the class after us, leave it alone.
     if isinstance(instance, put):
         instance.__class__ = found
 
 
-def hidden_states(args: tuple, kwargs: dict[str, Any]) -> Any:
+def get_hidden_states(args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the first argument of a block or layer of transformers, its hidden states."""
     return args[0] if args else kwargs["hidden_states"]
 
 
-def with_hidden_states(hidden: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def replace_hidden_states(hidden: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return the arguments of such a call with `hidden` in the place of its hidden states."""
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
-def with_output(change: Callable[[Any], Any], output: Any) -> Any:
+def change_output(change: Callable[[Any], Any], output: Any) -> Any:
     """Return the output of a block, a layer or a decoder with `change` applied to its hidden states."""
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])
@@ -197,7 +197,7 @@ def with_output(change: Callable[[Any], Any], output: Any) -> Any:
     return change(output)
 
 
-def states() -> MutableMapping[Any, Any]:
+def get_thread_states() -> MutableMapping[Any, Any]:
     """Return the state of each part in this thread's forward; threads share the parts.
 
     A state ends with its part, since another part may later get the same id.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tokenprune.budgets import Budget, joint_share
+from tokenprune.budgets import Budget, compute_joint_share
 from tokenprune.errors import NotPatchedError
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.selection.method import Method
@@ -42,16 +42,16 @@ class Attachment(Attachable):
         self.parts.append(part)
 
     def _with_lines(self, extra_repr: Callable[[], str]) -> Callable[[], str]:
-        return partial(_joined, extra_repr, self.lines())
+        return partial(_append_lines, extra_repr, self.format_lines())
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return what `print(model)` shows of the patch: a line for each method, one for encoded images, one for the
         guard."""
         lines = [
-            f"tokenprune: {method!r}, keep={budget.short()}, site={method.site}"
+            f"tokenprune: {method!r}, keep={budget.format_short()}, site={method.site}"
             for method, budget in zip(self.methods, self.budgets, strict=True)
         ]
-        together = joint_share(self.budgets) if len(self.budgets) > 1 else None
+        together = compute_joint_share(self.budgets) if len(self.budgets) > 1 else None
         if together is not None:
             lines.append(f"tokenprune: {len(self.budgets)} methods, together keep={together:.4g}")
         if self.feature_cache is not None:
@@ -64,7 +64,7 @@ class Attachment(Attachable):
         )
 
 
-def _joined(extra_repr: Callable[[], str], lines: list[str]) -> str:
+def _append_lines(extra_repr: Callable[[], str], lines: list[str]) -> str:
     """Return what a module says of itself, with `lines` below it."""
     return "\n".join([*filter(None, [extra_repr()]), *lines])
 
@@ -75,7 +75,7 @@ def find_attachment(model: Any) -> Attachment | None:
     return next((vars(one)[_ATTRIBUTE] for one in modules if _ATTRIBUTE in vars(one)), None)
 
 
-def attachment_of(model: Any) -> Attachment:
+def get_attachment(model: Any) -> Attachment:
     """Return what `patch` left on the model; raises NotPatchedError."""
     attachment = find_attachment(model)
     if attachment is None:

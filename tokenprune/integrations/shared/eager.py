@@ -20,12 +20,12 @@ def run_eagerly(function: Callable, *args: Any, **kwargs: Any) -> Any:
 _untraced = torch.compiler.disable(lambda f, *a, **k: f(*a, **k), reason="tokenprune chooses tokens outside of graphs")
 
 
-def with_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any:
-    """Return `run_eagerly(function, call, *args)` where `current()` is a call, else None, as `in_call`."""
+def run_with_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any:
+    """Return `run_eagerly(function, call, *args)` where `current()` is a call, else None, as `run_in_call`."""
     call = current()
     return None if call is None else run_eagerly(function, call, *args)
 
 
-def in_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any:
+def run_in_call(current: Callable[[], Any], function: Callable, *args: Any) -> Any:
     """Return `run_eagerly(function, *args)` where `current()` is a call, else None: the graph goes on there."""
     return None if current() is None else run_eagerly(function, *args)

@@ -18,11 +18,11 @@ class PixelCounts:
         # Replaced, not changed: processors are used from several threads.
         self._calls: tuple[tuple[int, int], ...] = ()
 
-    def note(self, made: int, full: int) -> None:
-        """Remember a call whose images make `made` visual tokens in all, and `full` without the method."""
-        self._calls = (*self._calls[1 - _CALLS :], (made, full))
+    def record(self, num_tokens: int, num_unpruned: int) -> None:
+        """Record the number of visual tokens of one call, with the method and without it."""
+        self._calls = (*self._calls[1 - _CALLS :], (num_tokens, num_unpruned))
 
-    def full(self, rows: Sequence[int]) -> int | None:
+    def find_unpruned(self, rows: Sequence[int]) -> int | None:
         """Return the visual tokens that a batch would have had; None where that is not known.
 
         rows: the visual tokens of each of its rows. They come from one call, copied for beams and samples or not, or

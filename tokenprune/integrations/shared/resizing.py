@@ -12,12 +12,12 @@ from typing import Any
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
-from tokenprune.models.token_counts import Reader, countable_processors, image_processor_of, rule_for
-from tokenprune.selection.images import InputImage, collect
+from tokenprune.models.token_counts import SettingsReader, find_rule, get_image_processor, list_countable_processors
+from tokenprune.selection.images import InputImage, collect_images
 from tokenprune.selection.sites.pixels import ResizeMethod
 
 # `Rule.grid`.
-Grid = Callable[[Reader, int, int], tuple[int, int, int, int, int]]
+Grid = Callable[[SettingsReader, int, int], tuple[int, int, int, int, int]]
 
 
 class Resizer:
@@ -33,12 +33,12 @@ class Resizer:
 
     def __init__(self, method: ResizeMethod, budget: Budget, processor: Any, adapter: Any = None) -> None:
         self.method, self.budget, self.adapter, self.processor = method, budget, adapter, processor
-        self.image_processor = image_processor_of(processor)
+        self.image_processor = get_image_processor(processor)
         self.identity = budget.is_identity()
         self.counts = PixelCounts()
         if self.identity:
             return
-        self.rule = rule_for(processor)
+        self.rule = find_rule(processor)
         self.resizing = self.rule.resizing if self.rule else adapter.family.resizing if adapter else None
         self._check()
 
@@ -53,7 +53,7 @@ class Resizer:
             )
         if keep is None or (isinstance(keep, numbers.Integral) and not self.method.takes_tokens):
             raise BudgetError(f"{name} takes keep as a share (a float), not {self.budget}")
-        if self.most is None:
+        if self.max_tokens is None:
             self.method.check_keep(float(keep))
         if not given and self.processor is not None:
             raise OptionError(
@@ -68,13 +68,14 @@ class Resizer:
         if self.resizing is None:
             raise UnsupportedSetupError(
                 f"{name}: how {type(self.image_processor).__name__} makes tokens is not known; known are "
-                f"{', '.join(countable_processors())}; use a method that acts on the model, such as 'pool', instead"
+                f"{', '.join(list_countable_processors())}; "
+                "use a method that acts on the model, such as 'pool', instead"
             )
-        if self.rule is None and self.most is not None:
+        if self.rule is None and self.max_tokens is not None:
             raise UnsupportedSetupError(
                 f"{name}: the tokens of {type(self.image_processor).__name__} cannot be counted; give keep as a share"
             )
-        if self.rule is None and self.resizing == "input" and "height" in Reader(self.processor).size():
+        if self.rule is None and self.resizing == "input" and "height" in SettingsReader(self.processor).size():
             raise UnsupportedSetupError(
                 f"{name}: {type(self.image_processor).__name__} makes every image one size, so a smaller one would "
                 "lose detail and save nothing"
@@ -82,7 +83,7 @@ class Resizer:
         if self.resizing == "target":
             self._check_tower()
         elif self.rule is not None:
-            self.rule.count(Reader(self.processor), 100, 100, 1)  # raises if the processor does not tell enough
+            self.rule.count(SettingsReader(self.processor), 100, 100, 1)  # raises if the processor does not tell enough
 
     def _check_tower(self) -> None:
         if self.adapter is None:
@@ -97,21 +98,21 @@ class Resizer:
                 "size of image"
             )
 
-    def change(self, images: Any, kwargs: dict[str, Any], questions: Iterable[str] = ()) -> tuple[Any, dict[str, Any]]:
+    def resize(self, images: Any, kwargs: dict[str, Any], questions: Iterable[str] = ()) -> tuple[Any, dict[str, Any]]:
         """Return the images and settings of a processor's call as they have to be.
 
         questions: of each one, for a method that reads them.
         """
         if self.identity:
             return images, kwargs
-        read = Reader(self.processor, kwargs)
+        read = SettingsReader(self.processor, kwargs)
         rule, left = self.rule, iter(questions)
 
         def make(image: Any, prompt: int, companions: int) -> InputImage:
             count = None if rule is None else lambda height, width: rule.count(read, height, width, companions)
             return InputImage(image, kwargs.get("input_data_format"), prompt, companions, count, next(left, ""))
 
-        found, rebuild = collect(self.image_processor.fetch_images(images), make)
+        found, rebuild = collect_images(self.image_processor.fetch_images(images), make)
         if not found:
             return images, kwargs
         shares = self._shares(found)
@@ -122,35 +123,35 @@ class Resizer:
             self._note(found, [one.size for one in found], kwargs)
             return images, kwargs
         if rule is not None and rule.grid is not None:
-            sizes, size = _on_grid(rule.grid, read, found, shares, self.most)
+            sizes, size = _on_grid(rule.grid, read, found, shares, self.max_tokens)
             kwargs = {name: value for name, value in kwargs.items() if name not in ("min_pixels", "max_pixels")}
             kwargs["size"] = size
         else:
-            sizes = [_scaled(one, share, self.most) for one, share in zip(found, shares, strict=True)]
+            sizes = [_scaled(one, share, self.max_tokens) for one, share in zip(found, shares, strict=True)]
         self._note(found, sizes, kwargs)
-        return rebuild([one.resized(*size) for one, size in zip(found, sizes, strict=True)]), kwargs
+        return rebuild([one.resize(*size) for one, size in zip(found, sizes, strict=True)]), kwargs
 
     def _shares(self, images: list[InputImage]) -> list[float]:
-        if self.most is None:
-            return self.method.shares(images, self.share, self.budget.per)
-        return [min(1.0, self.most / image.tokens) for image in images]
+        if self.max_tokens is None:
+            return self.method.compute_shares(images, self.share, self.budget.per)
+        return [min(1.0, self.max_tokens / image.tokens) for image in images]
 
     def _note(self, images: list[InputImage], sizes: list[tuple[int, int]], kwargs: dict[str, Any]) -> None:
         """Remember how many tokens `images` make with `sizes` and settings `kwargs`, and would have made."""
         if self.rule is None:
             return
-        rule, read = self.rule, Reader(self.processor, kwargs)
-        made = [rule.count(read, *size, one.companions) for one, size in zip(images, sizes, strict=True)]
-        self.counts.note(sum(made), sum(image.tokens for image in images))
+        rule, read = self.rule, SettingsReader(self.processor, kwargs)
+        made = [rule.count(read, *size, one.num_prompt_images) for one, size in zip(images, sizes, strict=True)]
+        self.counts.record(sum(made), sum(image.tokens for image in images))
 
-    def _target(self, read: Reader, share: float) -> dict[str, Any]:
+    def _target(self, read: SettingsReader, share: float) -> dict[str, Any]:
         if read("do_resize") is False:
             raise UnsupportedSetupError(f"{self.method.name}: do_resize=False leaves nothing to shrink")
         changed: dict[str, Any] = {}
         for name in ("size", "crop_size"):
             for edge, value in read.size(name).items():
                 full = value // self._patch
-                patches = _patches(full, share, self.most)
+                patches = _patches(full, share, self.max_tokens)
                 # Left as it is where the share rounds to everything: it need not be a multiple of the patch.
                 side = value if patches == full else patches * self._patch
                 changed.setdefault(name, {})[edge] = side
@@ -161,7 +162,7 @@ class Resizer:
         return self.adapter.config.vision_config.patch_size
 
     @property
-    def most(self) -> int | None:
+    def max_tokens(self) -> int | None:
         """The most tokens of an image; None where the budget is a share."""
         return self.budget.tokens
 
@@ -178,8 +179,8 @@ class Resizer:
         if (height, width) != (full, full):
             return True
         patches = full // self._patch
-        share = self.share if self.most is None else min(1.0, self.most / patches**2)
-        if not self.method.by_content and _patches(patches, share, self.most) < patches:
+        share = self.share if self.max_tokens is None else min(1.0, self.max_tokens / patches**2)
+        if not self.method.depends_on_content and _patches(patches, share, self.max_tokens) < patches:
             raise UnsupportedSetupError(
                 f"{self.method.name}: these pixels have the full size: make them with the processor that was given to "
                 "patch()"
@@ -188,7 +189,7 @@ class Resizer:
 
 
 def _on_grid(
-    grid: Grid, read: Reader, images: list[InputImage], shares: list[float], tokens: int | None = None
+    grid: Grid, read: SettingsReader, images: list[InputImage], shares: list[float], tokens: int | None = None
 ) -> tuple[list[tuple[int, int]], dict]:
     """Return sizes in whole tokens, which the processor then leaves alone, and its setting `size` for them. tokens: the
     most of an image."""
@@ -199,12 +200,12 @@ def _on_grid(
         # An image of full size is left to the processor, unless it is only made that large by the lower limit,
         # which has to go: what becomes of an image must not depend on the others in the call.
         left = share >= 1 and round(height / factor) * round(width / factor) * factor**2 >= least
-        small = token_grid(rows, columns, share, tokens)
+        small = find_token_grid(rows, columns, share, tokens)
         sizes.append(image.size if left else (small[0] * factor, small[1] * factor))
     return sizes, {"shortest_edge": min(least, factor**2), "longest_edge": most}
 
 
-def token_grid(rows: int, columns: int, share: float, most: int | None = None) -> tuple[int, int]:
+def find_token_grid(rows: int, columns: int, share: float, most: int | None = None) -> tuple[int, int]:
     """Return the grid whose tokens are closest to the share of `rows * columns`, and at most `most`, its shape off by
     less than a token on the shorter side."""
     if share >= 1:

@@ -16,10 +16,10 @@ The path of a request through the files:
     written from the plan, and the plan is sent with the item.
 6.  `frontend/metrics.py: COUNTERS` counts it; `frontend/sender_cache.py: SenderCache` sends missing items.
 7.  `worker/models.py: ReducingModel` reads the plans of a batch and runs the vision tower through
-    `worker/tower_treatments.py: tower_treatment`.
+    `worker/tower_treatments.py: create_tower_treatment`.
 8.  `selection/before_llm.py: choose` calls the method on the features of an item.
 9.  `worker/rows.py: AwaitedRows` assembles the rows for the prompt.
-10. `worker/positions.py: place` gives kept tokens their positions in the full prompt.
+10. `worker/positions.py: write_positions` gives kept tokens their positions in the full prompt.
 
 Methods that act inside the language model do not change the prompt; see `in_llm`.
 """

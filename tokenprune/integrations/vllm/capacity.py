@@ -112,9 +112,8 @@ class Server:
     ) -> Server:
         """Return the server for the config of a whole model.
 
-        Raises:
-            OptionError: If an argument is out of range.
-            UnsupportedModelError: If the model's sizes have no closed form, or its weights do not fit.
+        Raises OptionError for arguments out of range, and UnsupportedModelError if there is no closed form or the weights
+        do not fit.
         """
         assumed = Assumptions() if assumed is None else assumed
         assumed.check()
@@ -132,8 +131,8 @@ class Server:
         assert costs.tower is not None
         head = text.vocab_size * text.hidden_size
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        read = costs.decoder.weights + head
-        server = cls(costs, costs.tower.weights + read + (0 if tied else head), read, gpu, gpus, dtype, assumed)
+        read = costs.decoder.num_weights + head
+        server = cls(costs, costs.tower.num_weights + read + (0 if tied else head), read, gpu, gpus, dtype, assumed)
         if server.cache_bytes <= 0:
             fit = -(-server.weight_bytes // (assumed.memory * gpu.memory))
             raise UnsupportedModelError(
@@ -153,22 +152,14 @@ class Server:
         return self.assumed.memory * self.gpus * self.gpu.memory - self.weight_bytes
 
     def capacity(self, load: Load, keep: float | int, images: int, answer: int) -> Capacity:
-        """Return the capacity for requests of one kind that are pruned at the decoder's entry.
+        """Return the capacity for requests with answers of `answer` tokens, pruned at the decoder's entry.
 
-        Args:
-            load: Load of a request.
-            keep: Budget of each image, as in `Budget`.
-            images: Images of a request.
-            answer: Tokens of an answer.
-
-        Raises:
-            BudgetError: If `keep` is invalid.
-            UnsupportedModelError: If not even one request fits into memory.
+        `keep` is the budget of each image. Raises BudgetError if it is invalid, UnsupportedModelError if no request fits.
         """
         size, layers, assumed = BYTES[self.dtype], self.costs.decoder.layers, self.assumed
         each = load.visual // images
         visual = Budget.from_keep(keep).resolve_keep(each) * images
-        cost = self.costs.cost(load, per_layer=[visual] * layers)
+        cost = self.costs.compute_cost(load, per_layer=[visual] * layers)
         prompt = load.text + visual
         cached_tokens = -(-(prompt + answer) // assumed.block) * assumed.block
         kv = float(self.costs.decoder.kv_bytes([cached_tokens] * layers, size))
@@ -183,7 +174,7 @@ class Server:
         # The cache grows while a request is answered. On average it holds half of the answer.
         average = float(self.costs.decoder.kv_bytes([prompt + answer // 2] * layers, size))
         step = max(assumed.launch, (self.read * size + together * average) / bandwidth)
-        decoder = cost.decoder + 2 * (self.read - self.costs.decoder.weights)
+        decoder = cost.decoder + 2 * (self.read - self.costs.decoder.num_weights)
         peak = self.gpus * self.gpu.flops(self.dtype)
         prefill = decoder / (assumed.compute * peak) + cost.tower / (assumed.tower * peak)
         # The prefill of a short prompt takes at least the time to read the weights.
@@ -208,14 +199,8 @@ class Server:
     def fit(self, load: Load, images: int, answer: int, rates: Mapping[float | int, float]) -> Server:
         """Return this server with the shares `compute` and `tower` that reproduce measured rates.
 
-        Args:
-            load: Load of a request.
-            images: Images of a request.
-            answer: Tokens of an answer.
-            rates: Measured requests per second by keep, for two keeps at which the GPU is the bottleneck.
-
-        Raises:
-            OptionError: If there are not two rates, or no shares reproduce both.
+        `rates` has the requests per second at two keeps at which the GPU is the bottleneck. Raises OptionError for
+        another number of rates, or if no shares reproduce both.
         """
         if len(rates) != 2:
             raise OptionError(f"pass the rates of exactly two keeps, not {len(rates)}")
@@ -224,7 +209,7 @@ class Server:
         rows = []
         for keep, rate in rates.items():
             capacity = ideal.capacity(load, keep, images, answer)
-            tower = ideal.costs.cost(load).tower / (self.gpus * self.gpu.flops(self.dtype))
+            tower = ideal.costs.compute_cost(load).tower / (self.gpus * self.gpu.flops(self.dtype))
             decoding = 1 / capacity.rate - capacity.prefill_seconds
             rows.append((capacity.prefill_seconds - tower, tower, 1 / rate - decoding))
         (decoder, tower, seconds), (other_decoder, _, other_seconds) = rows
@@ -244,8 +229,8 @@ class Server:
 
 
 def build_load(config: Any, images: int, *, tokens: int | None, tiles: int | None, text: int) -> Load:
-    """Return the load of a request with several equal images (see `Load.of_config`); raise OptionError."""
+    """Return the load of a request with several equal images (see `Load.from_config`); raise OptionError."""
     if images < 1:
         raise OptionError(f"images={images} is not valid: a request needs at least 1 image")
-    load = Load.of_config(config, tokens=tokens, tiles=tiles, text=text)
+    load = Load.from_config(config, tokens=tokens, tiles=tiles, text=text)
     return Load(load.views * images, load.visual * images, text)

@@ -57,15 +57,9 @@ class HttpReply:
 
 
 class RemoteServer:
-    """A server at a URL.
+    """A server at `url` (http://host:port, with or without /v1), and its API key.
 
-    Args:
-        url: http://host:port, with or without /v1.
-        key: API key for the `Authorization` header.
-        timeout: Seconds for each answer.
-
-    Raises:
-        OptionError: If `url` is not an HTTP address.
+    Raises OptionError if `url` is not an HTTP address.
     """
 
     def __init__(self, url: str, key: str | None = None, timeout: float = 120.0) -> None:

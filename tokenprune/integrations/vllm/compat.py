@@ -26,12 +26,7 @@ HOOKS = tomllib.loads((Path(__file__).parent / "hooks.toml").read_text())
 
 
 def missing_hooks(*kinds: str, modules: Container[str] | None = None) -> list[str]:
-    """Return a message for each hook that the installed vLLM lacks.
-
-    Args:
-        kinds: Tables of hooks.toml.
-        modules: Modules whose hooks are checked. None: all.
-    """
+    """Return a message for each hook in tables of hooks.toml (and in `modules`, if passed) that vLLM lacks."""
     problems = []
     for target, parameters in itertools.chain.from_iterable(HOOKS[kind].items() for kind in kinds):
         module, _, path = target.partition(":")

@@ -15,15 +15,7 @@ from tokenprune.errors import OptionError
 
 @dataclass(frozen=True)
 class GPU:
-    """Data sheet of a GPU.
-
-    Args:
-        name: Name of the module.
-        memory: Bytes of memory (1 GB is 1e9 bytes).
-        bandwidth: Memory bandwidth in bytes per second.
-        half: FLOPs per second of 16-bit matrix products.
-        single: FLOPs per second of exact float32 matrix products.
-    """
+    """Data sheet of a GPU: bytes, bytes per second, and FLOPs per second of 16-bit and exact float32 products."""
 
     name: str
     memory: float

@@ -56,11 +56,7 @@ def _gateway_policy() -> Any:
 
 
 def _register_models(prunes: bool) -> None:
-    """Replace vLLM's model classes by ours.
-
-    Args:
-        prunes: Whether the classes prune tokens. The others only read checkpoints of transformers 5.
-    """
+    """Replace vLLM's model classes by ours. Without `prunes` they only read checkpoints of transformers 5."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for architecture, family in SERVED.items():
@@ -203,11 +199,11 @@ def _wrap_model(architecture: str, original: Any, prunes: bool) -> Any:
         def load_model_cls(self) -> type:
             base = self.original.load_model_cls()
             if not self.prunes:
-                from tokenprune.integrations.vllm.worker.weights import renaming_class
+                from tokenprune.integrations.vllm.worker.weights import create_renaming_class
 
-                return renaming_class(base)
-            from tokenprune.integrations.vllm.worker.models import reducing_class
+                return create_renaming_class(base)
+            from tokenprune.integrations.vllm.worker.models import create_reducing_class
 
-            return reducing_class(base, SERVED[self.architecture])
+            return create_reducing_class(base, SERVED[self.architecture])
 
     return RegisteredModel(architecture, original, prunes)

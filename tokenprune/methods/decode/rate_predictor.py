@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear classifier that turns attention masses into a pruning rate, and its file."""
+"""Linear classifier that predicts the pruning rate of `dyrate` from attention masses, and its file."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import torch
 from safetensors import SafetensorError
 
 from tokenprune.errors import OptionError
-from tokenprune.selection.files import File, reason
+from tokenprune.selection.files import File, describe_error
 
 _KIND = "tokenprune dyrate predictor"
 
 
 @dataclass(frozen=True, eq=False)
 class RatePredictor:
-    """weight: float32 `[K, 4 H]`, bias: float32 `[K]`, over K rates 0, 1/K .. (K-1)/K and the masses of H heads.
+    """Linear classifier over K pruning rates 0, 1/K ... (K-1)/K.
 
-    layer: the decoder layer at whose input tokens are dropped. model: `fingerprint` of the decoder it was fitted to.
+    Args:
+        weight: Weights for the 4 attention masses of H heads, float32 (K, 4 H).
+        bias: Bias, float32 (K,).
+        layer: Decoder layer whose input is pruned.
+        model: `fingerprint` of the decoder that it was fitted to.
     """
 
     weight: torch.Tensor
@@ -29,16 +33,20 @@ class RatePredictor:
 
     @property
     def grid(self) -> int:
-        """K, the number of rates."""
+        """Number of rates, K."""
         return self.weight.shape[0]
 
     def predict(self, masses: torch.Tensor) -> torch.Tensor:
-        """long `[B]`: the index of the rate for masses `[B, H, 4]`."""
+        """Return the index of the rate for attention masses (B, H, 4), long (B,)."""
         weight, bias = self.weight.to(masses.device), self.bias.to(masses.device)
         return (masses.float().flatten(1) @ weight.T + bias).argmax(dim=1)
 
     def save(self, path: str | Path) -> None:
-        """Write the classifier to a safetensors file."""
+        """Write the classifier to a safetensors file.
+
+        Raises:
+            OptionError: If the file cannot be written.
+        """
         from safetensors.torch import save_file
 
         metadata = {"kind": _KIND, "layer": str(self.layer), "model": self.model}
@@ -49,13 +57,17 @@ class RatePredictor:
 
     @classmethod
     def load(cls, path: str | Path) -> RatePredictor:
-        """Read what `save` wrote; raises OptionError for any other file."""
+        """Read a file written by `save`.
+
+        Raises:
+            OptionError: If the file is missing, damaged or of another kind.
+        """
         try:
-            tensors, metadata = File.of(path).tensors()
+            tensors, metadata = File.from_path(path).tensors()
             if metadata.get("kind") != _KIND:
-                raise OptionError(f"{path} holds no predictor of `tokenprune fit dyrate`")
+                raise OptionError(f"{path} was not written by `tokenprune fit dyrate`")
             return cls(tensors["weight"], tensors["bias"], int(metadata["layer"]), metadata["model"])
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, OptionError):
                 raise
-            raise OptionError(f"cannot read a predictor from {path}: {reason(error)}") from error
+            raise OptionError(f"cannot read a predictor from {path}: {describe_error(error)}") from error

@@ -23,35 +23,47 @@ from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
 @register("dymu", site=Site.IN_ENCODER, paper="arXiv 2504.17040, NeurIPS 2025", merges=True)
 @dataclass(frozen=True)
 class DyMU(EncoderMethod):
-    """Merge the tokens inside the vision tower that are more similar than calibrated thresholds: simple images keep
-    fewer tokens than detailed ones.
+    """Merge tokens above calibrated similarities inside the vision tower (DyMU).
 
-    `keep` is an average over images like those of the calibration: each image gets a number of its own, which no
-    other image of a batch changes. It must be one of the shares that the thresholds were calibrated for.
+    Each block merges token pairs with a similarity above the block's threshold. The thresholds are calibrated so that
+    images keep the share `keep` on average. Each image has its own count, independent of the other images in the batch,
+    and simple images keep fewer tokens than detailed ones. `keep` must be one of the calibrated shares.
 
-    thresholds: what `tokenprune fit dymu` wrote (a path), or what `tokenprune_bench.calibration.calibrate` returned.
-    Without them, those that the package ships for this model, if it does (it does for the demo model).
-    proportional: add the logarithm of a token's size to its attention logits, so that a merged token counts as often as
-    its members did.
-    max_r: tokens that a block merges in one image at most; half of them is the limit in any case.
-    vtu: virtual unmerging in the decoder: "off", or "expanded", which applies its weights to the merged tokens and its
-    attention to all positions. It saves no KV memory (docs/methods/dymu.md).
-    exact: every image keeps exactly the number of patches that `keep` asks for: what merges in which block is still
-    its content's choice, but no block goes below that number, and where the thresholds would leave more than the blocks
-    after can still merge, the best pairs below the threshold merge too. For those who must know the number before the
-    image, such as vLLM.
+    Args:
+        thresholds: Path of a file written by `tokenprune fit dymu`, or the result of
+            `tokenprune_bench.calibration.calibrate`. None: thresholds that ship with the package, which include the
+            demo model.
+        proportional: Add the logarithm of a token's size to its attention logits, so that a merged token counts as
+            often as its members.
+        max_r: Maximum number of tokens that a block merges per image. A block merges at most half of the tokens.
+        vtu: Virtual token unmerging in the decoder. "off", or "expanded": apply weights to merged tokens and attention
+            to all positions. It saves no KV memory (docs/methods/dymu.md).
+        exact: Keep exactly the number of patches that `keep` requests (an addition). The content still decides the
+            merged pairs. No block goes below the count, and pairs below the threshold merge where later blocks could
+            not reach it. Required if the count must be known before encoding, as in vLLM.
 
-    Source: Wang et al., "DyMU: Dynamic Merging and Virtual Unmerging for Efficient VLMs", sections 3.1 (dynamic
-    token merging) and 3.2 (virtual token unmerging). `exact` is ours.
+    Source:
+        Wang et al., "DyMU: Dynamic Merging and Virtual Unmerging for Efficient VLMs" (arXiv 2504.17040), sections 3.1
+        (dynamic token merging) and 3.2 (virtual token unmerging).
 
-    Differs from the paper: similarity is the cosine of the keys, mean over heads, as in the authors' code (the paper
-    says dot product); at the tower's end every patch gets the feature of its merged token back, and the language model
-    sees one token for each merged one, at the position of its first patch. Alone, in a batch and in calibration an
-    image is treated alike, by order of place. The authors' code in batches, and so in calibration, reorders images that
-    merge nothing, divides by the size + 1e-4 and lets odd images merge more than half, by which thresholds differ by up
-    to 3e-3; alone, without a class token, it orders what is left by similarity (up to 4 tokens of 113 on average).
-    Linear schedules are straight lines over the blocks that are read; theirs differ by up to 16 merges a block, and
-    reversed on LLaVA by 42, which are lost in a block that nobody reads (docs/methods/dymu.md, measured).
+    Differences from the paper:
+        - Similarity is the cosine of the keys, averaged over heads, as in the authors' code. The paper uses the dot
+          product.
+        - At the end of the tower every patch gets the feature of its merged token. The language model sees one token
+          per group, at the position of its first patch.
+        - Results do not depend on batching, and tokens keep their order. In batches, and so in calibration, the
+          authors' code reorders images without merges, divides by size + 1e-4, and lets odd images merge more than
+          half; thresholds differ by up to 3e-3. For single images without a class token it sorts the rest by similarity
+          (up to 4 tokens of 113 on average).
+        - Linear schedules are straight lines over the blocks that the model reads. The authors' schedules differ by up
+          to 16 merges per block, and by 42 for reversed ones on LLaVA, in a block whose output is unused. See
+          docs/methods/dymu.md for measurements.
+
+    Example:
+        >>> model = tokenprune.patch(model, DyMU(exact=True), keep=0.5)
+        >>> output = model(**inputs)
+        >>> tokenprune.stats(model).visual_tokens_out
+        128
     """
 
     ragged = True
@@ -75,62 +87,69 @@ class DyMU(EncoderMethod):
 
     @property
     def calibrated_for(self) -> Fingerprint | None:
-        return None if self._given is None else self._given.fingerprint
+        return None if self._loaded_thresholds is None else self._loaded_thresholds.fingerprint
 
     @property
-    def _given(self) -> Thresholds | None:
-        assert not isinstance(self.thresholds, (str, Path))  # read by __post_init__
+    def _loaded_thresholds(self) -> Thresholds | None:
+        assert not isinstance(self.thresholds, (str, Path))  # loaded by __post_init__
         return self.thresholds
 
     def check_served(self, kind: str, dtype: str, blocks: int) -> None:
-        found = self._given
-        if found is None:
+        thresholds = self._loaded_thresholds
+        if thresholds is None:
             raise OptionError(
-                f"{self.name} needs thresholds=PATH in the server's setting, a file by `tokenprune fit dymu`: those "
-                "that ship with the package are recognised by weights, which vLLM keeps in another form"
+                f"{self.name} requires thresholds=PATH in vLLM, which stores weights in a different form than the "
+                "shipped thresholds expect. Write the file with `tokenprune fit dymu`."
             )
-        made_for = found.fingerprint.kind, found.fingerprint.dtype, {len(values) for values in found.values.values()}
-        ours = kind, dtype, {blocks}
-        if made_for != ours:
-            towers = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (made_for, ours)]
+        calibrated = (
+            thresholds.fingerprint.kind,
+            thresholds.fingerprint.dtype,
+            {len(values) for values in thresholds.values.values()},
+        )
+        actual = kind, dtype, {blocks}
+        if calibrated != actual:
+            towers = [f"a {kind} in {dtype} with {max(blocks)} blocks" for kind, dtype, blocks in (calibrated, actual)]
             raise OptionError(
-                f"{self.name}: these thresholds were calibrated for {towers[0]}, and this tower is {towers[1]}: run "
-                "`tokenprune fit dymu` for this model in the dtype that it is served in"
+                f"{self.name}: the thresholds are for {towers[0]}, but this tower is {towers[1]}. Run `tokenprune fit "
+                "dymu` for this model in its serving dtype."
             )
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
-        """Return what merges the pairs above each block's threshold."""
+        """Return a matcher per block that merges the pairs above the block's threshold."""
         if self.is_identity(budget):
             return [None] * tower.blocks
-        thresholds = self._given or find_shipped(tower.fingerprint)
+        thresholds = self._loaded_thresholds or find_shipped(tower.fingerprint)
         thresholds.check(tower.fingerprint)
         match = partial(threshold_match, protected=tower.protected, limit=self.max_r)
         values = thresholds.for_keep(budget.keep).tolist()
         self._check(
             len(values) == tower.blocks,
-            f"thresholds are for a tower of {len(values)} blocks, and this one has {tower.blocks}: run `tokenprune "
-            "fit dymu` for this model",
+            f"the thresholds are for {len(values)} blocks, but the tower has {tower.blocks}. Run `tokenprune fit dymu` "
+            "for this model.",
         )
         if not self.exact:
             return [partial(match, threshold=value) if value < 1 else None for value in values]
-        floor = tower.left(budget) + tower.protected
+        floor = tower.count_kept(budget) + tower.protected
         return [
-            # A threshold of 1 means that nothing merges, whatever rounding makes of the cosine of equal keys.
+            # A threshold of 1 disables merging, even if rounding gives equal keys a cosine above 1.
             partial(match, threshold=value if value < 1 else math.inf, floor=floor, ceiling=ceiling)
-            for value, ceiling in zip(values, self._ceilings(floor, tower), strict=False)
-        ] + [None] * (tower.blocks - tower.read)
+            for value, ceiling in zip(values, self._compute_ceilings(floor, tower), strict=False)
+        ] + [None] * (tower.blocks - tower.blocks_read)
 
-    def _ceilings(self, floor: int, tower: Tower) -> list[int]:
-        """Return for each block whose output is read how many tokens it may leave at most, so that the blocks after it
-        can get down to `floor`; raises BudgetError if all of them together cannot."""
+    def _compute_ceilings(self, floor: int, tower: Tower) -> list[int]:
+        """Return the maximum number of tokens after each block, so that later blocks can still reach `floor`.
+
+        Raises:
+            BudgetError: If all blocks together cannot reach `floor`.
+        """
         ceilings = [floor]
-        for _ in range(tower.read):
-            more = ceilings[-1] - tower.protected  # a block merges half of its patches at most
-            ceilings.append(ceilings[-1] + (more if self.max_r is None else min(more, self.max_r)))
+        for _ in range(tower.blocks_read):
+            max_merged = ceilings[-1] - tower.protected  # a block merges at most half of its patches
+            ceilings.append(ceilings[-1] + (max_merged if self.max_r is None else min(max_merged, self.max_r)))
         if ceilings.pop() < tower.tokens:
             raise BudgetError(
-                f"dymu cannot leave exactly {floor - tower.protected} of {tower.patches} patches: a block merges at "
-                f"most half of its tokens{'' if self.max_r is None else f' and max_r={self.max_r}'}, and {tower.read} "
-                "blocks count; ask for more"
+                f"dymu cannot keep exactly {floor - tower.protected} of {tower.patches} patches: {tower.blocks_read} "
+                f"blocks merge at most half{'' if self.max_r is None else f' and max_r={self.max_r}'} of the tokens "
+                "each. Pass a larger keep."
             )
         return ceilings[::-1]

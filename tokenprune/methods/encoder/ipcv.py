@@ -16,37 +16,47 @@ from tokenprune.selection.sites.units import Sees, UnitDropper
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PAIRS = 2**26  # of patches that are compared at once: 256 MiB
+_PAIRS = 2**26  # patch pairs compared at once (256 MiB)
 
 
 @register("ipcv", site=Site.IN_ENCODER, paper="arXiv 2512.18747")
 @dataclass(frozen=True)
 class IPCV(UnitDropper):
-    """Drop units of patches at the input of an early block of the vision tower, and bring them back at its end: the
-    tower gets cheaper, and the language model gets as many tokens as ever.
+    """Drop patches early in the vision tower and reconstruct them at its end (IPCV).
 
-    A unit is what becomes one visual token. Those stay that the block before `layer` changed most, `keep` of each
-    image, and of each frame of a video. A patch that left comes back as it was then, moved as far as its nearest
-    neighbours among those that stayed were moved since, on average. So what the language model computes is saved by
-    another method after it, as in `patch(model, ["ipcv", "divprune"], ...)`. `towerdrop` with score="change" drops the
-    same way and brings nothing back.
+    A unit is the group of patches that becomes one visual token. The units that block `layer - 1` changes most are
+    kept: `keep` of each image, or of each frame of a video. At the end of the tower, a dropped patch is restored from
+    its old state, moved by the mean change of its nearest kept neighbours. The tower gets cheaper, but the language
+    model sees all tokens. Combine it with another method to save decoder work, as in `patch(model, ["ipcv",
+    "divprune"], ...)`. `towerdrop` with score="change" drops the same units and does not restore them.
 
-    layer: index of the block at whose input units leave; the tower has to have two more.
-    stabilise: for so many blocks all patches are attended to, and the MLP alone leaves out those that left: each of
-    these blocks begins with all of them back.
-    neighbours: int. How many bring a patch back, by the Euclidean distance of what enters block `layer`.
+    Args:
+        layer: Index of the first block that runs on the kept units. The tower needs two more blocks.
+        stabilise: Number of blocks in which attention still sees all patches and only the MLP skips the dropped ones.
+            Each of these blocks starts with all patches restored.
+        neighbours: Number of neighbours that restore a patch, by Euclidean distance of the inputs of block `layer`.
 
-    Source: "IPCV: Information-Preserving Compression for MLLM Visual Encoders". The paper itself could not be read
-    beyond its first page: the algorithm is that of the authors' code for Qwen2-VL and InternVL2.
+    Source:
+        "IPCV: Information-Preserving Compression for MLLM Visual Encoders" (arXiv 2512.18747), the authors' code for
+        Qwen2-VL and InternVL2. Only the first page of the paper was available.
 
-    Differs from the authors' code: units are chosen, by the mean score of their patches, where that chooses patches,
-    which Qwen2.5-VL's windows and what joins patches ask for; budget and neighbours are of one image, frame or tile,
-    where that ranks a whole batch, so that no image depends on another; `layer` may be 1; and mergers inside the tower
-    (deepstack of Qwen3-VL) get all patches, brought back in the same way.
+    Differences from the paper:
+        - Units are selected by the mean score of their patches, as required by the windows of Qwen2.5-VL and by patch
+          mergers. The authors' code selects patches.
+        - Budget and neighbours are per image, frame or tile, so images do not affect each other. The code ranks a whole
+          batch.
+        - `layer` may be 1.
+        - Mergers inside the tower (deepstack in Qwen3-VL) receive all patches, restored in the same way.
+
+    Example:
+        >>> model = tokenprune.patch(model, IPCV(layer=1, stabilise=1), keep=0.5)
+        >>> output = model(**inputs)
+        >>> tokenprune.stats(model).encoder_tokens_per_layer
+        [257, 257, 129, 129]
     """
 
     default_keep: ClassVar[float] = 0.35
-    by_content_count: ClassVar[bool] = False
+    chooses_count: ClassVar[bool] = False
     removes: ClassVar[bool] = False
 
     layer: Annotated[int, Ge(1)] = 3
@@ -60,16 +70,17 @@ class IPCV(UnitDropper):
     def block(self, depth: int) -> int:
         self._check(
             self.layer + 2 <= depth,
-            f"layer={self.layer} takes a vision tower of {self.layer + 2} blocks, and this one has {depth}: "
-            + (f"give layer=1 to {depth - 2}" if depth > 2 else "use a method after the tower, such as divprune"),
+            f"layer={self.layer} needs a vision tower with {self.layer + 2} blocks, but this tower has {depth}. "
+            + (f"Pass layer=1 to {depth - 2}." if depth > 2 else "Use a method after the tower, such as divprune."),
         )
         return self.layer
 
-    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
+    def keep_units(self, pixels: Tensor, max_units: int) -> Tensor:
         score = pixels.mean(3)
-        chosen = score.new_ones(1, score.numel(), dtype=torch.bool)
-        return top_mask(score.view(1, -1), chosen, to_device([most], score.device), most).view(score.shape)
+        candidates = score.new_ones(1, score.numel(), dtype=torch.bool)
+        count = to_device([max_units], score.device)
+        return top_mask(score.view(1, -1), candidates, count, max_units).view(score.shape)
 
-    def guides(self, gone: Tensor, kept: Tensor) -> Tensor:
-        number, pieces = min(self.neighbours, len(kept)), gone.split(max(1, _PAIRS // len(kept)))
-        return torch.cat([torch.cdist(one, kept).topk(number, largest=False).indices for one in pieces])
+    def choose_guides(self, dropped: Tensor, kept: Tensor) -> Tensor:
+        num_neighbours, parts = min(self.neighbours, len(kept)), dropped.split(max(1, _PAIRS // len(kept)))
+        return torch.cat([torch.cdist(part, kept).topk(num_neighbours, largest=False).indices for part in parts])

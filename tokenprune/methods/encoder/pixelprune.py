@@ -25,43 +25,51 @@ from tokenprune.selection.sites.units import UnitDropper
 if TYPE_CHECKING:
     from torch import Tensor
 
-_STEPS = 8  # of the search for a threshold: 1/256 of the range of colours, as many as images have
+_STEPS = 8  # bisection steps of the search for a threshold, for a resolution of 1/256 (8-bit colors)
 
 
 @register("pixelprune", site=Site.IN_ENCODER, paper="arXiv 2604.00886")
 @dataclass(frozen=True)
 class PixelPrune(UnitDropper):
-    """Drop the patches that repeat their neighbours, ahead of the vision tower: pages, screens and charts keep their
-    text.
+    """Drop patches that repeat their neighbours before the vision tower (PixelPrune).
 
-    What becomes one visual token (2 x 2 patches in Qwen's models) is compared, pixel by pixel, with a prediction from
-    the units on its left and above it, and in a video with the unit at its place one temporal patch before. What is
-    equal to it is dropped: the tower does not see it, nor does the decoder. So the content decides how many stay, of a
-    photograph nearly all.
+    A unit (the patches of one visual token, 2 x 2 in Qwen's models) is compared, pixel by pixel, with a prediction from
+    the units to its left and above, and in a video with the same unit of the previous temporal patch. Units equal to
+    their prediction are dropped before the vision tower, so neither tower nor decoder process them. Pages, screens and
+    charts lose many units; photographs lose few.
 
-    `keep` is an upper bound for each image or video; without it there is none, and nothing but repetitions goes. Where
-    more would stay, the smallest threshold is looked for at which no more do, and exactly `keep` stay. `keep=1.0` drops
-    nothing, as with every method.
+    The content decides the number of kept tokens. `keep` is an upper bound per image or video; without it, only
+    repetitions are dropped. If the bound is exceeded, the smallest sufficient threshold is used, and exactly `keep`
+    tokens are kept. `keep=1.0` drops no tokens.
 
-    threshold: how far, in colours from 0 to 1, a unit may be from its prediction to be dropped; 0 drops exact
-    repetitions alone, 0.02 to 0.05 suit scans and JPEG. Above 0 it takes `processor=`, which knows the colours.
-    metric: "max", the largest difference of a pixel's colour; "mae", the mean; or "rmse", the root of the mean square.
-    anchored: predict from what is left of the neighbours, so that no pixel is further than the threshold from what
-    stands for it; False compares with the neighbours themselves, which is faster, and drops slow gradients whole.
-    neighbours: "all"; or "before", the unit at its place one temporal patch before alone, so that of a video the first
-    frame stays whole, and of an image everything: DTD on pixels (arXiv 2504.17343) with metric="mae", threshold=0.1,
-    anchored=False. Where `keep` is less than the first frame, its units are spread evenly.
+    Args:
+        threshold: Maximum distance, in color values from 0 to 1, between a unit and its prediction for the unit to be
+            dropped. 0 drops exact repetitions; 0.02 to 0.05 suit scans and JPEG. Values above 0 require `processor=`,
+            which knows the normalisation of the colors.
+        metric: Distance of two units: "max" or "mae", the largest or mean difference of their values, or "rmse".
+        anchored: Predict from reconstructed units, so that each pixel is within the threshold of the pixel that
+            replaces it. False compares with the original neighbours: it is faster, but drops slow gradients completely.
+        neighbours: "all", or "before" for the same unit of the previous temporal patch only. "before" keeps the first
+            frame of a video and all of an image; if `keep` is smaller than the first frame, its units are spread
+            evenly. With metric="mae", threshold=0.1 and anchored=False it is DTD on pixels (arXiv 2504.17343).
 
-    Source: "PixelPrune: Pixel-Level Adaptive Visual Token Reduction via Predictive Coding", the predictor pred_2d.
+    Source:
+        "PixelPrune: Pixel-Level Adaptive Visual Token Reduction via Predictive Coding" (arXiv 2604.00886), the
+        predictor pred_2d.
 
-    Differs from the paper: a bound on the number, by a search for the threshold, and then by the smallest errors of
-    prediction (our decision); videos, with the prediction from the frame before (the idea of run-length tokens, arXiv
-    2411.05222; our decision); any tower with packed patches, and colours as its processor normalises them. DTD's
-    authors compare the later frame of a temporal patch with the earlier one of the patch before; here each frame is
-    compared with its like.
+    Differences from the paper:
+        - The upper bound is an addition: a search for the threshold, then the largest prediction errors are kept.
+        - Videos are an addition, predicted from the previous frame as in run-length tokenization (arXiv 2411.05222).
+        - Any tower with packed patches is supported, with colors as its processor normalises them.
+        - The DTD setting compares each frame of a temporal patch with its counterpart. DTD's authors compare the later
+          frame of a patch with the earlier frame of the patch before.
+
+    Example:
+        >>> model, processor = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, PixelPrune(threshold=0.02), processor=processor)
     """
 
-    default_keep: ClassVar[int] = 1_000_000  # tokens an image: no bound
+    default_keep: ClassVar[int] = 1_000_000  # tokens per image: no bound
 
     threshold: Annotated[float, Ge(0), Le(1)] = 0.0
     metric: Literal["max", "mae", "rmse"] = "max"
@@ -70,45 +78,48 @@ class PixelPrune(UnitDropper):
 
     @property
     def reads_colours(self) -> str | None:
-        return f"threshold={self.threshold} is a distance of colours from 0 to 1" if self.threshold else None
+        return f"threshold={self.threshold} is a distance of color values from 0 to 1" if self.threshold else None
 
     def is_identity(self, budget: Budget) -> bool:
-        """Return True if nothing is dropped; raise OptionError for a budget that contradicts `threshold`."""
-        whole = budget.is_identity()
-        self._check(
-            not (whole and self.threshold),
-            f"keep=1.0 drops nothing, threshold={self.threshold} does: leave out one",
-        )
-        return whole
+        """Return True if no tokens are dropped.
 
-    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
-        if self.neighbours == "before" and most < pixels.shape[1] * pixels.shape[2]:
+        Raises:
+            OptionError: If the budget contradicts `threshold`.
+        """
+        is_identity = budget.is_identity()
+        self._check(
+            not (is_identity and self.threshold),
+            f"keep=1.0 drops no tokens, but threshold={self.threshold} does. Remove one of them.",
+        )
+        return is_identity
+
+    def keep_units(self, pixels: Tensor, max_units: int) -> Tensor:
+        if self.neighbours == "before" and max_units < pixels.shape[1] * pixels.shape[2]:
             keep = torch.zeros(pixels.shape[:3], dtype=torch.bool, device="cpu")
-            keep.view(-1)[spread_over_grid(keep[0].numel(), most, (1, *keep.shape[1:]))] = True
+            keep.view(-1)[spread_over_grid(keep[0].numel(), max_units, (1, *keep.shape[1:]))] = True
             return to_device(keep, pixels.device)
-        found = Distances.from_pixels(pixels, self.metric, spatial=self.neighbours == "all")
+        distances = Distances.from_pixels(pixels, self.metric, spatial=self.neighbours == "all")
         low = self.threshold
-        best = self._predict(pixels, found, low)
-        if most >= best.keep.numel() or int(best.keep.sum()) <= most:
+        best = self._predict(pixels, distances, low)
+        if max_units >= best.keep.numel() or int(best.keep.sum()) <= max_units:
             return best.keep
-        # No two colours are further apart than the high end, where the first unit alone stays.
+        # At the range of the colors, every unit but the first equals its prediction.
         high = float(pixels.amax() - pixels.amin())
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            tried = self._predict(pixels, found, middle)
-            count = int(tried.keep.sum())
-            if count == most:
-                return tried.keep
-            if count > most:
-                low, best = middle, tried
+            prediction = self._predict(pixels, distances, middle)
+            count = int(prediction.keep.sum())
+            if count == max_units:
+                return prediction.keep
+            if count > max_units:
+                low, best = middle, prediction
             else:
                 high = middle
         error, keep = best.error.flatten()[None], best.keep.flatten()[None]
-        return top_mask(error, keep, to_device([most], error.device), most).view_as(best.keep)
+        return top_mask(error, keep, to_device([max_units], error.device), max_units).view_as(best.keep)
 
-    def _predict(self, pixels: Tensor, found: Distances, threshold: float) -> Prediction:
+    def _predict(self, pixels: Tensor, distances: Distances, threshold: float) -> Prediction:
         if threshold == 0 or not self.anchored:
-            return predict_from_neighbours(found, threshold)
-        return (predict_anchored if self.neighbours == "all" else predict_anchored_in_time)(
-            pixels, threshold, self.metric
-        )
+            return predict_from_neighbours(distances, threshold)
+        predict = predict_anchored if self.neighbours == "all" else predict_anchored_in_time
+        return predict(pixels, threshold, self.metric)

@@ -20,35 +20,45 @@ from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROUND = 16  # a part of this of what is left leaves in a round
-_SHARPNESS = 10  # of the similarity to partners, against their number
+_ROUND_DIVISOR = 16  # a round drops 1/16 of the remaining tokens
+_SHARPNESS = 10  # weight of the similarity of partners against their number
 
 
 @register("saint", site=Site.IN_ENCODER, paper="arXiv 2503.11549")
 @dataclass(frozen=True)
 class SAINT(EncoderMethod):
-    """Drop the tokens whose keys are most like all others, between attention and MLP of an early block of the vision
-    tower, so that the tower itself gets cheaper.
+    """Drop the tokens most similar to all others in an early tower block (SAINT).
 
-    A token's score is the sum of the cosines of its key, mean over the heads, with those of all that are left, itself
-    included. Round by round a sixteenth of these, at least one, leaves with the highest score, until exactly `keep` of
-    an image is left, and of a video in each frame alike. So the most typical tokens go first. Class tokens stay. Where
-    several patches become one visual token, they leave as one, by their keys end to end; keys are those before rotary
-    places.
+    The score of a token is the sum of its key's cosines (averaged over heads) with all remaining tokens, including
+    itself. In each round, a sixteenth of the remaining tokens (at least one) with the highest scores is dropped, until
+    exactly `keep` tokens of an image, or of each frame of a video, remain. So the most typical tokens go first. Tokens
+    are dropped between attention and MLP, and the later blocks of the tower run on the rest. Class tokens are kept. If
+    several patches form a visual token, they are dropped together, by their concatenated keys before rotary embeddings.
 
-    layer: index of the block; None: an eighth of the tower's depth.
-    threshold: similarity from which two tokens are partners, such as 0.7. With it the content decides: patches at even
-    places, that have at least `partners` among those at odd places, leave at once, and `keep` is an upper bound, down
-    to which the rounds go on where more are left. keep=1000000 bounds nothing.
-    partners: int, with `threshold` alone.
+    Args:
+        layer: Index of the block that drops tokens. None: an eighth of the tower's depth.
+        threshold: Similarity from which two tokens are partners, such as 0.7. If set, the content decides the count:
+            tokens at even positions with at least `partners` partners at odd positions are dropped at once. `keep` is
+            then an upper bound, met by further rounds; keep=1000000 sets no bound.
+        partners: Required number of partners. Only with `threshold`.
 
-    Source: "Similarity-Aware Token Pruning: Your VLM but Faster", the full graph, and with `threshold` the bipartite
-    one. The paper itself could not be read beyond its first page: the algorithm is that of the authors' code.
+    Source:
+        "Similarity-Aware Token Pruning: Your VLM but Faster" (arXiv 2503.11549), the full graph, and the bipartite
+        graph with `threshold`, from the authors' code. Only the first page of the paper was available.
 
-    Differs from the authors' code: the share that leaves in a round is constant, where theirs overwrites it by the
-    round before, so that it grows, and may come to nothing and never end; any image of a batch decides for itself,
-    where their count is the mean of the batch; one block drops, where theirs are a list; what is left keeps its order;
-    units, the bound and the block are ours.
+    Differences from the paper:
+        - The share dropped per round is constant. The code overwrites it with the previous round's share, so that it
+          grows, or reaches zero and never ends.
+        - With `threshold`, each image has its own count. The code uses the mean of the batch.
+        - One block drops tokens. The code has a list of blocks.
+        - Kept tokens keep their order.
+        - Units, the upper bound, and the default block are additions.
+
+    Example:
+        >>> model = tokenprune.patch(model, SAINT(layer=1), keep=0.5)
+        >>> output = model(**inputs)
+        >>> tokenprune.stats(model).visual_tokens_out
+        128
     """
 
     proportional, drops = False, True
@@ -63,46 +73,55 @@ class SAINT(EncoderMethod):
 
     @property
     def inexact(self) -> str | None:
-        return None if self.threshold is None else "threshold lets the content decide. Leave threshold out."
+        return None if self.threshold is None else "With threshold, the content decides the count. Leave threshold out."
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
-        """Return what drops in the one block that does; raise OptionError for a block that nobody reads."""
-        layer, left = tower.blocks // 8 if self.layer is None else self.layer, tower.left(budget)
-        self._check(layer < tower.read, f"the model reads {tower.read} blocks of its vision tower, no block {layer}")
+        """Return a matcher for the block that drops tokens, and None for the others.
+
+        Raises:
+            OptionError: If the model does not read the block.
+        """
+        layer, num_kept = tower.blocks // 8 if self.layer is None else self.layer, tower.count_kept(budget)
+        self._check(
+            layer < tower.blocks_read,
+            f"layer={layer} is not read: the model reads {tower.blocks_read} blocks of its tower.",
+        )
         plan: list[Matcher | None] = [None] * tower.blocks
-        if self.threshold is not None or left < tower.patches:
-            plan[layer] = partial(self._match, left, tower.protected)
+        if self.threshold is not None or num_kept < tower.patches:
+            plan[layer] = partial(self._match, num_kept, tower.protected)
         return plan
 
-    def _match(self, left: int, protected: int, keys: Tensor, counts: list[int] | None) -> Merge | None:
-        """Return what drops all patches but `left`, or with `threshold` at most these. No row has padding: this block
-        is the only one that drops."""
-        # In float64 equal tokens, and the last two, have equal scores but for steps of `TIE`, in a batch as alone.
+    def _match(self, max_kept: int, protected: int, keys: Tensor, counts: list[int] | None) -> Merge | None:
+        """Return a merge plan that keeps `max_kept` patches, or fewer if a threshold is set.
+
+        Rows have no padding, because no other block drops tokens.
+        """
+        # In float64, rounded to steps of `TIE`, equal tokens have equal scores, independent of the batch.
         unit = torch.nn.functional.normalize(keys[:, protected:].double().nan_to_num(0.0, 0.0, 0.0), dim=-1)
-        stays = unit.new_ones(unit.shape[:2], dtype=torch.bool)
+        kept = unit.new_ones(unit.shape[:2], dtype=torch.bool)
         if self.threshold is not None:
-            stays[:, ::2] = ~_alike(unit.float(), self.threshold, self.partners)
-        number = [stays.shape[1]] * len(stays) if self.threshold is None else stays.sum(1).tolist()
-        while max(number) > left:
-            leave = [max(0, min(one - left, max(1, one // _ROUND))) for one in number]
-            total = stays.to(unit.dtype)[:, None] @ unit  # whose product with a key is the sum of its cosines
-            score = (unit @ total.transpose(1, 2)).squeeze(2) / max(number)
+            kept[:, ::2] = ~_find_partners(unit.float(), self.threshold, self.partners)
+        num_kept = [kept.shape[1]] * len(kept) if self.threshold is None else kept.sum(1).tolist()
+        while max(num_kept) > max_kept:
+            to_drop = [max(0, min(count - max_kept, max(1, count // _ROUND_DIVISOR))) for count in num_kept]
+            total = kept.to(unit.dtype)[:, None] @ unit  # its product with a key is the sum of cosines
+            score = (unit @ total.transpose(1, 2)).squeeze(2) / max(num_kept)
             score = (score / TIE).round()
-            stays = stays & ~top_mask(score, stays, to_device(leave, unit.device), max(leave))
-            number = [one - gone for one, gone in zip(number, leave, strict=True)]
-        if min(number) == stays.shape[1]:
+            kept = kept & ~top_mask(score, kept, to_device(to_drop, unit.device), max(to_drop))
+            num_kept = [count - num_dropped for count, num_dropped in zip(num_kept, to_drop, strict=True)]
+        if min(num_kept) == kept.shape[1]:
             return None
-        first = stays.new_ones(len(stays), protected)
-        return Merge.dropping(torch.cat([first, stays], dim=1), [one + protected for one in number])
+        first = kept.new_ones(len(kept), protected)
+        return Merge.from_kept(torch.cat([first, kept], dim=1), [count + protected for count in num_kept])
 
 
-def _alike(unit: Tensor, threshold: float, partners: int) -> Tensor:
-    """Return which of the tokens at even places leave, bool `[B, n]`: as many as have `partners`. unit: `[B, N, D]`."""
+def _find_partners(unit: Tensor, threshold: float, partners: int) -> Tensor:
+    """Return the dropped tokens at even positions, shape (B, n), bool. `unit` are the normalised keys (B, N, D)."""
     cosine = unit[:, ::2] @ unit[:, 1::2].transpose(1, 2)
     cosine = (cosine / TIE).round() * TIE
-    valid = cosine >= threshold
-    found = valid.sum(2)
-    mean = cosine.masked_fill(~valid, 0).sum(2) / found.clamp(min=1)
-    score = torch.where(found > 0, found * (_SHARPNESS * (mean - threshold)).exp(), cosine.mean(2))
-    count = (found >= partners).sum(1)
+    is_partner = cosine >= threshold
+    num_partners = is_partner.sum(2)
+    mean = cosine.masked_fill(~is_partner, 0).sum(2) / num_partners.clamp(min=1)
+    score = torch.where(num_partners > 0, num_partners * (_SHARPNESS * (mean - threshold)).exp(), cosine.mean(2))
+    count = (num_partners >= partners).sum(1)
     return top_mask(score, torch.ones_like(score, dtype=torch.bool), count, score.shape[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thresholds of calibration: for each block of one vision tower, the similarity from which two tokens are merged."""
+"""Calibrated thresholds of DyMU: the similarity per block of a vision tower above which two tokens merge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.models.fingerprint import Fingerprint
-from tokenprune.selection.files import File, reason
+from tokenprune.selection.files import File, describe_error
 
 _SHIPPED = Path(__file__).resolve().parent / "data"
 _ENTRY, _VERSION = "tokenprune_thresholds", 1
@@ -23,11 +23,23 @@ _ENTRY, _VERSION = "tokenprune_thresholds", 1
 
 @dataclass(frozen=True, eq=False)
 class Thresholds:
-    """The thresholds of one vision tower, for one or several shares of tokens to keep.
+    """Thresholds of one vision tower, for one or several shares of kept tokens.
 
-    values: for each `keep` one cosine for each block, float32 `[blocks]`; 1.0 where a block merges nothing.
-    fingerprint: of the tower. images: how many it was calibrated on. settings: what else went into it, for the reader.
-    Raises OptionError for values of another shape or type, and for those that are not finite.
+    Args:
+        values: For each `keep`, one cosine per block, shape (blocks,), float32. 1.0 if a block merges no tokens.
+        fingerprint: Fingerprint of the vision tower.
+        images: Number of calibration images.
+        settings: Other settings of the calibration, for information.
+
+    Raises:
+        OptionError: If values have a wrong shape or type, or are not finite.
+
+    Example:
+        >>> from tokenprune.models.fingerprint import Fingerprint
+        >>> thresholds = Thresholds({0.5: torch.tensor([0.9, 0.8])}, Fingerprint("clip", "float32", "0" * 8), images=10)
+        >>> print(thresholds)
+        keep 0.5: 0.900 0.800
+        calibrated on 10 images
     """
 
     values: dict[float, torch.Tensor] = field(repr=False)
@@ -37,16 +49,16 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Mapping) or not self.values:
-            raise OptionError("thresholds are a dict, from each keep to float32 `[blocks]`, with at least one entry")
+            raise OptionError("thresholds must be a non-empty dict from keep to float tensors (blocks,)")
         for keep, values in self.values.items():
             if not isinstance(keep, float) or not 0 < keep <= 1:
-                raise OptionError(f"thresholds are for shares to keep, floats in (0, 1], not for {keep!r}")
+                raise OptionError(f"thresholds key {keep!r} is not a share. Use floats in (0, 1].")
             if not isinstance(values, torch.Tensor) or values.dim() != 1 or not values.is_floating_point():
                 is_tensor = isinstance(values, torch.Tensor)
                 got = f"{values.dtype} {list(values.shape)}" if is_tensor else type(values).__name__
-                raise OptionError(f"thresholds for keep={keep} must be float32 `[blocks]`, one cosine each, not {got}")
+                raise OptionError(f"thresholds for keep={keep} must be float (blocks,), not {got}")
             if not torch.isfinite(values).all():
-                raise OptionError(f"thresholds for keep={keep} are not finite: run `tokenprune fit dymu` again")
+                raise OptionError(f"thresholds for keep={keep} are not finite. Run `tokenprune fit dymu` again.")
 
     def __str__(self) -> str:
         rows = [f"keep {keep:g}: " + " ".join(f"{value:.3f}" for value in self.for_keep(keep)) for keep in self.keeps]
@@ -54,64 +66,76 @@ class Thresholds:
 
     @property
     def keeps(self) -> list[float]:
-        """The shares that these are for, largest first."""
+        """Calibrated shares, in descending order."""
         return sorted(self.values, reverse=True)
 
     def for_keep(self, keep: float | int | None) -> torch.Tensor:
-        """Return the thresholds for a share; raises BudgetError for one that was not calibrated."""
+        """Return the thresholds for a share.
+
+        Raises:
+            BudgetError: If the share was not calibrated.
+        """
         for share, values in self.values.items():
             if isinstance(keep, float) and abs(share - keep) < 1e-9:
                 return values
         raise BudgetError(
-            f"keep={keep!r} was not calibrated: these thresholds are for keep={' or '.join(map(str, self.keeps))}; use "
-            "one of these shares (or 1.0, which merges nothing), or run `tokenprune fit dymu` with this one"
+            f"keep={keep!r} is not calibrated. Use keep={' or '.join(map(str, self.keeps))} (or 1.0), or run "
+            "`tokenprune fit dymu` with this share."
         )
 
     def check(self, fingerprint: Fingerprint) -> None:
-        """Raise OptionError if these were calibrated for another tower."""
+        """Raise OptionError if the thresholds were calibrated for another tower."""
         ours = self.fingerprint
         if ours == fingerprint:
             return
         if ours.kind != fingerprint.kind:
-            what = f"a {ours.kind}, and this tower is a {fingerprint.kind}"
+            target = f"a {ours.kind}, but this tower is a {fingerprint.kind}"
         elif ours.dtype != fingerprint.dtype:
-            what = f"a tower in {ours.dtype}, and this one is in {fingerprint.dtype}"
+            target = f"{ours.dtype}, but this tower uses {fingerprint.dtype}"
         else:
-            what = f"a {ours.kind} with other weights or another shape"
-        raise OptionError(f"these thresholds were calibrated for {what}: run `tokenprune fit dymu` for this model")
+            target = f"a {ours.kind} with other weights or another shape"
+        raise OptionError(f"the thresholds were calibrated for {target}. Run `tokenprune fit dymu` for this model.")
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file; raises TokenPruneError where that is impossible."""
+        """Write a safetensors file.
+
+        Raises:
+            TokenPruneError: If the file cannot be written.
+        """
         from safetensors.torch import save
 
-        about = {
+        metadata = {
             "version": _VERSION,
             "fingerprint": vars(self.fingerprint),
             "images": self.images,
             "settings": self.settings,
         }
         tensors = {f"keep={keep!r}": self.values[keep] for keep in self.keeps}
-        # One entry: safetensors promises no order of several, and equal thresholds shall make equal files.
-        write_atomically(Path(path), save(tensors, {_ENTRY: json.dumps(about, sort_keys=True)}))
+        # safetensors does not order metadata entries. A single entry gives equal files for equal thresholds.
+        write_atomically(Path(path), save(tensors, {_ENTRY: json.dumps(metadata, sort_keys=True)}))
 
     @staticmethod
     def load(path: str | Path) -> Thresholds:
-        """Read what `save` wrote; raises OptionError for anything else."""
+        """Read a file written by `save`.
+
+        Raises:
+            OptionError: If the file is missing or has another format.
+        """
         try:
-            tensors, metadata = File.of(path).tensors()
+            tensors, metadata = File.from_path(path).tensors()
         except (OSError, ValueError) as error:
-            raise OptionError(f"cannot read {path} as thresholds: {reason(error)}") from error
+            raise OptionError(f"cannot read thresholds from {path}: {describe_error(error)}") from error
         try:
-            about = json.loads(metadata.get(_ENTRY, "{}"))
-            if about.get("version") == _VERSION:
+            header = json.loads(metadata.get(_ENTRY, "{}"))
+            if header.get("version") == _VERSION:
                 values = {float(name.removeprefix("keep=")): tensor for name, tensor in tensors.items()}
-                return Thresholds(values, Fingerprint(**about["fingerprint"]), about["images"], about["settings"])
+                return Thresholds(values, Fingerprint(**header["fingerprint"]), header["images"], header["settings"])
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, OptionError):
                 raise OptionError(f"{path}: {error}") from error
         raise OptionError(
-            f"{path} does not hold thresholds that this version of tokenprune can read: make it with `tokenprune "
-            "fit dymu`"
+            f"{path} does not contain thresholds that this version of tokenprune can read. Write it with `tokenprune "
+            "fit dymu`."
         )
 
 
@@ -121,23 +145,30 @@ def _load_shipped() -> list[Thresholds]:
 
 
 def find_shipped(fingerprint: Fingerprint) -> Thresholds:
-    """Return the thresholds that the package has for a tower; raises OptionError if it has none."""
-    for one in _load_shipped():
-        if one.fingerprint == fingerprint:
-            return one
+    """Return the thresholds that ship with the package for a tower.
+
+    Raises:
+        OptionError: If there are none.
+    """
+    for thresholds in _load_shipped():
+        if thresholds.fingerprint == fingerprint:
+            return thresholds
     raise OptionError(
-        f"dymu has no thresholds for this model ({fingerprint.kind}, {fingerprint.dtype}): run `tokenprune fit dymu "
-        "--model MODEL --images DIR --keep 0.25 --out thresholds.safetensors` (or "
-        "tokenprune_bench.calibration.calibrate), then pass "
-        'thresholds="thresholds.safetensors"'
+        f"dymu has no thresholds for this model ({fingerprint.kind}, {fingerprint.dtype}). Run `tokenprune fit dymu "
+        "--model MODEL --images DIR --keep 0.25 --out thresholds.safetensors` and pass "
+        'thresholds="thresholds.safetensors".'
     )
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file in one step, so that a run that is cut short leaves the old one; raises TokenPruneError."""
-    fresh = path.with_name(f".{path.name}.new")
+    """Write a file in one step, so that an interrupted run keeps the old file.
+
+    Raises:
+        TokenPruneError: If the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        fresh.write_bytes(content)
-        os.replace(fresh, path)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
     except OSError as error:
         raise TokenPruneError(f"cannot write {path}: {error.strerror or error}") from error

@@ -16,23 +16,35 @@ from tokenprune.selection.tokens import VisualTokens
 @register("adaptinfer", site=Site.IN_LLM, needs=TEXT_ATTENTION, paper="arXiv 2508.06084")
 @dataclass(frozen=True)
 class AdaptInfer(SharedBudgetCuts):
-    """Keep the visual tokens that the question attends to, each of its words weighted by what the other words make of
-    it in the same layer.
+    """Keep the tokens that the question attends to, with dynamic weights of its words (AdaptInfer).
 
-    A word weighs, in each head, what it gets of and gives to the words after the image; at every cut anew.
+    The method makes three cuts in the decoder. At each cut, the score of a visual token is the attention it receives
+    from the text tokens after the image. Each text token is weighted, per head, by the attention it exchanges with the
+    other text tokens in the same layer. Images without following text are scored by the prompt's last token.
 
-    keep: tokens averaged over the decoder's layers; 0.25 (default) is what layers process of 576 tokens in the
-    authors' "128 tokens" of LLaVA-1.5, about 146.
-    layers: three decoder layers at whose input the cuts are made; None: 2, 11 and 21 of 32, in proportion.
-    dynamic: in [0, 1]; 0 weighs all words alike, 1 by their attention, and what is between mixes the two.
+    `keep` is the average number of tokens over the decoder's layers. The default 0.25 matches the authors' "128 tokens"
+    on LLaVA-1.5: about 146 of 576 tokens per layer.
 
-    Source: Zhang et al., "AdaptInfer: Adaptive Token Pruning for Vision-Language Model Inference with Dynamical Text
-    Guidance", and the authors' code for LLaVA: attention is made symmetric, and heads are summed with their weights.
-    "After layers 1, 10 and 20" there is at the input of 2, 11 and 21 here.
+    Args:
+        layers: Decoder layers of the three cuts. A cut takes effect at the input of its layer. None: layers 2, 11 and
+            21 of 32, scaled to the depth of the decoder.
+        dynamic: Strength of the word weights, in [0, 1]. 0 weights all words equally, 1 weights them by attention.
 
-    Differs from the paper: counts follow `keep` by the profile of its 128 tokens, 290 : 72 : 18, and not tables; kept
-    tokens keep their positions (there they are numbered anew after each cut); at least one token of an image stays.
-    Where no text is after an image, the prompt's last token rates.
+    Source:
+        Zhang et al., "AdaptInfer: Adaptive Token Pruning for Vision-Language Model Inference with Dynamical Text
+        Guidance" (arXiv 2508.06084), and the authors' code for LLaVA. The code makes the attention symmetric and sums
+        the weighted heads. "After layers 1, 10 and 20" in the paper is the input of layers 2, 11 and 21 here.
+
+    Differences from the paper:
+        - Token counts follow `keep` in the ratio 290 : 72 : 18 of the 128-token setting, instead of tables.
+        - Kept tokens keep their positions. The authors renumber them after each cut.
+        - At least one token of each image is kept.
+
+    Example:
+        >>> model = tokenprune.patch(model, AdaptInfer(dynamic=0.5), keep=0.25)
+        >>> output = model(**inputs)
+        >>> len(tokenprune.stats(model).removals)
+        3
     """
 
     query_aware: ClassVar[bool] = True
@@ -44,8 +56,8 @@ class AdaptInfer(SharedBudgetCuts):
     dynamic: Annotated[float, Ge(0), Le(1)] = 1.0
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
-        among = tokens.text.attention  # [S, H, M, M]
-        got_and_gave = among.sum(2) + among.sum(3) - among.diagonal(dim1=2, dim2=3)
-        words = tokens.text.mask.sum(1).clamp(min=1)[:, None, None]
-        mean = got_and_gave.sum(2, keepdim=True) / words
-        return sum_text_attention(tokens, self.dynamic * got_and_gave + (1 - self.dynamic) * mean).sum(1)
+        attention = tokens.text.attention  # [S, H, M, M]
+        exchanged = attention.sum(2) + attention.sum(3) - attention.diagonal(dim1=2, dim2=3)
+        num_words = tokens.text.mask.sum(1).clamp(min=1)[:, None, None]
+        mean = exchanged.sum(2, keepdim=True) / num_words
+        return sum_text_attention(tokens, self.dynamic * exchanged + (1 - self.dynamic) * mean).sum(1)

@@ -10,8 +10,8 @@ import torch
 from annotated_types import Ge
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
-from tokenprune.kernels.masses import evenly
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
+from tokenprune.kernels.masses import uniform_weights
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.multi_cut import TEXT_ATTENTION, CutStage, SharedBudgetCuts, sum_text_attention
@@ -19,42 +19,56 @@ from tokenprune.methods.registry import register
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_LAYERS, _HEADS = 32, 32  # of the model that the curve's numbers are for
-_TOP, _MIDDLE = 0.75, 14.9  # of the curve: its height, and where it has fallen by half
+_LAYERS, _HEADS = 32, 32  # layers and heads of the model that the paper's constants belong to
+_TOP, _MIDDLE = 0.75, 14.9  # height of the curve, and the layer at half of this height
 
 
 @register("autoprune", site=Site.IN_LLM, needs=TEXT_ATTENTION, paper="arXiv 2509.23931, NeurIPS 2025")
 @dataclass(frozen=True)
 class AutoPrune(SharedBudgetCuts):
-    """Let image and question together decide how early visual tokens go: early where the words attend to few of them,
-    late where much of the image bears on the question.
+    """Drop tokens along a curve that adapts to image and question (AutoPrune).
 
-    The mutual information between words and visual tokens, in the attention of an early layer, sets the slope of a
-    logistic curve of how many stay at each depth. The curve is scaled to the budget. At each cut those stay that the
-    text attends to most on average.
+    The attention of an early layer gives the mutual information between words and visual tokens. It sets the slope of a
+    logistic curve of the number of tokens per layer: tokens leave early if the words attend to few of them, and late if
+    much of the image matters to the question. The curve is scaled to the budget. Each cut keeps the tokens with the
+    highest mean attention from the text after the image. Images without following text use `slope` and the prompt's
+    last token.
 
-    keep: tokens averaged over the decoder's layers, the same for every image; how they spread over the layers is what
-    differs.
-    layers: decoder layers at whose input the cuts are made, in place of `cuts`; the layer before the first tells the
-    mutual information.
-    cuts: int >= 1, how many cuts are made, evenly spread from layer 2 of 32 on; None: one at every layer from there.
-    slope: the curve's slope where the mutual information is 0. gamma: by how much each bit lowers it, down to 0.
+    `keep` is the average number of tokens over the decoder's layers and is the same for every image. Only its
+    distribution over the layers depends on the content.
 
-    Source: Wang et al., "AutoPrune: Each Complexity Deserves a Pruning Policy", sections 3.2 and 3.3, and the authors'
-    code for the curve's numbers.
+    Args:
+        layers: Decoder layers of the cuts; overrides `cuts`. The layer before the first cut provides the mutual
+            information.
+        cuts: Number of cuts, evenly spaced from layer 2 of 32 on. None: one cut at every layer from there.
+        slope: Slope of the curve at zero mutual information.
+        gamma: Decrease of the slope per bit of mutual information. The slope does not fall below 0.
 
-    Differs from the paper: six cuts, each with the mean of the curve up to the next one, where it makes one after
-    every layer (`cuts=None`). What the authors' code does beside it is left out: the first selection by the vision
-    tower's class token, and the recycling of dropped tokens. `keep` counts what layers process (there what leaves them,
-    about 17 tokens of 576 less). The mutual information is a mean over heads times 32, for models of any number of
-    heads, and the curve is stretched to the model's depth. Positions are kept. Where no text is after an image, the
-    slope is `slope`, and the prompt's last token rates.
+    Source:
+        Wang et al., "AutoPrune: Each Complexity Deserves a Pruning Policy" (arXiv 2509.23931), sections 3.2 and 3.3,
+        and the authors' code for the constants of the curve.
+
+    Differences from the paper:
+        - Six cuts by default, each with the mean of the curve until the next cut. The paper cuts after every layer
+          (`cuts=None`).
+        - The first selection by the vision tower's class token and the recycling of dropped tokens are left out.
+        - `keep` counts the tokens that layers process. The paper counts the tokens that leave them, about 17 of 576
+          less.
+        - The mutual information is the mean over heads times 32, for models with any number of heads.
+        - The curve is stretched to the depth of the model.
+        - Kept tokens keep their positions.
+
+    Example:
+        >>> model = tokenprune.patch(model, AutoPrune(cuts=3), keep=0.5)
+        >>> output = model(**inputs)
+        >>> tokenprune.stats(model).visual_tokens_in
+        256
     """
 
     query_aware: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.33
-    asks_device: ClassVar[bool] = True
-    by_content_count: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
 
     cuts: Annotated[int, Ge(1)] | None = 6
     slope: Annotated[float, Ge(0)] = 0.4
@@ -62,76 +76,89 @@ class AutoPrune(SharedBudgetCuts):
 
     @property
     def depths(self) -> Sequence[float]:
-        number = len(self.layers or ()) or self.cuts or _LAYERS - 2
-        return [2 / _LAYERS + one * (1 - 2 / _LAYERS) / number for one in range(number)]
+        num_cuts = len(self.layers or ()) or self.cuts or _LAYERS - 2
+        return [2 / _LAYERS + cut * (1 - 2 / _LAYERS) / num_cuts for cut in range(num_cuts)]
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        placed = self.layers
-        if placed is None:
-            first = place(self.depths[:1], layers, budget)[0]
-            number = min(self.cuts or layers, layers - first)
-            placed = tuple(first + one * (layers - first) // number for one in range(number))
-        # All cuts have the budget of one: what the first would leave is what the curve spreads over the layers.
-        even = profile(layers, [(layer, 1.0) for layer in placed], budget)
-        return [(_Stage(self, number, cut.layer, tuple(placed), layers), cut.budget) for number, cut in enumerate(even)]
+        cut_layers = self.layers
+        if cut_layers is None:
+            first = choose_layers(self.depths[:1], layers, budget)[0]
+            num_cuts = min(self.cuts or layers, layers - first)
+            cut_layers = tuple(first + cut_index * (layers - first) // num_cuts for cut_index in range(num_cuts))
+        # Every cut gets the budget of a single cut at the first layer. The curve redistributes it over the layers.
+        cuts = plan_cuts(layers, [(layer, 1.0) for layer in cut_layers], budget)
+        return [
+            (_Stage(self, index, cut.layer, tuple(cut_layers), layers), cut.budget) for index, cut in enumerate(cuts)
+        ]
 
 
 @dataclass(frozen=True)
 class _Stage(CutStage):
-    """One of the cuts at the layers `placed` of `depth`."""
+    """One cut of AutoPrune. `cut_layers` holds the layers of all cuts, `depth` the number of decoder layers."""
 
     method: AutoPrune
-    placed: tuple[int, ...]
+    cut_layers: tuple[int, ...]
     depth: int
 
     def select(self, tokens: VisualTokens) -> Selection:
         if "counts" not in tokens.carry:
             bits = compute_mutual_information(tokens.text_attention, tokens.text.mask).mean(1) * _HEADS
             slopes = (self.method.slope - self.method.gamma * bits.nan_to_num(nan=0.0, posinf=0.0)).clamp(min=0)
-            each = zip(tokens.counts, tokens.keep, slopes.tolist(), strict=True)  # waits for the device
-            tokens.remember("counts", [self._counts(*one) for one in each])
-        planned = [one[self.index] for one in tokens.carry["counts"]]
-        counts = [min(count, number) for count, number in zip(tokens.counts, planned, strict=True)]
+            images = zip(tokens.counts, tokens.keep, slopes.tolist(), strict=True)  # device sync
+            tokens.remember("counts", [self._plan_counts(*image) for image in images])
+        planned = [counts_per_cut[self.index] for counts_per_cut in tokens.carry["counts"]]
+        counts = [min(count, planned_count) for count, planned_count in zip(tokens.counts, planned, strict=True)]
         if counts == tokens.counts:
             return Selection(tokens.mask, counts=counts)
-        score = sum_text_attention(tokens, evenly(tokens.text.mask)).mean(1)
+        score = sum_text_attention(tokens, uniform_weights(tokens.text.mask)).mean(1)
         return Selection(top_mask(score, tokens.mask, to_device(counts, score.device), max(counts)), counts=counts)
 
-    def _counts(self, count: int, even: int, slope: float) -> list[int]:
-        """Return how many of `count` tokens each cut keeps, where `even` at each of them is what may be spent."""
-        if even >= count:
-            return [count] * len(self.placed)
-        ends = [*self.placed[1:], self.depth]
-        spans = [end - start for start, end in zip(self.placed, ends, strict=True)]
+    def _plan_counts(self, count: int, even_count: int, slope: float) -> list[int]:
+        """Return the number of tokens that each cut keeps.
+
+        Args:
+            count: Tokens of the image.
+            even_count: Tokens per cut if all cuts kept the same number. Defines the total budget.
+            slope: Slope of the retention curve.
+        """
+        if even_count >= count:
+            return [count] * len(self.cut_layers)
+        ends = [*self.cut_layers[1:], self.depth]
+        spans = [end - start for start, end in zip(self.cut_layers, ends, strict=True)]
         curve = [
             sum(compute_retention(layer * _LAYERS / self.depth - 1, slope) for layer in range(start, end))
             / (end - start)
-            for start, end in zip(self.placed, ends, strict=True)
+            for start, end in zip(self.cut_layers, ends, strict=True)
         ]
-        room = even * sum(spans)
+        budget = even_count * sum(spans)
 
-        def kept(scale: float) -> list[int]:
-            return [max(1, min(count, round(count * scale * one))) for one in curve]
+        def compute_counts(scale: float) -> list[int]:
+            return [max(1, min(count, round(count * scale * share))) for share in curve]
 
         low, high = 0.0, 1 / min(curve) + 1
         for _ in range(60):
             scale = (low + high) / 2
-            spent = sum(span * number for span, number in zip(spans, kept(scale), strict=True))
-            low, high = (low, scale) if spent > room else (scale, high)
-        return kept(low)
+            spent = sum(span * num_kept for span, num_kept in zip(spans, compute_counts(scale), strict=True))
+            low, high = (low, scale) if spent > budget else (scale, high)
+        return compute_counts(low)
 
 
 def compute_retention(layer: float, slope: float) -> float:
-    """Return the curve of the number of tokens that stay after `layer` of 32."""
+    """Return the share of visual tokens kept after `layer` of 32, by the logistic curve."""
     return _TOP / (1 + math.exp(min(700.0, slope * (layer - _MIDDLE - slope))))
 
 
 def compute_mutual_information(attention: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """float32 `[S, H]`, in bits: of the words of a text, each as likely, and the visual tokens that they attend to.
+    """Return the mutual information of text and visual tokens in bits, shape (segments, heads), float32.
 
-    attention: float `[S, H, M, N]`, of which 0 tells nothing; words: bool `[S, M]`.
+    The words of a text count as equally likely.
+
+    Args:
+        attention: Attention from text to visual tokens, shape (segments, heads, words, tokens). Zero entries contribute
+            0.
+        words: Mask of text tokens, shape (segments, words), bool.
     """
-    number = words.sum(1)[:, None, None, None]
-    joint = attention.float() / number
-    expected = joint.sum(2, keepdim=True) / number
+    num_words = words.sum(1)[:, None, None, None]
+    joint = attention.float() / num_words
+    expected = joint.sum(2, keepdim=True) / num_words
     return (joint * (joint / (expected + 1e-6)).clamp(min=1e-6).log2()).sum((2, 3))

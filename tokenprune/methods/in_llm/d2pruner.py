@@ -9,26 +9,26 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.kernels.pairs import PickedRows, Products, unit
-from tokenprune.kernels.take import settle, top_mask
+from tokenprune.kernels.pairs import PickedRows, Products, normalize
+from tokenprune.kernels.take import adjust_count, top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.fitted import FittedTable, LazyFit
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_LEAST = 1e-3  # of the prior's mean, which a cell of it counts at least
+_MIN_PRIOR = 1e-3  # minimum of a cell of the prior, as a share of the prior's mean
 
 
 class AttentionPrior(FittedTable):
-    """The attention of the prompt's last token that does not depend on the image: float32 `[rows, columns]`."""
+    """Image-independent attention of the prompt's last token, as a float32 table of shape (rows, columns)."""
 
     kind = "tokenprune attention prior"
     command = "fit d2pruner"
 
     def __str__(self) -> str:
         rows, columns = self.table.shape
-        return f"{rows} x {columns} places; the most attended to gets {self.table.max():.3g}"
+        return f"{rows} x {columns} attention prior, maximum {self.table.max():.3g}"
 
 
 @register(
@@ -37,34 +37,44 @@ class AttentionPrior(FittedTable):
 )  # fmt: skip
 @dataclass(frozen=True)
 class D2Pruner(Pruner):
-    """Keep the visual tokens that are attended to more than their place explains, and beside them such that are unlike
-    each other (D2Pruner).
+    """Keep tokens with more attention than their position explains, and diverse ones (D2Pruner).
 
-    Importance is the attention of the prompt's last token over a prior: the same attention, averaged over many images,
-    at that place of the image. The most important tokens stay; of the others the next most important one stays, those
-    like it are passed over, and so on.
+    Importance is the attention from the prompt's last token, divided by a prior: the attention at the same position of
+    the image, averaged over many images. A share of the budget goes to the most important tokens. The rest is filled in
+    order of importance; each pick suppresses the tokens similar to it. If all remaining tokens are suppressed,
+    importance decides.
 
-    layer: int >= 1, the decoder layer at whose input the cut is made; the attention is that of the layer before it.
-    prior: path of a file that `tokenprune fit d2pruner` made for the model; None takes attention as it is.
-    pivots: share in (0, 1] of what is kept that goes by importance alone, at least one token.
-    alpha: in [0, 1], how much the likeness of two tokens counts against how near they stand; 1 for understanding,
-    0.5 for localisation.
-    threshold: above which likeness one of two tokens is passed over.
-    radius: > 0, how far nearness reaches, in cells of the grid.
+    Args:
+        layer: First decoder layer that runs on the kept tokens. The layer before it provides the attention.
+        prior: Path of a file written by `tokenprune fit d2pruner` for this model. None: a uniform prior.
+        pivots: Share of the kept tokens that is chosen by importance only, in (0, 1]. At least one token.
+        alpha: Weight of the similarity of two tokens against their spatial proximity, in [0, 1]. The authors use 1 for
+            understanding and 0.5 for localisation.
+        threshold: Similarity above which a pick suppresses another token.
+        radius: Standard deviation of the spatial proximity, in cells of the token grid.
 
-    Source: Zhang et al., "D2Pruner: Debiased Importance and Structural Diversity for MLLM Token Pruning", from its
-    abstract and a review with formulas, and two ports that quote its settings.
+    Source:
+        Zhang et al., "D2Pruner: Debiased Importance and Structural Diversity for MLLM Token Pruning" (arXiv
+        2512.19443). Reconstruction: neither the paper's text nor its code was available. It follows the abstract, a
+        review with formulas, and two ports that quote the settings.
 
-    Differs from the paper: neither its text nor its code was to be had, so this is a reconstruction. Nearness is
-    exp(-d^2 / (2 radius^2)), a guess, and 0 between frames and where the grid is not known; likeness is the cosine of
-    what enters the layer. The prior is stretched to the grid of an image, or along its order where that is not known,
-    and counts at least a thousandth of its mean. Where the tokens unlike each other run out, importance fills up.
+    Differences from the paper:
+        - Proximity is exp(-d^2 / (2 radius^2)), a guess. It is 0 between frames and for images with an unknown grid.
+        - Similarity is the cosine of the hidden states that enter the layer.
+        - The prior is interpolated to the grid of an image, or along the token order if the grid is unknown. Each cell
+          counts at least a thousandth of the mean.
+
+    Example:
+        >>> model = tokenprune.patch(model, D2Pruner(layer=2, pivots=0.5), keep=0.25)
+        >>> output = model(**inputs)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     query_aware: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.25
     fit = LazyFit("tokenprune_bench.calibration.attention_fitting", "fit_d2pruner")
-    fit_limit: ClassVar[int | None] = 200  # the authors take 1000
+    fit_limit: ClassVar[int | None] = 200  # the authors use 1000 images
 
     layer: Annotated[int, Ge(1)] = 2
     prior: str | Path | None = field(default=None, metadata={"file": True})
@@ -78,7 +88,7 @@ class D2Pruner(Pruner):
         fitted = self._fitted
         self._check(
             fitted is None or fitted.layer == self.layer,
-            f"{self.prior} was fitted for layer={fitted and fitted.layer}: pass this option",
+            f"layer={self.layer} does not match {self.prior}. Pass layer={fitted and fitted.layer}.",
         )
 
     @cached_property
@@ -90,44 +100,52 @@ class D2Pruner(Pruner):
             self._fitted.check_decoder(self.name, self.prior, decoder)
 
     def select(self, tokens: VisualTokens) -> Selection:
-        importance = tokens.last_row_attention.float().mean(1) / self._expected(tokens)
+        importance = tokens.last_row_attention.float().mean(1) / self._compute_prior(tokens)
         importance = importance.nan_to_num(nan=-1.0)
-        sure = [max(1, int(self.pivots * keep)) for keep in tokens.keep]
-        kept = top_mask(importance, tokens.mask, to_device(sure, tokens.mask.device), max(sure))
-        more = max(keep - number for keep, number in zip(tokens.keep, sure, strict=True))
-        if more:
-            kept = kept | self._unlike(tokens, importance, tokens.mask & ~kept, tokens.budget - kept.sum(1), more)
-        return Selection(settle(kept, importance, tokens.mask, tokens.budget), counts=tokens.keep)
+        num_pivots = [max(1, int(self.pivots * keep)) for keep in tokens.keep]
+        kept = top_mask(importance, tokens.mask, to_device(num_pivots, tokens.mask.device), max(num_pivots))
+        num_diverse = max(keep - count for keep, count in zip(tokens.keep, num_pivots, strict=True))
+        if num_diverse:
+            candidates, num_picks = tokens.mask & ~kept, tokens.budget - kept.sum(1)
+            kept = kept | self._pick_diverse(tokens, importance, candidates, num_picks, num_diverse)
+        return Selection(adjust_count(kept, importance, tokens.mask, tokens.budget), counts=tokens.keep)
 
-    def _expected(self, tokens: VisualTokens) -> torch.Tensor:
-        """float32 `[S, N]`, above 0: the prior at the place of each token."""
-        expected = torch.ones(tokens.mask.shape, dtype=torch.float32, device="cpu")
+    def _compute_prior(self, tokens: VisualTokens) -> torch.Tensor:
+        """Return the prior at the position of each token, shape (segments, tokens), float32, above 0."""
+        prior = torch.ones(tokens.mask.shape, dtype=torch.float32, device="cpu")
         if self._fitted is None:
-            tokens.note(f"{self.name}: no prior was given, so attention counts as it is (`tokenprune fit d2pruner`)")
+            tokens.note(f"{self.name}: prior=None, using raw attention. Run `tokenprune fit d2pruner` to fit a prior.")
         else:
             for row, (count, grid) in enumerate(zip(tokens.counts, tokens.grids, strict=True)):
-                expected[row, :count] = resize_table(self._fitted.table, count, grid)
-            expected = expected.clamp(min=max(_LEAST * float(self._fitted.table.mean()), 1e-12))
-        return to_device(expected, tokens.mask.device)
+                prior[row, :count] = resize_table(self._fitted.table, count, grid)
+            prior = prior.clamp(min=max(_MIN_PRIOR * float(self._fitted.table.mean()), 1e-12))
+        return to_device(prior, tokens.mask.device)
 
-    def _unlike(
-        self, tokens: VisualTokens, importance: torch.Tensor, left: torch.Tensor, number: torch.Tensor, most: int
+    def _pick_diverse(
+        self,
+        tokens: VisualTokens,
+        importance: torch.Tensor,
+        candidates: torch.Tensor,
+        num_picks: torch.Tensor,
+        max_picks: int,
     ) -> torch.Tensor:
-        """bool `[S, N]`: up to `number` tokens of `left`, in order of importance, none of which is like one before."""
-        cells, rows = self._cells(tokens), torch.arange(len(left), device=left.device)
-        free, taken, row_of = left, torch.zeros_like(left), PickedRows(Products(unit(tokens.hidden)))
-        for step in range(most):
-            best = importance.masked_fill(~free, -torch.inf)
+        """Return up to `num_picks` diverse candidates by importance, shape (segments, tokens), bool."""
+        cells, rows = self._get_cells(tokens), torch.arange(len(candidates), device=candidates.device)
+        available, picked = candidates, torch.zeros_like(candidates)
+        get_row = PickedRows(Products(normalize(tokens.hidden)))
+        for step in range(max_picks):
+            best = importance.masked_fill(~available, -torch.inf)
             pick = best.argmax(1)
-            alike = self.alpha * row_of(pick, best)
+            similarity = self.alpha * get_row(pick, best)
             if self.alpha < 1:
-                alike = alike + (1 - self.alpha) * self._near(cells, cells[rows, pick])
-            new = torch.zeros_like(free).scatter(1, pick[:, None], True) & free & (step < number)[:, None]
-            taken, free = taken | new, free & ~((alike > self.threshold) & new.any(1, keepdim=True)) & ~new
-        return taken
+                similarity = similarity + (1 - self.alpha) * self._compute_proximity(cells, cells[rows, pick])
+            new = torch.zeros_like(available).scatter(1, pick[:, None], True) & available & (step < num_picks)[:, None]
+            picked = picked | new
+            available = available & ~((similarity > self.threshold) & new.any(1, keepdim=True)) & ~new
+        return picked
 
-    def _cells(self, tokens: VisualTokens) -> torch.Tensor:
-        """float32 `[S, N, 3]`: frame, row and column of each token; where a grid is not known each is in a frame."""
+    def _get_cells(self, tokens: VisualTokens) -> torch.Tensor:
+        """Return frame, row and column of each token, (segments, tokens, 3). Unknown grid: each token is a frame."""
         cells = torch.zeros(*tokens.mask.shape, 3, dtype=torch.float32, device="cpu")
         if self.alpha < 1:
             for row, (count, grid) in enumerate(zip(tokens.counts, tokens.grids, strict=True)):
@@ -135,16 +153,22 @@ class D2Pruner(Pruner):
                 cells[row, :count] = torch.cartesian_prod(*axes).view(count, 3).float()
         return to_device(cells, tokens.mask.device)
 
-    def _near(self, cells: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-        """float32 `[S, N]`, in 0..1: of all cells `[S, N, 3]` to one `[S, 3]`."""
-        one = one.unsqueeze(1)
-        square = (cells[..., 1:] - one[..., 1:]).square().sum(-1)
-        return torch.exp(-square / (2 * self.radius**2)).masked_fill(cells[..., 0] != one[..., 0], 0)
+    def _compute_proximity(self, cells: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
+        """Return the proximity of all cells (segments, tokens, 3) to one cell (segments, 3), in [0, 1]."""
+        cell = cell.unsqueeze(1)
+        squared_distance = (cells[..., 1:] - cell[..., 1:]).square().sum(-1)
+        return torch.exp(-squared_distance / (2 * self.radius**2)).masked_fill(cells[..., 0] != cell[..., 0], 0)
 
 
 def resize_table(table: torch.Tensor, count: int, grid: tuple[int, int, int] | None) -> torch.Tensor:
-    """float32 `[count]`: a table `[rows, columns]` at the places of a grid's tokens, the same in each frame; along the
-    order of the tokens where the grid is not known."""
+    """Interpolate a table to the tokens of an image and return a float32 tensor of shape (count,).
+
+    Args:
+        table: Values on a grid, shape (rows, columns), float32.
+        count: Number of tokens.
+        grid: Frames, height and width of the token grid. All frames get the same values. None: interpolate along the
+            token order.
+    """
     if grid is None:
         return torch.nn.functional.interpolate(table.flatten()[None, None], size=count, mode="linear")[0, 0]
     frames, height, width = grid

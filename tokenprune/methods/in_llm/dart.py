@@ -18,26 +18,37 @@ from tokenprune.selection.tokens import VisualTokens
 @register("dart", site=Site.IN_LLM, needs=("keys",), paper="arXiv 2502.11494, EMNLP 2025")
 @dataclass(frozen=True)
 class Dart(Pruner):
-    """Keep the visual tokens that least duplicate a few pivot tokens, after the first decoder layers.
+    """Keep the tokens that duplicate a few pivot tokens least (DART).
 
-    Pivots are the visual tokens, and the text tokens after the image, whose keys have the largest L1 norm. In turn
-    each pivot takes its share of the remaining visual tokens: those least similar to it by cosine of the final-normed
-    hidden states. Needs no attention weights.
+    Pivots are the visual tokens, and the text tokens after the image, with the largest L1 norm of their keys. Each
+    pivot in turn takes an equal share of the remaining visual tokens: the tokens with the lowest cosine similarity to
+    the pivot. The similarity uses hidden states after the decoder's final norm. The method reads no attention weights.
 
-    layer: int >= 1, the decoder layer at whose input the cut is made; keys come from the layer before it.
-    pivot_image, pivot_text: how many pivots of either kind. With pivot_text=0 the choice knows nothing of the question,
-    since no visual token sees later text in a causal decoder: it is then safe with a prefix cache.
-    exact: True keeps exactly what `keep` asks for: the image pivots count, and what is left is shared evenly, earlier
-    pivots getting one more. False keeps the authors' count, pivot_image + P * (keep // P) with P pivots, which is up to
-    pivot_image more.
+    Args:
+        layer: First decoder layer that runs on the kept tokens. The layer before it provides the keys.
+        pivot_image: Number of visual pivots. They are kept.
+        pivot_text: Number of text pivots. With 0 the selection does not depend on the question, so it is safe with a
+            prefix cache: in a causal decoder no visual token sees later text.
+        exact: Keep exactly `keep` tokens, including the visual pivots; earlier pivots take the remainder of an uneven
+            division. False: keep the authors' count, pivot_image + P * (keep // P) for P pivots.
 
-    Source: Wen et al., "Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters More",
-    section 3, and the authors' code where the two differ (fixed shares instead of a threshold; text pivots; the final
-    norm).
+    Source:
+        Wen et al., "Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters More" (arXiv
+        2502.11494), section 3. The authors' code decides where the two differ: fixed shares instead of a threshold,
+        text pivots, and the final norm.
 
-    Differs from the paper: exact counts by default; pivots go in order of descending norm, image pivots first (the
-    authors iterate over a Python set, an arbitrary order); norms and cosines in float32; shares are clamped to what is
-    left (the authors' code fails); every image has pivots of its own, and text pivots come from the text after it.
+    Differences from the paper:
+        - Counts are exact by default.
+        - Pivots are processed by descending norm, visual pivots first. The authors iterate over a Python set.
+        - Norms and cosines are computed in float32.
+        - A share is clamped to the remaining tokens. The authors' code fails.
+        - Each image has its own pivots. Text pivots come from the text after the image.
+
+    Example:
+        >>> model = tokenprune.patch(model, Dart(layer=2, pivot_text=0), keep=0.25)
+        >>> output = model(**inputs)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     query_free: ClassVar[Mapping[str, Any]] = {"pivot_text": 0}
@@ -51,24 +62,27 @@ class Dart(Pruner):
     def query_aware(self) -> bool:
         return self.pivot_text > 0
 
-    def budget(self, count: int, keep: int) -> int:
+    def resolve_count(self, count: int, keep: int) -> int:
         pivots = self.pivot_image + self.pivot_text
         return keep if self.exact else self.pivot_image + pivots * (keep // pivots)
 
     def select(self, tokens: VisualTokens) -> Selection:
-        kept, pivots, exists = self._pivots(tokens)
-        # How many tokens each pivot adds: an even share of what the image pivots leave, the remainder to the first
-        # ones.
-        left, turn = (tokens.budget - kept.sum(1))[:, None], exists.cumsum(1)
-        number = turn[:, -1:].clamp(min=1)
-        share = (left + number - turn).div(number, rounding_mode="floor") * exists
+        kept, pivots, exists = self._find_pivots(tokens)
+        # Tokens that each pivot adds: an equal share of the rest of the budget. Earlier pivots take the remainder.
+        rest, turn = (tokens.budget - kept.sum(1))[:, None], exists.cumsum(1)
+        num_pivots = turn[:, -1:].clamp(min=1)
+        share = (rest + num_pivots - turn).div(num_pivots, rounding_mode="floor") * exists
         similarity = cosines(tokens.normed, pivots)  # [S, N, P]
         added = take_in_turn(-similarity.transpose(1, 2), tokens.mask ^ kept, share, max(tokens.keep))
         return Selection(kept | added, counts=tokens.keep)
 
-    def _pivots(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the image pivots (bool `[S, N]`), and all pivots' states `[S, P, D]` with which of them exist (`[S,
-        P]`)."""
+    def _find_pivots(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the visual pivots, and the states of all pivots.
+
+        Returns:
+            Mask of visual pivots (segments, tokens), states of all pivots (segments, pivots, hidden size), and mask of
+            the pivots that exist (segments, pivots).
+        """
         image_norm = torch.linalg.vector_norm(tokens.keys, ord=1, dim=-1, dtype=torch.float32)
         kept = top_mask(image_norm, tokens.mask, tokens.budget.clamp(max=self.pivot_image), self.pivot_image)
         order = image_norm.masked_fill(~kept, -1).argsort(dim=1, descending=True, stable=True)[:, : self.pivot_image]

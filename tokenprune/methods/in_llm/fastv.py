@@ -15,18 +15,32 @@ from tokenprune.selection.tokens import VisualTokens
 @register("fastv", site=Site.IN_LLM, paper="arXiv 2403.06764, ECCV 2024")
 @dataclass(frozen=True)
 class FastV(Pruner):
-    """Keep the visual tokens that the prompt's last token attends to most, after the first decoder layers.
+    """Keep the tokens that the prompt's last token attends to most (FastV).
 
-    layer: int >= 1, K of the paper: layers 0 .. K-1 see all tokens, and the attention of layer K-1 ranks them.
-    query: "last" ranks by the attention row of the last prompt token (mean over heads), as the authors' code does;
-    "all" by the mean attention received from all tokens that come after, as the paper's text says.
+    Tokens are ranked once, in prefill, by the attention of an early decoder layer, averaged over heads. All later
+    layers run on the kept tokens.
 
-    Source: Chen et al., "An Image is Worth 1/2 Tokens After Layer 2", section 4.
+    Args:
+        layer: First decoder layer that runs on the kept tokens (K in the paper). Layer K - 1 provides the attention.
+        query: "last": attention from the last prompt token, as in the authors' code. "all": mean attention from all
+            later tokens, as in the paper's text.
 
-    Differs from the paper: the ranking is made once, in prefill, and kept while decoding (the authors' variant with a
-    KV cache does the same; their first one ranks anew at every token). Several images have a budget each; the authors'
-    code knows one span. Batches, padding and any attention back end work: only the rows that are needed are recomputed
-    from queries and keys.
+    Source:
+        Chen et al., "An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for Large
+        Vision-Language Models" (arXiv 2403.06764), section 4.
+
+    Differences from the paper:
+        - The ranking from prefill is kept during decoding, as in the authors' KV cache variant. Their first variant
+          ranks again for every generated token.
+        - Each image has its own budget. The authors' code supports one span of visual tokens.
+        - Batches, padding and all attention backends are supported: the required attention rows are recomputed from
+          queries and keys.
+
+    Example:
+        >>> model = tokenprune.patch(model, FastV(layer=2), keep=0.25)
+        >>> output = model(**inputs)
+        >>> tokenprune.stats(model).visual_tokens_per_layer
+        [256, 256, 64, 64, 64, 64]
     """
 
     query_aware: ClassVar[bool] = True

@@ -17,24 +17,36 @@ from tokenprune.selection.tokens import VisualTokens
 @register("feather", site=Site.IN_LLM, needs=("unrotated_last_row",), paper="arXiv 2412.13180, ICCV 2025")
 @dataclass(frozen=True)
 class Feather(SharedBudgetCuts):
-    """Keep an even grid, and of the rest what the prompt's last token attends to whatever the distance; later, and from
-    a deeper layer, only the latter (FEATHER).
+    """Keep a uniform grid and the best tokens by position-free attention (FEATHER).
 
-    Attention is computed without rotary positions, which favour what stands near the question, the image's last rows.
+    The score is the attention from the prompt's last token, computed without rotary embeddings: with them, attention
+    favours the last rows of an image, which are close to the question. The first cut keeps a uniform grid and the
+    tokens with the highest scores. The second cut, in a deeper layer, uses the scores only.
 
-    keep: tokens averaged over the decoder's layers; 0.36 (default) is the authors' setting on 729 tokens.
-    layers: two decoder layers at whose input the cuts are made; None: 8 and 16 of 32, in proportion.
-    stride: int >= 1, the first cut keeps every such row and column of the grid, the first among them; None keeps none
-    for their place.
-    second: share in (0, 1] of the first cut's tokens that the second one keeps.
+    `keep` is the average number of tokens over the decoder's layers. The default 0.36 is the authors' setting on 729
+    tokens.
 
-    Source: Endo et al., "Feather the Throttle: Revisiting Visual Token Pruning for Vision-Language Model
-    Acceleration", section 5, and the authors' code: softmax over visual columns alone, mean over heads, of the layer
-    before the cut.
+    Args:
+        layers: Decoder layers of the two cuts. None: layers 8 and 16 of 32, scaled to the depth of the decoder.
+        stride: Spacing of the uniform grid in rows and columns. It grows until the grid takes at most half of the
+            budget. None: no grid.
+        second: Share of the first cut's tokens that the second cut keeps, in (0, 1].
 
-    Differs from the paper: the first cut keeps exactly its budget, even grid included (there the grid comes on top, of
-    which score picks some too). The stride grows until the grid takes at most half of what is kept. Where the shape of
-    an image is not known, every stride * stride-th token stands for the grid. Several images have a budget each.
+    Source:
+        Endo et al., "Feather the Throttle: Revisiting Visual Token Pruning for Vision-Language Model Acceleration"
+        (arXiv 2412.13180), section 5, and the authors' code: softmax over visual tokens only, averaged over heads, from
+        the layer before the cut.
+
+    Differences from the paper:
+        - The first cut keeps exactly its budget, including the grid. The authors add the grid on top.
+        - For images with an unknown grid, every stride * stride-th token is kept instead.
+        - Each image has its own budget.
+
+    Example:
+        >>> model = tokenprune.patch(model, Feather(stride=4), keep=0.5)
+        >>> output = model(**inputs)
+        >>> len(tokenprune.stats(model).removals)
+        2
     """
 
     query_aware: ClassVar[bool] = True
@@ -52,21 +64,21 @@ class Feather(SharedBudgetCuts):
     def choose(self, tokens: VisualTokens, cut: int) -> Selection:
         score = self.score(tokens)
         if cut == 0 and self.stride is not None:
-            score = score.nan_to_num(nan=-torch.inf).masked_fill(self._even(tokens, self.stride), torch.inf)
+            score = score.nan_to_num(nan=-torch.inf).masked_fill(self._find_grid(tokens, self.stride), torch.inf)
         return Selection.top(score, tokens)
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
         row = tokens.unrotated_last_row.float().masked_fill(~tokens.mask[:, None], 0)
         return (row / row.sum(2, keepdim=True).clamp(min=torch.finfo(row.dtype).tiny)).mean(1)
 
-    def _even(self, tokens: VisualTokens, least: int) -> torch.Tensor:
-        """bool `[S, N]`: the tokens of the first cut that stay for their place. least: the stride to begin with."""
-        even = torch.zeros(tokens.mask.shape, dtype=torch.bool, device="cpu")
+    def _find_grid(self, tokens: VisualTokens, min_stride: int) -> torch.Tensor:
+        """Return the tokens on the uniform grid, shape (segments, tokens), bool. The stride grows from `min_stride`."""
+        on_grid = torch.zeros(tokens.mask.shape, dtype=torch.bool, device="cpu")
         for row, (count, keep, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
             frames, height, width = grid or (1, 1, count)
-            for stride in range(least, max(height, width) + least):
+            for stride in range(min_stride, max(height, width) + min_stride):
                 down, across = (stride, stride) if grid else (1, stride * stride)
                 if frames * -(-height // down) * -(-width // across) <= keep // 2:
-                    even[row, :count].view(frames, height, width)[:, ::down, ::across] = True
+                    on_grid[row, :count].view(frames, height, width)[:, ::down, ::across] = True
                     break
-        return to_device(even, tokens.mask.device)
+        return to_device(on_grid, tokens.mask.device)

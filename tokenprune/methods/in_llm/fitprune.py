@@ -20,7 +20,7 @@ from tokenprune.selection.tokens import VisualTokens
 
 
 class Recipe(FittedTable):
-    """Shares of an image's tokens that each decoder layer sees: float32 `[recipes, layers]`, from all to few."""
+    """Share of an image's tokens that each decoder layer sees: a float32 table (recipes, layers), sorted by total."""
 
     kind = "tokenprune fitprune recipe"
     command = "fit fitprune"
@@ -32,23 +32,34 @@ class Recipe(FittedTable):
 @register("fitprune", site=Site.IN_LLM, needs=("head_maxima",), paper="arXiv 2409.10197, AAAI 2025")
 @dataclass(frozen=True)
 class FitPrune(MultiCutMethod):
-    """Drop a few visual tokens at every decoder layer, as many as a recipe says that was fitted so that attention
-    stays what it was.
+    """Drop a few tokens at every decoder layer by a fitted recipe (FitPrune).
 
-    Those leave of which the image's own tokens and the text after it make least: the product of the two means, of each
-    row the most attention of any head.
+    A recipe states the share of tokens that each layer sees. It is fitted so that the attention distributions change as
+    little as possible. Each layer drops the tokens with the lowest score: the mean attention from later visual tokens
+    times the mean attention from the text after the image, both after a maximum over heads.
 
-    keep: tokens averaged over the decoder's layers.
-    recipe: path of a file that `tokenprune fit fitprune` made for the model; None: every layer keeps the same share of
-    what reaches it.
+    `keep` is the average number of tokens over the decoder's layers.
 
-    Source: Ye et al., "Fit and Prune: Fast and Training-free Visual Token Pruning for Multi-modal Large Language
-    Models", sections 3.2 and 3.3, and the authors' code where the two differ: tokens are ranked by the product of the
-    two means, and the recipe says how many go.
+    Args:
+        recipe: Path of a file written by `tokenprune fit fitprune` for this model. None: every layer keeps the same
+            share of its input tokens.
 
-    Differs from the paper: the recipe is fitted for the whole range of `keep` at once, and read between two of its
-    rows, as shares of an image's tokens and not as their numbers. Tokens leave at the input of the next layer (there
-    before the MLP of the same one, which later states do not tell). Without a recipe the schedule is ours.
+    Source:
+        Ye et al., "Fit and Prune: Fast and Training-free Visual Token Pruning for Multi-modal Large Language Models"
+        (arXiv 2409.10197), sections 3.2 and 3.3. The authors' code decides where the two differ: tokens are ranked by
+        the product of the two means, and the recipe gives the number of dropped tokens.
+
+    Differences from the paper:
+        - One recipe covers all values of `keep`; values between two rows are interpolated. It stores shares, not
+          counts.
+        - Tokens leave at the input of the next layer. The authors drop them before the MLP of the same layer.
+        - The schedule without a recipe is an addition.
+
+    Example:
+        >>> model = tokenprune.patch(model, FitPrune(), keep=0.5)
+        >>> output = model(**inputs)
+        >>> len(tokenprune.stats(model).removals)
+        5
     """
 
     query_aware: ClassVar[bool] = True
@@ -60,7 +71,7 @@ class FitPrune(MultiCutMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self._fitted  # a file that is missing or broken is refused before a model is touched
+        _ = self._fitted  # reject a missing or corrupt file before the model is patched
 
     @cached_property
     def _fitted(self) -> Recipe | None:
@@ -72,14 +83,14 @@ class FitPrune(MultiCutMethod):
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if budget.target == "flops_share":
-            raise BudgetError(f"{self.name}: {budget} is not solved for a recipe: give keep or average_tokens")
+            raise BudgetError(f"{self.name} does not support {budget}. Pass keep or average_tokens.")
         rows = () if self._fitted is None else tuple(map(tuple, self._fitted.table.tolist()))
         if rows and len(rows[0]) != layers:
-            self._check(False, f"{self.recipe} is for {len(rows[0])} layers, and this decoder has {layers}")
+            self._check(False, f"{self.recipe} has {len(rows[0])} layers, but the decoder has {layers}")
         if budget.share is not None:
-            compute_layer_shares(rows, layers, budget.share)  # raises for what cannot be
-        parts = [_ByRecipe(**budget.init_values(), rows=rows) for _ in range(1, layers)]
-        return [(CutStage(self, layer - 1, layer), part) for layer, part in enumerate(parts, 1)]
+            compute_layer_shares(rows, layers, budget.share)  # raises BudgetError for an unreachable share
+        budgets = [_ByRecipe(**budget.init_values(), rows=rows) for _ in range(1, layers)]
+        return [(CutStage(self, layer - 1, layer), layer_budget) for layer, layer_budget in enumerate(budgets, 1)]
 
     def score(self, tokens: VisualTokens) -> torch.Tensor:
         return tokens.head_maxima.float().prod(1)
@@ -87,7 +98,7 @@ class FitPrune(MultiCutMethod):
 
 @dataclass(frozen=True, repr=False)
 class _ByRecipe(Budget):
-    """The budget of a layer by a recipe. rows: of the recipe; none: the same share at each layer."""
+    """Budget of one layer. `rows` are the rows of a recipe; if empty, every layer keeps the same share of its input."""
 
     rows: tuple[tuple[float, ...], ...] = ()
 
@@ -95,22 +106,29 @@ class _ByRecipe(Budget):
         self, counts: Sequence[int], *, layer: int, shape: DecoderShape, text_tokens: int,
         original: Sequence[int] | None = None,
     ) -> list[int]:  # fmt: skip
-        left = []
-        for now, count in zip(counts, counts if original is None else original, strict=True):
+        kept = []
+        for num_before, count in zip(counts, counts if original is None else original, strict=True):
             share = min(1.0, float(self.amount) / count) if self.share is None else self.share
-            left.append(min(now, max(1, round(count * _known_shares(self.rows, shape.layers, share)[layer]))))
-        return left
+            kept.append(
+                min(num_before, max(1, round(count * _cached_layer_shares(self.rows, shape.layers, share)[layer])))
+            )
+        return kept
 
 
 def compute_layer_shares(rows: Sequence[Sequence[float]], layers: int, share: float) -> list[float]:
-    """Return what share of an image's tokens each layer sees, so that the average is `share`.
+    """Return the share of an image's tokens that each layer sees, so that the average is `share`.
 
-    rows: of a recipe; none: each layer keeps the same share of what reaches it. Raises BudgetError for what the first
-    layer alone spends.
+    Args:
+        rows: Rows of a recipe, one share per layer. Empty: every layer keeps the same share of its input.
+        layers: Number of decoder layers.
+        share: Requested average share.
+
+    Raises:
+        BudgetError: If the first layer, which sees all tokens, exceeds the budget.
     """
     if share * layers <= 1 and share < 1:
         raise BudgetError(
-            f"keep={share:g} cannot be reached: the first of {layers} layers alone spends it; ask for more"
+            f"keep={share:g} is too low: the first of {layers} layers sees all tokens. Pass a value above 1/{layers}."
         )
     if rows:
         few = [1.0] + [0.0] * (layers - 1)
@@ -118,8 +136,11 @@ def compute_layer_shares(rows: Sequence[Sequence[float]], layers: int, share: fl
         above = max(row for row in range(len(known)) if sum(known[row]) >= share * layers - 1e-9)
         below = min(above + 1, len(known) - 1)
         span = sum(known[above]) - sum(known[below])
-        part = (sum(known[above]) - share * layers) / span if span else 0.0
-        return [(1 - part) * one + part * other for one, other in zip(known[above], known[below], strict=True)]
+        weight = (sum(known[above]) - share * layers) / span if span else 0.0
+        return [
+            (1 - weight) * share_above + weight * share_below
+            for share_above, share_below in zip(known[above], known[below], strict=True)
+        ]
     low, high = 0.0, 1.0
     for _ in range(60):
         ratio = (low + high) / 2
@@ -127,4 +148,4 @@ def compute_layer_shares(rows: Sequence[Sequence[float]], layers: int, share: fl
     return [low**layer for layer in range(layers)]
 
 
-_known_shares = lru_cache(maxsize=64)(compute_layer_shares)  # asked at every layer of every call
+_cached_layer_shares = lru_cache(maxsize=64)(compute_layer_shares)  # called for every layer of every forward

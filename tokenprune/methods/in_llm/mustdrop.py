@@ -11,7 +11,7 @@ import torch
 from annotated_types import Ge, Le
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.multi_cut import CutStage, SharedBudgetCuts
@@ -19,34 +19,48 @@ from tokenprune.methods.registry import register
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_HALVES = 40  # of the search for a ratio
-_STEP = 0.5  # from cut to cut, for a number of tokens, which is no share before an image is seen
+_HALVINGS = 40  # bisection steps of the search for a ratio
+_DEFAULT_RATIO = 0.5  # ratio between cuts if the budget is a token count, which is not a share until the image is known
 
 
 @register("mustdrop", site=Site.IN_LLM, paper="arXiv 2411.10803")
 @dataclass(frozen=True)
 class MustDrop(SharedBudgetCuts):
-    """Drop in four cuts the visual tokens that the text neither attends to on the whole nor with any of its words; what
-    the vision tower finds most salient is dropped last.
+    """Drop tokens with little attention from the text in four cuts (MustDrop).
 
-    keep: tokens averaged over the decoder's layers; a third (default) is the paper's "192 tokens" of 576.
-    layers: four decoder layers at whose input the cuts are made; None: 3, 7, 11 and 15 of 32, in proportion, and
-    in a decoder of four layers or fewer the first of these.
-    protected: share of an image's tokens with most attention in the vision tower, which go first into what a cut keeps;
-    0 asks the tower nothing.
-    thresholds: (share, word) of the authors' rule: a token leaves where it has less than `share` of the attention that
-    the text pays to the image, and no word pays it as much as `word`. What stays is then the content's affair, and
-    `keep` an upper bound. None: both thresholds are one number, which follows from `keep`.
+    A token is ranked by the larger of two scores: its share of the text's attention to the image, and the highest
+    attention from any word. Tokens with the most attention in the vision tower are protected: each cut keeps them
+    first. Images without following text are scored by the prompt's last token.
 
-    Source: "Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large Language Model", the authors' code,
-    its stages 2 and 3. "After layers 2, 6, 10 and 14" there is at the input of 3, 7, 11 and 15 here.
+    `keep` is the average number of tokens over the decoder's layers. The default 1/3 matches the paper's "192 tokens"
+    of 576. With `thresholds` it is an upper bound.
 
-    Differs from the paper: counts follow `keep`, falling from cut to cut by one ratio (the code has thresholds alone,
-    set for each benchmark); the tower's block is the last that the model reads (there the one after it), and without
-    a class token the attention of all patches counts; kept tokens keep their positions (there they are numbered anew).
-    Where no text is after an image, the prompt's last token rates. Left out: stage 1, merging windows of patches in
-    the tower (compose it with `tome`, and `protected=0`), and stage 4, taking from the caches of earlier layers
-    what later cuts drop. The paper's text was not read.
+    Args:
+        layers: Decoder layers of the four cuts. None: layers 3, 7, 11 and 15 of 32, scaled to the depth of the decoder.
+            Decoders with four layers or fewer use the first of these.
+        protected: Share of an image's tokens that are protected. 0 does not read the vision tower.
+        thresholds: The authors' rule (share, word): drop a token if its share of the text's attention is below `share`
+            and no word attends to it with at least `word`. None: rank the tokens and keep exactly the budget.
+
+    Source:
+        "Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large Language Model" (arXiv 2411.10803),
+        stages 2 and 3 of the authors' code. The paper's text was not available. "After layers 2, 6, 10 and 14" in the
+        code is the input of layers 3, 7, 11 and 15 here.
+
+    Differences from the paper:
+        - Counts follow `keep` and shrink by a constant ratio from cut to cut. The code uses one set of thresholds per
+          benchmark.
+        - The tower attention comes from the last block that the model reads. The code uses the block after it. Towers
+          without a class token use the attention of all patches.
+        - Kept tokens keep their positions. The authors renumber them.
+        - Stage 1, which merges windows of patches in the tower, is left out. Combine with `tome` and `protected=0`.
+        - Stage 4, which also drops tokens from the caches of earlier layers, is left out.
+
+    Example:
+        >>> model = tokenprune.patch(model, MustDrop(protected=0.1), keep=0.5)
+        >>> output = model(**inputs)
+        >>> len(tokenprune.stats(model).removals)
+        4
     """
 
     query_aware: ClassVar[bool] = True
@@ -59,11 +73,11 @@ class MustDrop(SharedBudgetCuts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        two = self.thresholds is None or len(self.thresholds) == 2
-        self._check(two, f"thresholds={self.thresholds!r} must be two numbers, (share, word)")
+        is_pair = self.thresholds is None or len(self.thresholds) == 2
+        self._check(is_pair, f"thresholds={self.thresholds!r} must be a pair of numbers, (share, word)")
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         return self.thresholds is not None
 
     @property
@@ -72,55 +86,54 @@ class MustDrop(SharedBudgetCuts):
         return frozenset({"text_sum_and_max", "last_row_attention", *tower})
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        placed = list(self.layers or place(self.depths[: layers - 1], layers, budget))
-        step = _STEP if budget.share is None else _step(placed, layers, budget.share)
-        cuts = profile(layers, [(layer, step**number) for number, layer in enumerate(placed)], budget)
-        return [(CutStage(self, number, cut.layer), cut.budget) for number, cut in enumerate(cuts)]
+        cut_layers = list(self.layers or choose_layers(self.depths[: layers - 1], layers, budget))
+        ratio = _DEFAULT_RATIO if budget.share is None else _find_ratio(cut_layers, layers, budget.share)
+        cuts = plan_cuts(layers, [(layer, ratio**index) for index, layer in enumerate(cut_layers)], budget)
+        return [(CutStage(self, index, cut.layer), cut.budget) for index, cut in enumerate(cuts)]
 
     def select(self, tokens: VisualTokens) -> Selection:
-        share, word = self._paid(tokens)
-        least = self.thresholds or (1.0, 1.0)
+        share, word = self._compute_scores(tokens)
+        limits = self.thresholds or (1.0, 1.0)
         tiny = torch.finfo(torch.float32).tiny
-        rank = torch.maximum(share / max(least[0], tiny), word / max(least[1], tiny))
-        key, most = self._key(tokens), max(tokens.keep)
-        first = top_mask(rank, key, tokens.budget, most)
-        left = tokens.mask & ~key
+        rank = torch.maximum(share / max(limits[0], tiny), word / max(limits[1], tiny))
+        protected_mask, max_kept = self._get_protected(tokens), max(tokens.keep)
+        first = top_mask(rank, protected_mask, tokens.budget, max_kept)
+        candidates = tokens.mask & ~protected_mask
         if self.thresholds is not None:
-            left = left & ((share >= least[0]) | (word >= least[1]))
-            stays = first | top_mask(rank, left, tokens.budget - first.sum(1), most)
-            # One token at least, where nothing passes and nothing is protected.
+            candidates = candidates & ((share >= limits[0]) | (word >= limits[1]))
+            kept = first | top_mask(rank, candidates, tokens.budget - first.sum(1), max_kept)
+            # Keep at least one token.
             best = top_mask(rank, tokens.mask, torch.ones_like(tokens.budget), 1)
-            return Selection(torch.where(stays.any(1, keepdim=True), stays, best))
-        return Selection(first | top_mask(rank, left, tokens.budget - first.sum(1), most), counts=tokens.keep)
+            return Selection(torch.where(kept.any(1, keepdim=True), kept, best))
+        return Selection(first | top_mask(rank, candidates, tokens.budget - first.sum(1), max_kept), counts=tokens.keep)
 
-    def _paid(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 `[S, N]` each: the share of the text's attention to an image that each token has, and the most that
-        any word pays it."""
-        total, most = tokens.text_sum_and_max.unbind(1)
-        alone = ~tokens.text.mask.any(1, keepdim=True)
+    def _compute_scores(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the share of the attention of the text, and the highest attention from a word, per token."""
+        total, highest = tokens.text_sum_and_max.unbind(1)
+        no_text = ~tokens.text.mask.any(1, keepdim=True)
         last = tokens.last_row_attention.mean(1).masked_fill(~tokens.mask, 0)
-        total, most = torch.where(alone, last, total), torch.where(alone, last, most)
+        total, highest = torch.where(no_text, last, total), torch.where(no_text, last, highest)
         tiny = torch.finfo(torch.float32).tiny
-        return total / total.masked_fill(~tokens.mask, 0).sum(1, keepdim=True).clamp(min=tiny), most
+        return total / total.masked_fill(~tokens.mask, 0).sum(1, keepdim=True).clamp(min=tiny), highest
 
-    def _key(self, tokens: VisualTokens) -> torch.Tensor:
-        """bool `[S, N]`: the tokens that are protected, found at the first cut."""
+    def _get_protected(self, tokens: VisualTokens) -> torch.Tensor:
+        """Return the protected tokens, shape (segments, tokens), bool. Computed at the first cut."""
         if not self.protected:
             return torch.zeros_like(tokens.mask)
-        if "key" not in tokens.carry:
-            numbers = [math.ceil(self.protected * count) for count in tokens.counts]
+        if "protected" not in tokens.carry:
+            num_protected = [math.ceil(self.protected * count) for count in tokens.counts]
             score = tokens.encoder_attention(-1).mean(1)
-            key = top_mask(score, tokens.mask, to_device(numbers, score.device), max(numbers))
-            tokens.remember("key", key, per_token=True)
-        return tokens.carry["key"]
+            protected = top_mask(score, tokens.mask, to_device(num_protected, score.device), max(num_protected))
+            tokens.remember("protected", protected, per_token=True)
+        return tokens.carry["protected"]
 
 
-def _step(placed: Sequence[int], layers: int, share: float) -> float:
-    """Return the ratio by which counts fall from cut to cut, so that they are `share` of all on average."""
-    runs = [later - layer for layer, later in pairwise([*placed, layers])]
+def _find_ratio(cut_layers: Sequence[int], layers: int, share: float) -> float:
+    """Return the ratio between successive counts that makes the average over the layers equal `share`."""
+    runs = [later - layer for layer, later in pairwise([*cut_layers, layers])]
     low, high = 2.0**-10, 1.0
-    for _ in range(_HALVES):
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        spent = placed[0] + sum(run * middle ** (1 + number) for number, run in enumerate(runs))
+        spent = cut_layers[0] + sum(run * middle ** (1 + index) for index, run in enumerate(runs))
         low, high = (middle, high) if spent < share * layers else (low, middle)
     return high

@@ -10,17 +10,17 @@ from annotated_types import Ge, Gt, Le
 
 from tokenprune.budgets import Budget
 from tokenprune.kernels.match import best_match
-from tokenprune.kernels.pairs import Products, rounded, unit
+from tokenprune.kernels.pairs import Products, normalize, round_cosines
 from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_LAYER = 4 / 28  # of the layers of the model that the authors' numbers are for, before the one that rates
-_DENSITY = 2.0  # distance at which a token counts 1/e for how dense it is around another
-_ROOM = 1.5  # tokens in clusters, at least, for each that is to be kept
-_HALVINGS = 16  # of the range of cutoffs that is searched
+_LAYER = 4 / 28  # the authors' layer, as a share of the decoder's depth
+_BANDWIDTH = 2.0  # bandwidth of the Gaussian density, as a cosine distance
+_MIN_CLUSTERED = 1.5  # minimum number of clustered tokens per kept token
+_HALVINGS = 16  # bisection steps of the search for the cutoff
 
 
 @register(
@@ -29,33 +29,45 @@ _HALVINGS = 16  # of the range of cutoffs that is searched
 )  # fmt: skip
 @dataclass(frozen=True)
 class PACT(Pruner):
-    """Leave out the tokens that nothing asks for, and cluster the others by their keys, each cluster within a fixed
-    distance of its centre, which becomes the cluster's mean (PACT).
+    """Drop unimportant tokens and cluster the others by their keys (PACT).
 
-    A token matters by what the mean query of all tokens up to the image's end attends to, without rotation, times the
-    length of its hidden state. Of those that matter, visited by falling density, a token is a centre if none so far is
-    within the cutoff, by cosine distance of rotated keys. Each joins the nearest centre; so does a token that was left
-    out, if it is near enough. The choice knows nothing of the question, and reads no attention weights.
+    The importance of a token is its attention score under the mean query of all tokens up to the end of the image,
+    without rotation, times the norm of its hidden state. The important tokens are visited by descending density; a
+    token becomes a centre unless an earlier centre is within the cutoff (cosine distance of rotated keys). Each token
+    joins its nearest centre, and a cluster becomes its mean. An unimportant token joins only if it is close enough. The
+    selection does not depend on the question and reads no attention weights.
 
-    keep: exact; the smallest cutoff is looked for that leaves at least so many centres, and of those the least dense
-    go. At least `share` of the tokens, or one and a half times `keep`, are clustered.
-    layer: int >= 1, the decoder layer at whose input the cut is made, by queries, keys and input of the layer before
-    it; None: after layer 4 of 28, counted from 0.
-    share: in (0, 1], how many of an image's tokens matter.
-    cutoff: distance in [0, 2]; the image then decides how many tokens stay, whatever `keep` says, unless that is all of
-    them (the authors have 0.21). None: by `keep`.
-    reach: how many cutoffs away from a centre a token that was left out may be to join it; 0 drops all but copies.
+    `keep` is exact: a bisection finds the largest cutoff with at least `keep` centres, and the densest of them stay. At
+    least `share` of the tokens, or 1.5 times `keep`, are clustered.
 
-    Source: "PACT: Pruning and Clustering-Based Token Reduction for Faster Visual Language Models", the authors' code.
+    Args:
+        layer: First decoder layer that runs on the kept tokens. The layer before it provides queries, keys and hidden
+            states. None: the layer after layer 4 of 28 (counted from 0), scaled to the depth of the decoder.
+        share: Share of an image's tokens that count as important, in (0, 1].
+        cutoff: Fixed cosine distance in [0, 2]; the authors use 0.21. The content then decides the number of kept
+            tokens, regardless of `keep`, unless `keep` is 1.0. None: derived from `keep`.
+        reach: Maximum distance, in cutoffs, at which an unimportant token joins a centre. 0 drops all but exact copies.
 
-    Differs from the paper: attention does not know how many tokens a merged one stands for (the logarithm of that
-    number is added to its logits there, in this and all later layers; the code has a switch for that); an exact number
-    by default; the cut is one layer later, where queries and keys are there anyway, so that means are of what the
-    layer makes of them; each image is by itself, and its mean query is of the tokens up to its own end (there all
-    images and videos are one pool). The paper's text was not read.
+    Source:
+        "PACT: Pruning and Clustering-Based Token Reduction for Faster Visual Language Models" (arXiv 2504.08966), the
+        authors' code. The paper's text was not available.
+
+    Differences from the paper:
+        - Attention ignores the size of merged tokens. The authors add the logarithm of the size to the attention logits
+          of all later layers; their code has a switch for it.
+        - The number of kept tokens is exact by default.
+        - The cut is one layer later, after queries and keys have been computed. Means are of the layer's outputs.
+        - Each image is clustered separately, with the mean query up to its own end. The authors pool all images and
+          videos.
+
+    Example:
+        >>> model = tokenprune.patch(model, PACT(layer=2), keep=0.25)
+        >>> output = model(**inputs)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     layer: Annotated[int, Ge(1)] | None = None
     share: Annotated[float, Gt(0), Le(1)] = 0.55
@@ -63,7 +75,7 @@ class PACT(Pruner):
     reach: Annotated[float, Ge(0)] = 1.5
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         return self.cutoff is not None
 
     @property
@@ -77,82 +89,98 @@ class PACT(Pruner):
     def select(self, tokens: VisualTokens) -> Selection:
         weight = tokens.previous_hidden.float().norm(dim=2)
         score = (tokens.mean_query_attention.float().mean(1) * weight).nan_to_num(nan=-torch.inf)
-        itself = torch.arange(score.shape[1], device=score.device)
-        assign = torch.full_like(tokens.mask, -1, dtype=torch.long)
+        token_index = torch.arange(score.shape[1], device=score.device)
+        assignment = torch.full_like(tokens.mask, -1, dtype=torch.long)
         for row, (count, keep) in enumerate(zip(tokens.counts, tokens.keep, strict=True)):
             if keep == count:
-                assign[row, :count] = itself[:count]
+                assignment[row, :count] = token_index[:count]
             else:
-                assign[row, :count] = self._of_image(score[row, :count], unit(tokens.keys[row, :count]), keep)
-        counts = None if self.by_content_count else tokens.keep
-        return Selection(assign == itself, assign, counts=counts)
+                assignment[row, :count] = self._assign_image(
+                    score[row, :count], normalize(tokens.keys[row, :count]), keep
+                )
+        counts = None if self.chooses_count else tokens.keep
+        return Selection(assignment == token_index, assignment, counts=counts)
 
-    def _of_image(self, score: torch.Tensor, keys: torch.Tensor, keep: int) -> torch.Tensor:
-        """long `[n]`: the centre that each of an image's tokens joins, -1 where it joins none. score: `[n]`; keys: `[n,
-        D]`, of length 1."""
+    def _assign_image(self, score: torch.Tensor, keys: torch.Tensor, keep: int) -> torch.Tensor:
+        """Return the centre that each token of an image joins, shape (tokens,), int64; -1 for dropped tokens.
+
+        Args:
+            score: Importance, shape (tokens,).
+            keys: Unit keys, shape (tokens, channels).
+            keep: Number of kept tokens.
+        """
         count, device = len(score), score.device
-        share = self.share if self.by_content_count else min(1.0, max(self.share, _ROOM * keep / count))
-        number = max(1, int(share * count))
-        everything = torch.ones_like(score, dtype=torch.bool)[None]
-        matters = top_mask(score[None], everything, to_device([number], device), number)[0]
-        place = matters.nonzero().flatten()
-        dense = Products(keys[None, place], round_=True).of_rows(_density)[0]
-        # From here on by falling density, of equal ones the first.
-        place = place[dense.argsort(descending=True, stable=True)]
-        alike = Products(keys[None, place], round_=True)
-        cutoff = self._cutoff(alike, keep)
-        centre = find_centres(alike, cutoff)
-        if not self.by_content_count:
-            # Copies are one centre at any cutoff: where that is too few, the densest others are centres as well.
-            rank = torch.where(centre, 0, len(place)) + torch.arange(len(place), device=device)
+        share = self.share if self.chooses_count else min(1.0, max(self.share, _MIN_CLUSTERED * keep / count))
+        num_important = max(1, int(share * count))
+        all_tokens = torch.ones_like(score, dtype=torch.bool)[None]
+        important = top_mask(score[None], all_tokens, to_device([num_important], device), num_important)[0]
+        index = important.nonzero().flatten()
+        density = Products(keys[None, index], round_=True).reduce_rows(_compute_density)[0]
+        # Sort by descending density. A stable sort puts the earlier of equal tokens first.
+        index = index[density.argsort(descending=True, stable=True)]
+        similarity = Products(keys[None, index], round_=True)
+        cutoff = self._find_cutoff(similarity, keep)
+        centre = find_centres(similarity, cutoff)
+        if not self.chooses_count:
+            # Identical tokens share one centre at any cutoff. If there are too few centres, add the densest tokens.
+            rank = torch.where(centre, 0, len(index)) + torch.arange(len(index), device=device)
             centre = torch.zeros_like(centre).index_fill_(0, rank.argsort()[:keep], True)
-        target, _ = place[centre].sort()
-        best, nearest = (one[0] for one in best_match(keys[None], keys[None, target]))
-        joins = matters | (1 - rounded(best) <= self.reach * cutoff)
-        assign = torch.where(joins, target[nearest], -1)
-        return assign.index_copy(0, target, target)
+        target, _ = index[centre].sort()
+        best, nearest = (result[0] for result in best_match(keys[None], keys[None, target]))
+        joins = important | (1 - round_cosines(best) <= self.reach * cutoff)
+        assignment = torch.where(joins, target[nearest], -1)
+        return assignment.index_copy(0, target, target)
 
-    def _cutoff(self, alike: Products, keep: int) -> float:
-        """Return the largest cutoff that bisection finds at which at least `keep` tokens are centres, 0 if there is
-        none. alike: cosines, by falling density."""
+    def _find_cutoff(self, similarity: Products, keep: int) -> float:
+        """Return the largest cutoff, by bisection, with at least `keep` centres; 0 if there is none."""
         if self.cutoff is not None:
             return self.cutoff
         low, high = 0.0, 2.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            number = int(find_centres(alike, middle).sum())
-            low, high = (middle, high) if number >= keep else (low, middle)
-            if number == keep:
+            num_centres = int(find_centres(similarity, middle).sum())
+            low, high = (middle, high) if num_centres >= keep else (low, middle)
+            if num_centres == keep:
                 break
         return low
 
 
-def _density(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
-    """float64 `[n]`: how many tokens are near, each counting the less the farther it is. rows: cosines `[n, m]`."""
-    return torch.exp(-((1 - rows).clamp(min=0) / _DENSITY).square()).sum(1, dtype=torch.float64)
+def _compute_density(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
+    """Return the density of each token, float64: a sum of Gaussians of the cosine distances. `rows` are cosines."""
+    return torch.exp(-((1 - rows).clamp(min=0) / _BANDWIDTH).square()).sum(1, dtype=torch.float64)
 
 
-def find_centres(alike: Products, cutoff: float) -> torch.Tensor:
-    """bool `[m]`: tokens, in their order, of which none before them is within the cutoff that is one itself. alike:
-    cosines `[1, m, m]`. Waits for the device."""
-    found = torch.zeros(alike.shape[1], dtype=torch.bool, device=alike.a.device)
+def find_centres(similarity: Products, cutoff: float) -> torch.Tensor:
+    """Return the tokens without an earlier centre within the cutoff, shape (tokens,), bool. Device sync.
 
-    def block(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
-        near, own = 1 - rows <= cutoff, slice(start, start + len(rows))
-        found[own] = select_in_rounds(near[:, own], ~(near[:, :start] & found[:start]).any(1))
-        return found[own]
-
-    return alike.of_rows(block)[0]
-
-
-def select_in_rounds(near: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """bool `[m]`: tokens out of `left` (bool `[m]`), in their order, that are near to none that is so before them.
-
-    near: bool `[m, m]`, symmetric. In rounds, each of all tokens that no token before them can bar any more.
+    Args:
+        similarity: Cosines of all pairs of tokens, sorted by descending density.
+        cutoff: Cosine distance.
     """
-    earlier, centre = near.tril(-1), torch.zeros_like(left)
-    while bool(left.any()):
-        new = left & ~(earlier & left).any(1)
-        centre = centre | new
-        left = left & ~near[:, new].any(1) & ~new
+    is_centre = torch.zeros(similarity.shape[1], dtype=torch.bool, device=similarity.a.device)
+
+    def select_block(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
+        is_near, block_slice = 1 - rows <= cutoff, slice(start, start + len(rows))
+        is_centre[block_slice] = select_in_rounds(
+            is_near[:, block_slice], ~(is_near[:, :start] & is_centre[:start]).any(1)
+        )
+        return is_centre[block_slice]
+
+    return similarity.reduce_rows(select_block)[0]
+
+
+def select_in_rounds(is_near: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """Greedily select tokens that are not near an earlier selected token, shape (tokens,), bool.
+
+    Each round selects all tokens that no earlier candidate can exclude, so there are few rounds.
+
+    Args:
+        is_near: Symmetric mask of near pairs, shape (tokens, tokens), bool.
+        candidates: Candidate tokens, shape (tokens,), bool.
+    """
+    earlier, centre = is_near.tril(-1), torch.zeros_like(candidates)
+    while bool(candidates.any()):
+        selected = candidates & ~(earlier & candidates).any(1)
+        centre = centre | selected
+        candidates = candidates & ~is_near[:, selected].any(1) & ~selected
     return centre

@@ -18,22 +18,37 @@ from tokenprune.selection.tokens import VisualTokens
 @register("pyramiddrop", site=Site.IN_LLM, needs=("next_row_attention",), paper="arXiv 2410.17247, CVPR 2025")
 @dataclass(frozen=True)
 class PyramidDrop(SharedBudgetCuts):
-    """Drop visual tokens in stages, ever more with depth, by what the prompt's last token attends to in the next layer.
+    """Drop tokens in stages by attention from the last prompt token (PyramidDrop).
 
-    keep: tokens averaged over the decoder's layers; 0.46875 (default) is the paper's schedule, 576, 288, 144 and 72 of
-    576 tokens for a quarter of the layers each.
-    layers: decoder layers at whose input the cuts are made, as many as `ratios`; None: after a quarter, half and three
-    quarters of them (8, 16 and 24 of 32), all earlier in proportion where `keep` is too small for that.
-    ratios: what each cut keeps, in proportion to the others, not rising.
+    At each cut, the layer after the cut ranks the tokens: its softmax attention from the prompt's last token, averaged
+    over heads.
 
-    Source: Xing et al., "PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy
-    Reduction", section 3.2, and the authors' code where the two differ: the layer after the cut ranks, by its softmax
-    attention over the whole sequence, mean over heads.
+    `keep` is the average number of tokens over the decoder's layers. The default 0.46875 is the paper's schedule: 576,
+    288, 144 and 72 of 576 tokens, for a quarter of the layers each.
 
-    Differs from the paper: counts are solved from `keep` and rounded (there `int(count * ratio)`, which is the same
-    where 8 divides the number of tokens); which layers and ratios the paper's averages of 192, 128 and 64 tokens have
-    is not said, so that `keep` moves the cuts; kept tokens keep their positions (there they are numbered anew after
-    each cut); several images have a budget each, and batches may be padded on either side.
+    Args:
+        layers: Decoder layers of the cuts, one per entry of `ratios`. None: equally spaced (8, 16 and 24 of 32), and
+            moved to earlier layers if `keep` requires it.
+        ratios: Relative number of tokens that each cut keeps, in descending order.
+
+    Source:
+        Xing et al., "PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy
+        Reduction" (arXiv 2410.17247), section 3.2. The authors' code decides where the two differ: the layer after the
+        cut ranks, by attention over the whole sequence.
+
+    Differences from the paper:
+        - Counts are solved from `keep` and rounded. The paper uses int(count * ratio), which is equal for multiples of
+          8.
+        - The paper does not state the layers and ratios of its averages of 192, 128 and 64 tokens. Here a smaller
+          `keep` moves the cuts to earlier layers.
+        - Kept tokens keep their positions. The authors renumber them after each cut.
+        - Each image has its own budget, and batches may be padded on either side.
+
+    Example:
+        >>> model = tokenprune.patch(model, PyramidDrop(layers=(2, 3, 4)), keep=0.5)
+        >>> output = model(**inputs)
+        >>> len(tokenprune.stats(model).removals)
+        3
     """
 
     query_aware: ClassVar[bool] = True
@@ -44,12 +59,12 @@ class PyramidDrop(SharedBudgetCuts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        falls = all(one >= later for one, later in pairwise(self.ratios))
-        self._check(bool(self.ratios) and falls, f"ratios={self.ratios!r} must be numbers that do not rise")
+        descending = all(earlier >= later for earlier, later in pairwise(self.ratios))
+        self._check(bool(self.ratios) and descending, f"ratios={self.ratios!r} must be numbers in descending order")
 
     @property
     def depths(self) -> Sequence[float]:
-        return [(number + 1) / (len(self.ratios) + 1) for number in range(len(self.ratios))]
+        return [(index + 1) / (len(self.ratios) + 1) for index in range(len(self.ratios))]
 
     @property
     def sizes(self) -> Sequence[float]:

@@ -15,9 +15,9 @@ from tokenprune.methods.registry import register
 from tokenprune.selection.method import Method, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_SHALLOW = 6 / 32  # of the layers, in which nothing leaves
-_CALM = 0.999  # cosine above which nothing that is left matters to a layer
-_CALM_LAYERS = 2  # as many of which end it
+_SHALLOW_SHARE = 6 / 32  # share of the layers that never drop tokens
+_CALM_COSINE = 0.999  # a layer is calm if no token changes the cosine to less than this
+_CALM_LAYERS = 2  # number of calm layers before all visual tokens are dropped
 
 
 @register(
@@ -26,33 +26,45 @@ _CALM_LAYERS = 2  # as many of which end it
 )  # fmt: skip
 @dataclass(frozen=True)
 class VisiPruner(MultiCutMethod):
-    """Wait for the first layer that visual tokens matter to, keep those that do, and withdraw these when they no longer
-    do (VisiPruner).
+    """Keep tokens that affect a layer's output and drop them when they no longer do (VisiPruner).
 
-    A token's part in a layer is its values times the attention that the prompt's last token pays it, all heads side by
-    side. A layer is one that visual tokens matter to if without the part of some token its output for that last token
-    would point elsewhere.
+    The contribution of a token to a layer is its value vectors times the attention from the prompt's last token, all
+    heads concatenated. Visual tokens matter to a layer if removing one contribution turns the layer's output for the
+    last token. The first such layer after the shallow ones decides the kept tokens. All visual tokens of an image are
+    dropped at the second later layer, not necessarily adjacent, in which no contribution turns the output (cosine of
+    0.999 or more).
 
-    keep: a share or a number, the most that stay of an image; content decides how many do, and where. 1.0 prunes
-    nothing.
-    turns: cosine in [-1, 1] between a layer's output with and without a token below which that token matters.
-    part: length above which a token's part makes it stay; the largest one stays whatever it is.
+    `keep` is a share or a count, and an upper bound per image: content decides the number of kept tokens and the
+    layers. With 1.0 no tokens are dropped.
 
-    Source: "VisiPruner: Decoding Discontinuous Cross-Modal Dynamics for Efficient Multimodal LLMs", and the authors'
-    code for the numbers: its stages "middle" and "deep", the latter at the second layer (not necessarily the next) that
-    no token changes by a cosine of 0.999.
+    Args:
+        turns: Cosine between a layer's outputs with and without a token, in [-1, 1]. Below it the token matters.
+        part: Norm of a contribution above which a token is kept. The token with the largest contribution is always
+            kept.
 
-    Differs from the paper: the stage "shallow", which changes attention in the first layers and removes nothing, is
-    left out. `keep` is a limit of ours. The first layers are a share of the depth, 6 of 32. Each image is judged by
-    itself, so that images of a prompt leave at layers of their own. `part` is the authors' number for LLaVA-1.5, and
-    depends on the scale of a model's values.
+    Source:
+        "VisiPruner: Decoding Discontinuous Cross-Modal Dynamics for Efficient Multimodal LLMs" (arXiv 2510.17205), the
+        stages "middle" and "deep", and the authors' code for the constants.
+
+    Differences from the paper:
+        - The stage "shallow", which changes attention in the first layers and drops no tokens, is left out.
+        - The upper bound `keep` is an addition.
+        - The shallow layers are a share of the depth, 6 of 32.
+        - Each image is judged separately, so the images of a prompt may be dropped at different layers.
+        - `part` is the authors' value for LLaVA-1.5. It depends on the scale of a model's values.
+
+    Example:
+        >>> model = tokenprune.patch(model, VisiPruner(part=0.1), keep=0.5)
+        >>> output = model(**inputs)
+        >>> tokenprune.stats(model).visual_tokens_out <= 128
+        True
     """
 
     query_aware: ClassVar[bool] = True
     default_keep: ClassVar[float] = 0.5
-    asks_device: ClassVar[bool] = True
-    by_content_count: ClassVar[bool] = True
-    least: ClassVar[int] = 0
+    syncs_device: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
+    min_tokens: ClassVar[int] = 0
 
     turns: Annotated[float, Ge(-1), Le(1)] = 0.995
     part: Annotated[float, Ge(0)] = 0.2
@@ -60,40 +72,46 @@ class VisiPruner(MultiCutMethod):
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if budget.keep is None:
             raise BudgetError(
-                f"{self.name}: {budget} cannot be promised, since content decides where the tokens leave; give a share "
-                "or a number, keep=0.5 or keep=128, which is the most that stay"
+                f"{self.name} cannot meet {budget}: content decides the layers of the cuts. Pass an upper bound per "
+                "image, such as keep=0.5 or keep=128."
             )
-        first = min(layers - 1, round(_SHALLOW * layers) + 2)
+        first = min(layers - 1, round(_SHALLOW_SHARE * layers) + 2)
         return [(CutStage(self, layer - first, layer), budget) for layer in range(first, layers)]
 
     def select(self, tokens: VisualTokens) -> Selection:
-        part, cosine = self._parts(tokens)
-        found, calm = tokens.carry.get("found"), tokens.carry.get("calm")
-        found = torch.zeros_like(tokens.budget, dtype=torch.bool) if found is None else found
+        contribution, cosine = self._compute_contributions(tokens)
+        has_started, calm = tokens.carry.get("has_started"), tokens.carry.get("calm")
+        has_started = torch.zeros_like(tokens.budget, dtype=torch.bool) if has_started is None else has_started
         calm = torch.zeros_like(tokens.budget) if calm is None else calm
-        there = tokens.mask & cosine.isfinite()
-        turns = (there & (cosine < self.turns)).any(1)
-        number = (there & (part > self.part)).sum(1).clamp(min=1)
-        important = top_mask(part, tokens.mask, torch.minimum(number, tokens.budget), max(tokens.keep))
+        valid = tokens.mask & cosine.isfinite()
+        turns = (valid & (cosine < self.turns)).any(1)
+        num_important = (valid & (contribution > self.part)).sum(1).clamp(min=1)
+        important = top_mask(contribution, tokens.mask, torch.minimum(num_important, tokens.budget), max(tokens.keep))
 
-        calm = calm + (found & (~there | (cosine >= _CALM)).all(1))
-        now = ~found & turns
-        keep = torch.where(now[:, None], important, tokens.mask) & (calm < _CALM_LAYERS)[:, None]
-        tokens.remember("found", found | turns, per_token=False)
+        calm = calm + (has_started & (~valid | (cosine >= _CALM_COSINE)).all(1))
+        starts = ~has_started & turns
+        keep = torch.where(starts[:, None], important, tokens.mask) & (calm < _CALM_LAYERS)[:, None]
+        tokens.remember("has_started", has_started | turns, per_token=False)
         tokens.remember("calm", calm, per_token=False)
         return Selection(keep)
 
-    def _parts(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 `[S, N]` each: the length of each token's part in the output of the layer before, and the cosine
-        between that output without the part and with it."""
+    def _compute_contributions(self, tokens: VisualTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two tensors (segments, tokens), float32, about the layer before the cut.
+
+        Returns:
+            The norm of each token's contribution to the output for the last token, and the cosine between this output
+            with and without the contribution.
+        """
         attention, output = tokens.last_row_attention, tokens.last_row_output.float()  # [S, H, N], [S, H, D]
-        values = tokens.value_heads.float()  # [S, N, Hkv, D]: several heads share a head of values
+        values = tokens.value_heads.float()  # [S, N, Hkv, D], grouped-query attention
         group = attention.shape[1] // values.shape[2]
         square = values.square().sum(3).transpose(1, 2).repeat_interleave(group, dim=1)
         square = (attention.square() * square).sum(1)
-        towards = torch.einsum("snhd,shgd->shgn", values, output.unflatten(1, (-1, group))).flatten(1, 2)
-        along = (attention * towards).sum(1)
-        whole = output.square().sum((1, 2))[:, None]
-        left = (whole - 2 * along + square).clamp(min=0)
+        products = torch.einsum("snhd,shgd->shgn", values, output.unflatten(1, (-1, group))).flatten(1, 2)
+        projection = (attention * products).sum(1)
+        output_square = output.square().sum((1, 2))[:, None]
+        square_without = (output_square - 2 * projection + square).clamp(min=0)
         tiny = torch.finfo(torch.float32).tiny
-        return square.sqrt(), (whole - along) / (left.sqrt() * whole.sqrt()).clamp(min=tiny)
+        return square.sqrt(), (output_square - projection) / (square_without.sqrt() * output_square.sqrt()).clamp(
+            min=tiny
+        )

@@ -13,26 +13,34 @@ from tokenprune.selection.sites.pixels import ResizeMethod
 @register("downsample", site=Site.PRE_ENCODER, paper="arXiv 2510.07143 (as a baseline)")
 @dataclass(frozen=True)
 class Downsample(ResizeMethod):
-    """Hand the model a smaller image, or smaller frames of a video: the baseline that needs no library at all.
+    """Downsample images and videos before the vision tower.
 
-    `keep` is the share of the image's visual tokens, so both sides shrink by its square root; or a number, the most
-    tokens of an image ("max visual tokens"), which leaves smaller images as they are. It acts through the processor:
-    `tokenprune.patch(model, "downsample", keep=0.25, processor=processor)`, and saves work in the vision tower as well.
+    `keep` is the share of an image's visual tokens, so both sides shrink by its square root, or a maximum number of
+    tokens, which leaves smaller images unchanged. The method acts through the processor and also saves work in the
+    vision tower.
 
-    videos: whether frames of videos shrink too; False leaves them as they are. Where a processor makes as many tokens
-    of small frames as of large ones, a video raises UnsupportedSetupError.
+    Args:
+        videos: Also shrink the frames of videos. Processors that make the same number of tokens of small and large
+            frames raise UnsupportedSetupError for videos.
 
-    Source: the protocol of VTC-Bench, arXiv 2510.07143 (side factor k, keep 1 / k^2).
+    Source:
+        The protocol of VTC-Bench (arXiv 2510.07143), with side factor k and keep 1 / k^2.
 
-    Differs from the paper: any share is allowed, and it is one of the tokens that the model would see: an image that
-    the processor would shrink or enlarge anyway still gives that share. Processors that make every image one fixed
-    size would undo the resizing; their target size shrinks instead, to whole patches, and the tower interpolates its
-    position table.
+    Differences from the paper:
+        - Any share is allowed. It refers to the tokens that the model would see, also if the processor resizes the
+          image itself.
+        - Processors with a fixed image size would undo the resizing. Their target size shrinks instead, to complete
+          patches, and the tower interpolates its position table.
+
+    Example:
+        >>> model = tokenprune.patch(model, Downsample(), keep=0.25, processor=processor)
+        >>> processor(images=image, text="<image> Describe.", return_tensors="pt")["pixel_values"].shape
+        torch.Size([1, 3, 112, 112])
     """
 
     takes_tokens: ClassVar[bool] = True
 
     videos: bool = True
 
-    def shares(self, images: Sequence[Any], keep: float, per: str) -> list[float]:
+    def compute_shares(self, images: Sequence[Any], keep: float, per: str) -> list[float]:
         return [keep] * len(images)

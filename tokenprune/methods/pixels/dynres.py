@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from tokenprune.selection.images import InputImage
 
-# log10 of the variance of the Laplacian (of grey values in 0..1, mean of the 8 differences) that count as no detail and
-# as all detail. Photographs lie around the middle; scans of text above the upper end.
-_LEAST, _MOST = -4.2, -2.0
-# A cell of a page: sharp edges between few grey levels. A noisy or grassy cell is as sharp, with more levels.
+# log10 of the variance of the Laplacian (grey values in 0..1, mean of the 8 differences) for a detail of 0 and of 1.
+# Photographs are around the middle, scans of text above the upper end.
+_MIN_LOG_VARIANCE, _MAX_LOG_VARIANCE = -4.2, -2.0
+# A cell of text has sharp edges and few grey levels. Noise and grass are as sharp but have more levels.
 _CELL, _SHARP, _FLAT, _LEVELS = 32, 5e-3, 1e-4, 6.0
 _TEXT_SHARE = 0.4
-# Questions about what is written, or drawn fine.
+# Words of questions about text or fine drawings.
 _FINE = re.compile(
     r"\b(?:read|reads|reading|text|texts|words?|letters?|numbers?|digits?|charts?|graphs?|documents?|signs?|labels?"
     r"|captions?|titles?|written|writing|spell|spelled|ocr)\b"
@@ -36,29 +36,36 @@ _FINE = re.compile(
 @register("dynres", site=Site.PRE_ENCODER, paper="none (statistics of arXiv 2510.18091)")
 @dataclass(frozen=True)
 class DynRes(ResizeMethod):
-    """Choose each image's resolution by its detail: smooth images shrink more than busy ones, text stays whole.
+    """Choose the resolution of each image by its detail.
 
-    `keep` is the share of visual tokens that an image of middling detail gets, and the average over images like
-    photographs; the detail of an image moves its own share up or down by the same amount. An image's share depends
-    on that image alone. With `Budget(keep=0.25, per="prompt")` the images of one call (of each inner list, where
-    they come as lists of lists) share the budget instead, weighted by their tokens: the average then holds for them.
+    Smooth images shrink more than detailed ones, and images of text keep their size. An image of medium detail gets the
+    share `keep` of its visual tokens; more or less detail moves the share up or down symmetrically. So `keep` is the
+    average over images like photographs, and the share of an image depends only on that image. With `Budget(keep=0.25,
+    per="prompt")` the images of one call (of each inner list, for lists of lists) share the budget, weighted by tokens.
 
-    min_scale:  the smallest factor for the sides of an image; `keep` must be at least its square.
-    text_guard: leave images of text, diagrams and screens at their full size. They are spent on top of `keep`, unless
-                the budget is shared and the other images can make up for them.
-    question_guard: do the same where the question (the text after the prompt's last image) has a word of reading,
-                text, numbers or charts. It needs the whole processor, and the choice then depends on the question.
+    Processors with a fixed image size (LLaVA) use the mean share for all images of a call, or the full size if an image
+    is text.
 
-    On models whose processor makes every image one size (LLaVA), all images of a call get the mean of their
-    shares, or the full size if one of them is text.
+    Args:
+        min_scale: Minimum factor for the sides of an image. `keep` must be at least its square.
+        text_guard: Keep images of text, diagrams and screens at full size. This exceeds `keep`, unless the budget is
+            shared and the other images can compensate.
+        question_guard: Also keep the full size if the question (the text after the prompt's last image) contains a word
+            about reading, text, numbers or charts. Requires the complete processor and makes the selection depend on
+            the question.
 
-    Source: training-free, our decision. Statistics: variance of the Laplacian, and the entropy of the grey values in
-    cells, both used to choose patch sizes by the Adaptive Patch Transformer (arXiv 2510.18091).
+    Source:
+        An addition of this library. The statistics, the variance of the Laplacian and the entropy of grey values in
+        cells, are used by the Adaptive Patch Transformer (arXiv 2510.18091) to choose patch sizes.
 
-    Differs from the paper: that one trains a model with patches of several sizes; this one only resizes images.
+    Differences from the paper:
+        - The paper trains a model with several patch sizes. This method only resizes images.
+
+    Example:
+        >>> model = tokenprune.patch(model, DynRes(text_guard=False), keep=0.5, processor=processor)
     """
 
-    by_content: ClassVar[bool] = True
+    depends_on_content: ClassVar[bool] = True
 
     min_scale: Annotated[float, Gt(0), Le(1)] = 0.25
     text_guard: bool = True
@@ -75,74 +82,85 @@ class DynRes(ResizeMethod):
     def check_keep(self, keep: float) -> None:
         if keep < self.min_scale**2:
             raise BudgetError(
-                f"{self.name}: keep={keep} is below what min_scale={self.min_scale} allows, {self.min_scale**2:.4g}: "
-                "set a smaller min_scale"
+                f"{self.name}: keep={keep} is below the minimum {self.min_scale**2:.4g} of min_scale={self.min_scale}. "
+                "Pass a larger keep or a smaller min_scale."
             )
 
-    def shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
-        looks = [measure_detail(image.grey) for image in images]
-        whole = [
+    def compute_shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
+        statistics = [measure_detail(image.grey) for image in images]
+        is_full = [
             (self.text_guard and text) or (self.question_guard and asks_for_detail(image.question))
-            for image, (_, text) in zip(images, looks, strict=True)
+            for image, (_, text) in zip(images, statistics, strict=True)
         ]
-        details = [detail for detail, _ in looks]
+        details = [detail for detail, _ in statistics]
         if per != "prompt":
-            return [self._share(detail, kept, keep) for detail, kept in zip(details, whole, strict=True)]
+            return [self._compute_share(detail, full, keep) for detail, full in zip(details, is_full, strict=True)]
         levels = {
-            prompt: self._level(
+            prompt: self._find_level(
                 [
-                    (one.tokens, detail, kept)
-                    for one, detail, kept in zip(images, details, whole, strict=True)
-                    if one.prompt == prompt
+                    (image.tokens, detail, full)
+                    for image, detail, full in zip(images, details, is_full, strict=True)
+                    if image.prompt == prompt
                 ],
                 keep,
             )
             for prompt in {image.prompt for image in images}
         }
         return [
-            self._share(detail, kept, levels[image.prompt])
-            for image, detail, kept in zip(images, details, whole, strict=True)
+            self._compute_share(detail, full, levels[image.prompt])
+            for image, detail, full in zip(images, details, is_full, strict=True)
         ]
 
-    def _share(self, detail: float, whole: bool, level: float) -> float:
-        """Return the value at `detail` of a straight line through (0.5, level), as steep as `min_scale` and the full
-        size allow."""
-        if whole:
+    def _compute_share(self, detail: float, is_full: bool, level: float) -> float:
+        """Return the share of an image: a line through (0.5, level), as steep as `min_scale` and full size allow."""
+        if is_full:
             return 1.0
         slope = min(level - self.min_scale**2, 1 - level)
         return level + slope * (2 * detail - 1)
 
-    def _level(self, members: list[tuple[int, float, bool]], keep: float) -> float:
-        """Return the level at which the members (tokens, detail, whole) keep the share `keep` of their tokens together,
-        by bisection: shares rise with the level."""
+    def _find_level(self, members: list[tuple[int, float, bool]], keep: float) -> float:
+        """Return the level at which the members (tokens, detail, is_full) keep the share `keep`, by bisection."""
         total = sum(tokens for tokens, _, _ in members)
         low, high = self.min_scale**2, 1.0
         for _ in range(40):
             level = (low + high) / 2
-            spent = sum(tokens * self._share(detail, whole, level) for tokens, detail, whole in members)
+            spent = sum(tokens * self._compute_share(detail, is_full, level) for tokens, detail, is_full in members)
             low, high = (low, level) if spent > keep * total else (level, high)
         return low
 
 
 def asks_for_detail(question: str) -> bool:
-    """Return whether a question has a word of reading, text, numbers or charts."""
+    """Return whether a question contains a word about reading, text, numbers or charts.
+
+    Example:
+        >>> asks_for_detail("What does the sign say?")
+        True
+    """
     return _FINE.search(question.lower()) is not None
 
 
 def measure_detail(grey: Tensor) -> tuple[float, bool]:
-    """Return how much detail an image has, in 0..1, and whether it looks like text. grey: float `[H, W]` in 0..1."""
-    # The mean difference to the eight neighbours.
+    """Return the detail of an image in [0, 1], and whether it looks like text.
+
+    Args:
+        grey: Grey values in [0, 1], shape (height, width).
+
+    Example:
+        >>> measure_detail(torch.zeros(64, 64))
+        (0.0, False)
+    """
+    # Mean difference to the eight neighbours.
     padded = torch.nn.functional.pad(grey[None, None], (1, 1, 1, 1), mode="replicate")
     laplacian = (torch.nn.functional.avg_pool2d(padded, 3, 1)[0, 0] - grey) * 9 / 8
     variance = float(laplacian.var(correction=0))
-    detail = (math.log10(max(variance, 1e-12)) - _LEAST) / (_MOST - _LEAST)
+    detail = (math.log10(max(variance, 1e-12)) - _MIN_LOG_VARIANCE) / (_MAX_LOG_VARIANCE - _MIN_LOG_VARIANCE)
     return min(1.0, max(0.0, detail)), _looks_like_text(grey, laplacian)
 
 
 def _looks_like_text(grey: Tensor, laplacian: Tensor) -> bool:
     side = min(_CELL, *grey.shape)
-    edges = _cells(laplacian, side).var(dim=1, correction=0)
-    levels = (_cells(grey, side) * 255).round().long().clamp(0, 255)
+    edges = _split_cells(laplacian, side).var(dim=1, correction=0)
+    levels = (_split_cells(grey, side) * 255).round().long().clamp(0, 255)
     counts = torch.zeros(len(levels), 256, dtype=torch.float32, device="cpu")
     histogram = counts.scatter_add_(1, levels, torch.ones_like(levels, dtype=torch.float32)) / side**2
     entropy = torch.special.entr(histogram).sum(1) / math.log(2)
@@ -150,8 +168,8 @@ def _looks_like_text(grey: Tensor, laplacian: Tensor) -> bool:
     return busy > 0 and int(((edges > _SHARP) & (entropy < _LEVELS)).sum()) >= _TEXT_SHARE * busy
 
 
-def _cells(values: Tensor, side: int) -> Tensor:
-    """`[H, W]` -> `[cells, side * side]`, incomplete cells at the border left out."""
+def _split_cells(values: Tensor, side: int) -> Tensor:
+    """Split (H, W) into square cells, shape (cells, side * side). Incomplete cells at the border are left out."""
     high, wide = values.shape[0] // side, values.shape[1] // side
     cells = values[: high * side, : wide * side].reshape(high, side, wide, side)
     return cells.transpose(1, 2).reshape(high * wide, side * side)

@@ -20,8 +20,8 @@ _FRONT, _BACK, _LEFT, _RIGHT = ("front", "forward", "ahead"), ("back", "rear", "
 _DIRECTIONS = {word: group for group in (_FRONT, _BACK, _LEFT, _RIGHT) for word in group}
 _NOUN = r"(?:image|picture|photo|view|camera|cam)s?"
 _ORDINALS = {
-    word: number
-    for number, words in enumerate(
+    word: ordinal
+    for ordinal, words in enumerate(
         ("first 1st", "second 2nd", "third 3rd", "fourth 4th", "fifth 5th", "sixth 6th", "seventh 7th", "eighth 8th"), 1
     )
     for word in words.split()
@@ -29,7 +29,7 @@ _ORDINALS = {
 _ORDINAL, _JOIN = "|".join(_ORDINALS), r"(?:\s*,?\s+(?:and|or)\s+|\s*,\s*)"
 _NUMBERED = re.compile(rf"\b{_NOUN} #?(\d+(?:{_JOIN}#?\d+)*)\b")
 _COUNTED = re.compile(rf"\b((?:{_ORDINAL})(?:{_JOIN}(?:the )?(?:{_ORDINAL}))*) {_NOUN}\b")
-# A question with one of these may be about views that it does not name.
+# A question with one of these words may ask about views that it does not name.
 _OPEN = re.compile(
     rf"\b(?:all|every|each|both|another|others?|rest|remaining|except|besides|(?:which|what|any) {_NOUN})\b"
 )
@@ -38,30 +38,39 @@ _OPEN = re.compile(
 @register("view_select", site=Site.PRE_ENCODER, paper="none (idea of LiteVLM, arXiv 2506.07416)")
 @dataclass(frozen=True)
 class ViewSelect(ImageChooser):
-    """Encode only those of a prompt's images that the question names, such as "front left" of six camera views.
+    """Encode only the images of a prompt that the question names.
 
-    A question that names no view gets all of them. So does one that says "all", "each", "other", "except", "which
-    camera" and the like. The question is the text after the last image.
+    For example, a question about "front left" selects one of six camera views. The question is the text after the last
+    image. A question that names no view, or contains "all", "each", "other", "except", "which camera" and similar
+    words, selects all views. Independently of `views`, "image 2", "pictures 1 and 3", "the second photo" and "the last
+    view" count.
 
-    views:       names of a prompt's images, in their order ("front", "CAM_FRONT_LEFT", "rear right", "map"). Words
-                 for directions have synonyms (ahead, forward; rear, after) and come in any order; the longest name
-                 wins. Whether given or not, "image 2", "pictures 1 and 3", "the second photo", "the last view" count.
-    always_keep: names out of `views` that are never left out.
-    scorer:      a function (question, names) -> one number for each view, positive for those that matter, for
-                 questions that name no view (a trained head, `similarity`).
-    weight:      of the scorer's numbers; being named counts +1, not being named where another view is, -1.
+    `keep` is an upper bound on the images of a prompt: a share, rounded down, or a number. The default 1.0 sets no
+    bound, so images may be dropped at keep=1.0. If the bound is exceeded, higher scores win, then earlier images.
+    `always_keep` and at least one image are kept. A prompt with one image is unchanged.
 
-    `keep` is an upper bound on the images of a prompt (a share, rounded down, or a number), and 1.0, the default,
-    means no bound: this method may leave out images at keep=1.0. Where the bound binds, higher scores win, then
-    earlier images; `always_keep` and one image stay in any case. A prompt with one image is left alone.
+    Args:
+        views: Names of the prompt's images in order, such as "front", "CAM_FRONT_LEFT", "rear right" or "map".
+            Direction words have synonyms (ahead, forward; rear, behind) and any order. The longest name wins.
+        always_keep: Names from `views` that are always kept.
+        scorer: Function of (question, names) that returns one number per view, positive for relevant views. For
+            questions that name no view: a trained head, or `build_similarity_scorer`.
+        weight: Weight of the scorer's numbers. Being named counts +1, and -1 if only other views are named.
 
-    Source: LiteVLM, arXiv 2506.07416, whose patch selection module scores camera views by the question alone, adds a
-    lexical score, and drops views below a threshold before the encoder.
+    Source:
+        LiteVLM (arXiv 2506.07416), which scores camera views by the question only, adds a lexical score, and drops
+        views below a threshold before the encoder. Reconstruction: no code is public and the paper's text was not
+        available.
 
-    Differs from the paper: there is no public code and its text could not be read; this is a reconstruction of the
-    idea. The paper trains a module on the query's tokens; here there is none, `scorer` takes its place. Names, words
-    and weights are our decision. Tiles of one image (LLaVA-NeXT, InternVL) are not chosen: to score a tile by the
-    question before it is encoded takes an image tower and a text tower trained together, which a VLM does not have.
+    Differences from the paper:
+        - The paper trains a module on the query's tokens. Here `scorer` replaces it.
+        - Names, words and weights are choices of this implementation.
+        - Tiles of one image (LLaVA-NeXT, InternVL) are not selected. Scoring a tile before encoding requires image and
+          text towers that were trained together, which a VLM lacks.
+
+    Example:
+        >>> ViewSelect(views=("front", "rear left")).choose("What is at the rear left?", 2, 2)
+        [1]
     """
 
     query_aware: ClassVar[bool] = True
@@ -73,50 +82,57 @@ class ViewSelect(ImageChooser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check(all(view.strip() for view in self.views), f"views={list(self.views)}: a view needs a name")
-        said = [list_phrases(view) for view in self.views]
-        for (a, one), (b, other) in itertools.combinations(zip(self.views, said, strict=True), 2):
-            self._check(not one & other, f"the views {a!r} and {b!r} have the same name")
+        self._check(all(view.strip() for view in self.views), f"views={list(self.views)} contains an empty name")
+        phrases = [list_phrases(view) for view in self.views]
+        for (a, first), (b, second) in itertools.combinations(zip(self.views, phrases, strict=True), 2):
+            self._check(not first & second, f"the views {a!r} and {b!r} have the same name")
         for name in self.always_keep:
-            self._check(name in self.views, f"always_keep names {name!r}, which is none of views={list(self.views)}")
+            self._check(name in self.views, f"always_keep={name!r} is not in views={list(self.views)}")
 
-    def choose(self, question: str, count: int, most: int) -> list[int]:
+    def choose(self, question: str, count: int, max_images: int) -> list[int]:
         if count <= 1:
             return list(range(count))
         if self.views and count != len(self.views):
             raise OptionError(
-                f"{self.name}: a prompt has {count} images, and views= names {len(self.views)}: give a name for each "
-                "image of a prompt"
+                f"{self.name}: the prompt has {count} images, but views has {len(self.views)} names. Pass one name per "
+                "image."
             )
-        names = list(self.views) or [f"image {number}" for number in range(1, count + 1)]
-        found = find_named_views(question, names, match_names=bool(self.views))
-        if not found and self.scorer is None:
+        names = list(self.views) or [f"image {index}" for index in range(1, count + 1)]
+        named = find_named_views(question, names, match_names=bool(self.views))
+        if not named and self.scorer is None:
             score = [0.0] * count
-            wanted = set(range(count))
+            selected = set(range(count))
         else:
-            lexical = [(1.0 if view in found else -1.0) if found else 0.0 for view in range(count)]
-            score = [a + self.weight * b for a, b in zip(lexical, self._scores(question, names), strict=True)]
-            wanted = {view for view in range(count) if score[view] > 0}
+            lexical = [(1.0 if view in named else -1.0) if named else 0.0 for view in range(count)]
+            score = [a + self.weight * b for a, b in zip(lexical, self._compute_scores(question, names), strict=True)]
+            selected = {view for view in range(count) if score[view] > 0}
         always = {names.index(name) for name in self.always_keep}
         order = sorted(range(count), key=lambda view: (view not in always, -score[view], view))
-        if not wanted | always:
-            wanted = {order[0]}
-        return sorted(view for place, view in enumerate(order) if view in always or (view in wanted and place < most))
+        if not selected | always:
+            selected = {order[0]}
+        return sorted(
+            view for rank, view in enumerate(order) if view in always or (view in selected and rank < max_images)
+        )
 
-    def _scores(self, question: str, names: list[str]) -> list[float]:
+    def _compute_scores(self, question: str, names: list[str]) -> list[float]:
         if self.scorer is None:
             return [0.0] * len(names)
         scores = [float(score) for score in self.scorer(question, names)]
         if len(scores) != len(names) or not all(map(math.isfinite, scores)):
-            raise OptionError(f"{self.name}: the scorer gave {scores} for the {len(names)} views {names}")
+            raise OptionError(f"{self.name}: scorer returned {scores}. Return one finite number per view {names}.")
         return scores
 
 
 def list_phrases(view: str) -> set[str]:
-    """Return all ways to say a view's name, in lower case."""
+    """Return all lower-case phrases for the name of a view.
+
+    Example:
+        >>> sorted(list_phrases("CAM_LEFT"))
+        ['left']
+    """
     words = re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", view).lower())
     bare = [word for word in words if not re.fullmatch(_NOUN, word)]
-    if any(not word.isdigit() for word in bare):  # of "camera 2", "2" alone would be found everywhere
+    if any(not word.isdigit() for word in bare):  # keep "camera" in "camera 2": a plain "2" would match everywhere
         words = bare
     if not all(word in _DIRECTIONS for word in words):
         return {" ".join(words)}
@@ -125,36 +141,50 @@ def list_phrases(view: str) -> set[str]:
 
 
 def find_named_views(question: str, views: Sequence[str], match_names: bool = True) -> set[int]:
-    """Return which views a question names, by name or by number; none where it asks about others too."""
+    """Return the indices of the views that a question names by name or number; empty if it asks about other views too.
+
+    Example:
+        >>> find_named_views("What is in front?", ["front", "rear"])
+        {0}
+    """
     text = re.sub(r"[-_\s]+", " ", question.lower())
     if _OPEN.search(text):
         return set()
-    found: set[int] = set()
+    named: set[int] = set()
 
-    def note(numbers: Sequence[int]) -> str:
-        found.update(number - 1 if number > 0 else len(views) + number for number in numbers if number <= len(views))
+    def add_views(numbers: Sequence[int]) -> str:
+        named.update(
+            ordinal - 1 if ordinal > 0 else len(views) + ordinal for ordinal in numbers if ordinal <= len(views)
+        )
         return " . "
 
-    text = _NUMBERED.sub(lambda match: note([int(n) for n in re.findall(r"\d+", match[1]) if int(n)]), text)
-    text = _COUNTED.sub(lambda match: note([_ORDINALS[one] for one in re.findall(_ORDINAL, match[1])]), text)
+    text = _NUMBERED.sub(lambda match: add_views([int(n) for n in re.findall(r"\d+", match[1]) if int(n)]), text)
+    text = _COUNTED.sub(lambda match: add_views([_ORDINALS[word] for word in re.findall(_ORDINAL, match[1])]), text)
     if match_names:
         owner = {phrase: view for view, name in enumerate(views) for phrase in list_phrases(name)}
         longest_first = "|".join(re.escape(phrase) for phrase in sorted(owner, key=len, reverse=True))
         pattern = re.compile(rf"(?<!\w)(?:{longest_first})(?!\w)")
-        said = {owner[phrase] for phrase in pattern.findall(text)}
-        found |= said
-        if said:
-            # "front left and right": a direction that is no view of its own adds the views that contain it.
-            left = {w for word in re.findall(r"\w+", pattern.sub(" ", text)) for w in _DIRECTIONS.get(word, ())}
-            found.update(v for phrase, v in owner.items() if left & set(phrase.split()) and " " in phrase)
-    return found
+        matched = {owner[phrase] for phrase in pattern.findall(text)}
+        named |= matched
+        if matched:
+            # "front left and right": a remaining direction adds the views with names that contain it.
+            directions = {w for word in re.findall(r"\w+", pattern.sub(" ", text)) for w in _DIRECTIONS.get(word, ())}
+            named.update(v for phrase, v in owner.items() if directions & set(phrase.split()) and " " in phrase)
+    return named
 
 
 def build_similarity_scorer(encode: Callable[[list[str]], torch.Tensor]) -> Callable[[str, list[str]], list[float]]:
-    """Return a `scorer` that compares a question with names by a text encoder of yours.
+    """Return a `scorer` for `ViewSelect` that compares the question with the names by a text encoder.
 
-    encode: a list of texts -> float `[texts, dim]`, for example the text tower of a CLIP model. A view's score is
-    2 sigmoid(8 (cos - mean of the views' cos)) - 1 (our decision).
+    The score of a view is 2 sigmoid(8 (cos - mean cos of all views)) - 1.
+
+    Args:
+        encode: Function from a list of texts to vectors (texts, channels), such as the text tower of a CLIP model.
+
+    Example:
+        >>> scorer = build_similarity_scorer(lambda texts: torch.eye(3))
+        >>> scorer("Is the road clear?", ["front", "rear"])
+        [0.0, 0.0]
     """
 
     def score(question: str, names: list[str]) -> list[float]:

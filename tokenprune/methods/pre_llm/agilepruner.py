@@ -7,17 +7,17 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike
-from tokenprune.kernels.pairs import Relation, finite
-from tokenprune.kernels.suppress import unsuppressed
-from tokenprune.kernels.take import rank_in_group, settle
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products
+from tokenprune.kernels.pairs import Relation, is_finite
+from tokenprune.kernels.suppress import non_maximum_suppression
+from tokenprune.kernels.take import adjust_count, rank_in_group
 from tokenprune.methods.registry import register
 from tokenprune.methods.scores import compute_saliency
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_STEP = 0.01  # distance that the threshold grows by with each rank, in an image of average rank
+_STEP = 0.01  # growth of the threshold per rank, for an image of average effective rank
 
 
 @register(
@@ -25,48 +25,68 @@ _STEP = 0.01  # distance that the threshold grows by with each rank, in an image
 )  # fmt: skip
 @dataclass(frozen=True)
 class AgilePruner(Pruner):
-    """Keep the visual tokens that the vision tower attends to, without those near a better one; the richer an image,
-    the wider the gap.
+    """Keep salient tokens and drop tokens near a better token, with a wider gap on rich images.
 
-    Tokens are gone through by falling attention in the tower's last block. One that is still there stays, and removes
-    those within a cosine distance of it that grows with its place in that order, and with the effective rank of the
-    image's tokens. Where too few are left, the best of the removed ones come back. The choice knows nothing of the
-    question.
+    Tokens are visited by falling attention in the last block of the vision tower. A visited token is kept, and removes
+    all tokens within a cosine distance of it. This distance grows with the token's rank and with the effective rank of
+    the image's tokens. If too few tokens remain, the best removed tokens are restored. The choice does not depend on
+    the question.
 
-    average_rank: effective rank (exp of the entropy of the singular values) of an average image; the paper's is of
-    LLaVA's features, so measure it for others.
-    limit: largest distance within which tokens are removed; 0 keeps what is attended to most.
+    Args:
+        average_rank: Effective rank of an average image: exp of the entropy of the singular values. The default was
+            measured on LLaVA's features; measure it again for other models.
+        limit: Largest cosine distance within which tokens are removed. 0 keeps the tokens with the most attention.
 
-    Source: "AgilePruner: An Empirical Study of Attention and Diversity for Adaptive Visual Token Pruning in Large
-    Vision-Language Models". A reconstruction, from summaries, the project's page and another project's port, on which
-    both defaults rest; the authors' code is not published.
+    Source:
+        "AgilePruner: An Empirical Study of Attention and Diversity for Adaptive Visual Token Pruning in Large
+        Vision-Language Models" (arXiv 2603.01236). A reconstruction from summaries, the project page and a third-party
+        port, which both defaults come from. The authors' code is not published.
 
-    Differs from the paper: features are the projected tokens; towers without a class token give the attention that a
-    patch receives on average; each image is one set with all its tiles; tokens keep their positions.
+    Differences from the paper:
+        - Features are the projected tokens.
+        - In towers without a class token, the attention of a patch is its mean over all queries.
+        - All tiles of an image form one set.
+        - Kept tokens keep their positions in the prompt.
+
+    Example:
+        >>> model = tokenprune.patch(model, AgilePruner(limit=0.2), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     average_rank: Annotated[float, Gt(0)] = 95.0
     limit: Annotated[float, Ge(0)] = 0.25
 
     def select(self, tokens: VisualTokens) -> Selection:
-        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, salient: torch.Tensor) -> torch.Tensor:
-            place = 1 + rank_in_group((~mask).byte(), salient)
-            base = compute_effective_rank(x, mask).unsqueeze(1) / self.average_rank * _STEP
-            threshold = (place * base).clamp(max=self.limit)
-            near = Relation(alike(x, mask), lambda alike, threshold: 1 - alike < threshold, threshold)
-            return settle(unsuppressed(near, salient, mask), salient, mask, number)
+        def pick_rows(
+            x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, salient: torch.Tensor
+        ) -> torch.Tensor:
+            rank = 1 + rank_in_group((~mask).byte(), salient)
+            step = compute_effective_rank(x, mask).unsqueeze(1) / self.average_rank * _STEP
+            threshold = (rank * step).clamp(max=self.limit)
+            conflicts = Relation(
+                cosine_products(x, mask), lambda similarity, threshold: 1 - similarity < threshold, threshold
+            )
+            return adjust_count(non_maximum_suppression(conflicts, salient, mask), salient, mask, num_kept)
 
-        given = (tokens.hidden, tokens.mask, tokens.budget, compute_saliency(tokens))
-        return Selection(by_rows(of, tokens.mask.shape[1] ** 2, *given), counts=tokens.keep)
+        inputs = (tokens.hidden, tokens.mask, tokens.budget, compute_saliency(tokens))
+        return Selection(map_rows(pick_rows, tokens.mask.shape[1] ** 2, *inputs), counts=tokens.keep)
 
 
 def compute_effective_rank(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """float32 `[S]`: exp of the entropy of the singular values of the tokens `[S, N, D]` of `mask`, as shares of their
-    sum; from 1 to the rank. A token with NaN is left out. Waits for the device."""
-    x = x.double().masked_fill(~(mask & finite(x)).unsqueeze(2), 0)
-    short = x if x.shape[1] <= x.shape[2] else x.transpose(1, 2)
-    values = torch.linalg.eigvalsh(short @ short.transpose(1, 2)).clamp(min=0).sqrt()
+    """Return exp of the entropy of the normalized singular values of each segment, float32 (S,).
+
+    The device is synchronized. Tokens with NaN are ignored.
+
+    Args:
+        x: Tokens, shape (S, N, D).
+        mask: Valid tokens, bool (S, N).
+    """
+    x = x.double().masked_fill(~(mask & is_finite(x)).unsqueeze(2), 0)
+    shorter = x if x.shape[1] <= x.shape[2] else x.transpose(1, 2)
+    values = torch.linalg.eigvalsh(shorter @ shorter.transpose(1, 2)).clamp(min=0).sqrt()
     share = values / values.sum(1, keepdim=True).clamp(min=1e-300)
     return torch.special.entr(share).sum(1).exp().float()

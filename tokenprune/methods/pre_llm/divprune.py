@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tokenprune.kernels.clusters import farthest_weighted
+from tokenprune.kernels.clusters import select_farthest_weighted
 from tokenprune.kernels.farthest import farthest
 from tokenprune.methods.registry import register
 from tokenprune.methods.scores import Centering, center_tokens, get_center_needs
@@ -18,23 +18,34 @@ from tokenprune.selection.tokens import VisualTokens
 class DivPrune(Pruner):
     """Keep the visual tokens that differ most from each other: greedy max-min cosine distance.
 
-    The first pick is the token whose nearest other token is farthest away; each further one is the token farthest from
-    all picks so far. The choice knows nothing of the question.
+    The first pick is the token whose nearest neighbor is farthest away. Each further pick is the token farthest from
+    all earlier picks. The choice does not depend on the question.
 
-    center: True takes the image's mean from its tokens before they are compared, and weighs each distance by how
-    distinct the token is, that is, how little alike to the others on average (Cen-Prune); "standardised" and "tower"
-    are as the paper has it on Qwen2.5-VL, where features are divided by their spread over the image first, of the
-    projected tokens or of what the vision tower makes of each patch.
+    Args:
+        center: Subtract the mean of the image's tokens before comparing them, and multiply each distance by the token's
+            distinctness, which falls with its mean cosine to the other tokens (Cen-Prune). True uses the tokens
+            directly. "standardised" first divides each feature by its standard deviation over the image. "tower" does
+            the same with the tower's output before the projector, as the paper does for Qwen2.5-VL.
 
-    Source: Alvar et al., "DivPrune: Diversity-based Visual Token Pruning for Large Multimodal Models", Algorithm 1; for
-    `center` Wen, Lee and Choi, "Centering before Pruning: Lightweight Geometry Correction for Diversity-Based Visual
-    Token Pruning in LVLMs", arXiv 2608.30263, whose authors published no code.
+    Source:
+        Alvar et al., "DivPrune: Diversity-based Visual Token Pruning for Large Multimodal Models" (arXiv 2503.02175),
+        Algorithm 1. For `center`: Wen, Lee and Choi, "Centering before Pruning: Lightweight Geometry Correction for
+        Diversity-Based Visual Token Pruning in LVLMs" (arXiv 2608.30263), without published code.
 
-    Differs from the paper: distances are taken in float32; a token is never picked twice (the authors' code can, when
-    all that is left are duplicates); kept tokens keep their positions of the full prompt (the authors' LLaVA code
-    renumbers them); every image is chosen from by itself; the minimum distance is kept up to date instead of being
-    taken anew over all picks. Of `center`: the mean is that of the whole image, not of a tile; where all tokens are
-    equally distinct, none weighs less than another; "standardised" on projected tokens is ours.
+    Differences from the paper:
+        - Distances are computed in float32.
+        - A token is never picked twice. The authors' code can do so if all remaining tokens are duplicates.
+        - Kept tokens keep their positions in the prompt. The authors' LLaVA code renumbers them.
+        - Each image is pruned by itself.
+        - The minimum distance is updated after each pick instead of recomputed over all picks.
+        - `center` uses the mean of the whole image, not of a tile. If all tokens are equally distinct, they have equal
+          weights. "standardised" on projected tokens is an addition.
+
+    Example:
+        >>> model = tokenprune.patch(model, DivPrune(center=True), keep=0.25)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).keep_ratio
+        0.25
     """
 
     fallback_options: ClassVar[Mapping[str, Any]] = {"center": "standardised"}
@@ -46,10 +57,12 @@ class DivPrune(Pruner):
         return get_center_needs(self.center)
 
     def select(self, tokens: VisualTokens) -> Selection:
-        most = max(tokens.keep)
+        max_tokens = max(tokens.keep)
         if self.center is False:
-            keep = farthest(tokens.hidden, tokens.mask, tokens.budget, most)
+            keep = farthest(tokens.hidden, tokens.mask, tokens.budget, max_tokens)
         else:
-            left, distinct = center_tokens(tokens, self.center)
-            keep = farthest_weighted(left, tokens.mask, distinct, tokens.budget, most, weigh_first=False)
+            centered, distinctness = center_tokens(tokens, self.center)
+            keep = select_farthest_weighted(
+                centered, tokens.mask, distinctness, tokens.budget, max_tokens, weigh_first=False
+            )
         return Selection(keep, counts=tokens.keep)

@@ -12,17 +12,28 @@ from tokenprune.selection.tokens import VisualTokens
 @register("fastervlm", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2412.01818v1")
 @dataclass(frozen=True)
 class FasterVLM(Pruner):
-    """Keep the patches that the vision tower's class token attends to most.
+    """Keep the patches with the most class-token attention.
 
-    The score is the attention of the class token in the last block that the model reads, the mean over heads; in towers
-    without a class token, the mean attention that a patch receives. Tiles, and frames of a video, choose by themselves.
+    The score is the class token's attention to a patch in the last block that the model reads, averaged over heads. In
+    towers without a class token, it is the mean attention that the patch receives. Each tile, or frame of a video, is
+    pruned by itself.
 
-    Source: Zhang et al., "[CLS] Attention is All You Need for Training-Free Visual Token Pruning: Make VLM Inference
-    Faster", version 1 of the paper that became VisPruner; the authors' answer on towers without a class token.
+    Source:
+        Zhang et al., "[CLS] Attention is All You Need for Training-Free Visual Token Pruning: Make VLM Inference
+        Faster" (arXiv 2412.01818v1; version 2 is VisPruner). Towers without a class token follow the authors' answer to
+        a question.
 
-    Differs from the paper: the mean over heads is taken in float32; tiles share the budget in proportion to their
-    patches, and newline tokens go first (the authors' code has neither unpadding nor newlines); tokens keep their
-    positions of the full prompt.
+    Differences from the paper:
+        - The mean over heads is computed in float32.
+        - Tiles share the budget in proportion to their patches, and newline tokens are dropped first. The authors' code
+          supports neither unpadding nor newlines.
+        - Kept tokens keep their positions in the prompt.
+
+    Example:
+        >>> model = tokenprune.patch(model, FasterVLM(), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     def select(self, tokens: VisualTokens) -> Selection:

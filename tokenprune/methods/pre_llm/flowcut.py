@@ -17,39 +17,50 @@ from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.sites.encoder import EncoderMethod, Matcher, Tower
 from tokenprune.selection.tokens import VisualTokens
 
-_BLOCKS = 23  # of CLIP-L, up to the one that LLaVA reads
-_CUTS_END = _BLOCKS - 2  # the block after which the last cut is made
+_CLIP_BLOCKS = 23  # blocks of CLIP-L that LLaVA uses
+_LAST_CUT = _CLIP_BLOCKS - 2  # index of the block before the last cut
 
 
 @register("flowcut", site=Site.PRE_LLM, needs=("encoder_flow",), paper="arXiv 2505.19536, NeurIPS 2025")
 @dataclass(frozen=True)
 class FlowCut(Pruner):
-    """Cut patches step by step along the vision tower, by what flows from each to the class token (FlowCut,
-    experimental).
+    """Drop patches step by step by their information flow in the tower.
 
-    In each block a patch's score is the class token's attention to it, and how alike its value is to the class token's,
-    each as a share of all that are left, times the size of its value; half of the score so far and half of this one go
-    on. After every second block some of the worst go, the more the sharper the attention is, and at last as many as
-    have to. Tiles, and frames of a video, choose by themselves.
+    In each block, the score of a patch adds two shares: its attention from the class token and the similarity of its
+    value to the class token's value. The sum is multiplied by the norm of the value and averaged with the score so far.
+    Every second block drops the patches with the lowest scores, more if the attention is concentrated. The last cut
+    reaches the budget exactly. Each tile, or frame of a video, is pruned by itself.
 
-    inside: cut inside the tower, as the authors do: later blocks compute, and compare, the patches that are left alone.
-    On CLIP and SigLIP towers whose images are one tile, of which each patch becomes a visual token; `keep` is then a
-    share or a number of the patches. None: inside where that can be, and after the tower elsewhere. True refuses what
-    cannot be cut so; False always chooses after the tower.
+    Args:
+        inside: True cuts inside the tower as the authors do, so later blocks process only the remaining patches. This
+            requires a CLIP or SigLIP tower, one tile per image, and one visual token per patch; `keep` then is a share
+            or number of patches. False selects tokens after the tower. None cuts inside where possible.
 
-    Source: Tong et al., "FlowCut: Rethinking Redundancy via Information Flow for Efficient Vision-Language Models"; the
-    authors' code for scores, the blocks that cut, and how many go.
+    Source:
+        Tong et al., "FlowCut: Rethinking Redundancy via Information Flow for Efficient Vision-Language Models" (arXiv
+        2505.19536), and the authors' code for the scores, the blocks that cut and the number of dropped patches.
 
-    Differs from the paper: after the tower (`inside=False`) is not the authors' algorithm: the tower is not cut, so
-    that it saves nothing there, and a block's scores are those of the tower with all patches; in a tower of another
-    depth than CLIP-L's the 22 looks are spread evenly over its blocks; in towers without a class token the score is the
-    attention that a patch receives times the size of its value; of LLaVA-NeXT and Qwen2-VL the authors leave twice as
-    many in the tower and cut once more by the question in the decoder, which is not here; an image in a batch has what
-    it has alone; tiles share the budget in proportion to their patches, newline tokens go first; tokens keep their
-    positions of the full prompt.
+    Differences from the paper:
+        - Selecting after the tower (`inside=False`) is not the authors' algorithm. The tower then saves no work, and
+          the scores of each block come from the tower with all patches.
+        - In a tower of another depth than CLIP-L's, the 22 scored blocks are spread evenly over the depth.
+        - In towers without a class token, the score is the mean attention that a patch receives multiplied by the norm
+          of its value.
+        - For LLaVA-NeXT and Qwen2-VL, the authors keep twice as many tokens in the tower and cut again by the question
+          in the decoder. That cut is not implemented.
+        - An image gets the same result in a batch and by itself. The authors' code drops the same number in all images
+          of a batch.
+        - Tiles share the budget in proportion to their patches, and newline tokens are dropped first.
+        - Kept tokens keep their positions in the prompt.
+
+    Example:
+        >>> model = tokenprune.patch(model, FlowCut(inside=False), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     inside: bool | None = None
 
@@ -63,22 +74,23 @@ class FlowCut(Pruner):
     @property
     def encoder_layers(self) -> tuple[float, ...]:
         # The middle of each of 23 equal parts of the depth, up to the last cut.
-        return tuple((block + 0.5) / _BLOCKS for block in range(_CUTS_END + 1))
+        return tuple((block + 0.5) / _CLIP_BLOCKS for block in range(_LAST_CUT + 1))
 
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.from_tokens(tokens)
-        left, goal = tiles.is_patch, tiles.zero_non_patches(tiles.num_kept)
+        patches, num_final = tiles.is_patch, tiles.zero_non_patches(tiles.num_kept)
         score: torch.Tensor | None = None
         for block, layer in enumerate(self.encoder_layers):
-            left, score = _update_scores(tiles, tokens.encoder_flow(layer), left, score, goal, _CUTS_END - block)
+            flow = tokens.encoder_flow(layer)
+            patches, score = _update_scores(tiles, flow, patches, score, num_final, _LAST_CUT - block)
         assert score is not None  # the tower has blocks
-        # What is no patch stays where more is to be kept than there are patches.
-        return Selection(tiles.top(score, tiles.num_kept, left | ~tiles.is_patch), counts=tokens.keep)
+        # Other tokens are kept only if the budget exceeds the number of patches.
+        return Selection(tiles.top(score, tiles.num_kept, patches | ~tiles.is_patch), counts=tokens.keep)
 
 
 @dataclass(frozen=True)
 class _InTower(EncoderMethod):
-    """Drops inside the tower, between attention and MLP of a block: the same for those that stay as after its MLP."""
+    """Drop patches inside the tower, between attention and MLP. Kept patches equal those of a cut after the MLP."""
 
     inexact: ClassVar[None] = None
     name: ClassVar[str] = "flowcut"
@@ -87,65 +99,88 @@ class _InTower(EncoderMethod):
     reads = "encoder_flow"
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
-        """Return what drops patches in each block that is looked at."""
-        cuts = _TowerCuts(tower.protected, tower.left(budget))
-        looks: list[list[int]] = [[] for _ in range(tower.blocks)]
-        for block in range(_CUTS_END + 1):
-            looks[math.ceil((block + 0.5) / _BLOCKS * tower.read) - 1].append(_CUTS_END - block)
-        return [partial(cuts.look, remaining=tuple(one)) if one else None for one in looks]
+        """Return the function that drops patches after each block, or None for blocks that are not scored."""
+        cuts = _TowerCuts(tower.protected, tower.count_kept(budget))
+        steps_of_block: list[list[int]] = [[] for _ in range(tower.blocks)]
+        for block in range(_LAST_CUT + 1):
+            steps_of_block[math.ceil((block + 0.5) / _CLIP_BLOCKS * tower.blocks_read) - 1].append(_LAST_CUT - block)
+        return [partial(cuts.update, remaining=tuple(steps)) if steps else None for steps in steps_of_block]
 
 
 @dataclass
 class _TowerCuts:
-    """One forward of a tower with `protected` class tokens, of whose patches `keep` are to be left of each image.
+    """Scores and cuts of one forward of the tower.
 
-    score: `[B, n]` so far, of the patches that are left of B images, n of the one that has most.
+    Attributes:
+        protected: Number of class tokens.
+        keep: Number of patches of each image after the last cut.
+        score: Running score of the remaining patches, (B, n), or None before the first scored block.
     """
 
     protected: int
     keep: int
     score: torch.Tensor | None = None
 
-    def look(self, flow: torch.Tensor, counts: list[int] | None, remaining: tuple[int, ...]) -> Merge | None:
-        """Return what drops patches after a block. flow: `[B, 3, n]`; counts: tokens of each image, None = all alike;
-        remaining: see `_stay`, for each time that the block is looked at."""
+    def update(self, flow: torch.Tensor, counts: list[int] | None, remaining: tuple[int, ...]) -> Merge | None:
+        """Update the scores after a block and return the merge that drops patches, or None.
+
+        Args:
+            flow: Attention, similarity and norm of each patch, (B, 3, n).
+            counts: Number of tokens of each image, or None if all images have the same number.
+            remaining: Number of blocks up to the last cut, one entry for each scored step that falls into this block.
+        """
         rows, _, width = flow.shape
         counts = [width] * rows if counts is None else [count - self.protected for count in counts]
-        number = to_device(counts, flow.device)[:, None]
-        left = torch.arange(width, device=flow.device) < number
-        # One tile an image; what is padding is in none.
+        num_patches = to_device(counts, flow.device)[:, None]
+        patches = torch.arange(width, device=flow.device) < num_patches
+        # Each image is tile 0; padding has index 2.
         keep = torch.tensor([[self.keep, 0, 0]], device=flow.device).expand(rows, -1)
-        of = torch.where(left, 0, 2)
-        tiles = Tiles(of, keep, torch.zeros_like(keep).scatter_add(1, of, torch.ones_like(of)))
-        for one in remaining:
-            left, self.score = _update_scores(tiles, flow, left, self.score, keep, one)
-        stay = left.sum(1).tolist()
-        if stay == counts:
+        tile_index = torch.where(patches, 0, 2)
+        tiles = Tiles(tile_index, keep, torch.zeros_like(keep).scatter_add(1, tile_index, torch.ones_like(tile_index)))
+        for blocks_to_cut in remaining:
+            patches, self.score = _update_scores(tiles, flow, patches, self.score, keep, blocks_to_cut)
+        num_kept = patches.sum(1).tolist()
+        if num_kept == counts:
             return None
-        first = left.new_ones(rows, self.protected)
-        merge = Merge.dropping(torch.cat([first, left], dim=1), [count + self.protected for count in stay])
+        class_tokens = patches.new_ones(rows, self.protected)
+        merge = Merge.from_kept(
+            torch.cat([class_tokens, patches], dim=1), [count + self.protected for count in num_kept]
+        )
         assert self.score is not None and merge.keep is not None
         self.score = self.score.gather(1, merge.keep[:, self.protected :] - self.protected)
         return merge
 
 
 def _update_scores(
-    tiles: Tiles, flow: torch.Tensor, left: torch.Tensor, score: torch.Tensor | None, goal: torch.Tensor, remaining: int
+    tiles: Tiles,
+    flow: torch.Tensor,
+    patches: torch.Tensor,
+    score: torch.Tensor | None,
+    num_final: torch.Tensor,
+    remaining: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what is left behind a block (bool `[S, N]`), and the scores so far (`[S, N]`). flow: `[S, 3, N]`, see
-    `encoder_flow`; left, score: before it; goal, remaining: see `_stay`."""
-    attention, alike, size = flow.float().nan_to_num(nan=0.0).unbind(1)
-    part = _normalize_by_tile(tiles, attention, left)
-    now = (part + _normalize_by_tile(tiles, alike, left)) * size
-    score = now if score is None else (score + now) / 2
+    """Return the remaining patches after a block, bool (S, N), and the updated scores, (S, N).
+
+    Args:
+        tiles: Tiles of the tokens.
+        flow: Attention, similarity and norm of each patch, (S, 3, N).
+        patches: Remaining patches before the block, bool (S, N).
+        score: Scores so far, or None in the first block.
+        num_final: Number of kept tokens of each tile after the last cut, long (S, T + 2).
+        remaining: Number of blocks up to the last cut.
+    """
+    attention, similarity, size = flow.float().nan_to_num(nan=0.0).unbind(1)
+    attention_share = _normalize_by_tile(tiles, attention, patches)
+    block_score = (attention_share + _normalize_by_tile(tiles, similarity, patches)) * size
+    score = block_score if score is None else (score + block_score) / 2
     if remaining % 2 == 0:
-        left = tiles.top(score, _count_kept(tiles, part, left, goal, remaining), left)
-    return left, score
+        patches = tiles.top(score, _count_kept(tiles, attention_share, patches, num_final, remaining), patches)
+    return patches, score
 
 
-def _normalize_by_tile(tiles: Tiles, score: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """float64 `[S, N]`: each score as a share of all that are `left` (bool `[S, N]`) of its tile."""
-    score = score.double().masked_fill(~left, 0)
+def _normalize_by_tile(tiles: Tiles, score: torch.Tensor, patches: torch.Tensor) -> torch.Tensor:
+    """Divide each score by the sum over the remaining patches of its tile, float64 (S, N)."""
+    score = score.double().masked_fill(~patches, 0)
     total = torch.zeros(tiles.num_kept.shape, dtype=torch.double, device=score.device).scatter_add(
         1, tiles.index, score
     )
@@ -153,15 +188,15 @@ def _normalize_by_tile(tiles: Tiles, score: torch.Tensor, left: torch.Tensor) ->
 
 
 def _count_kept(
-    tiles: Tiles, part: torch.Tensor, left: torch.Tensor, goal: torch.Tensor, remaining: int
+    tiles: Tiles, attention_share: torch.Tensor, patches: torch.Tensor, num_final: torch.Tensor, remaining: int
 ) -> torch.Tensor:
-    """long `[S, T + 2]`: how many of each tile stay. part: `[S, N]`, shares of attention; goal: long `[S, T + 2]`, how
-    many stay at last; remaining: blocks up to the last cut."""
+    """Return the number of tokens that each tile keeps after a block, long (S, T + 2)."""
     if not remaining:
-        return goal
-    number = tiles.count_selected(left)
-    entropy = torch.zeros(number.shape, dtype=torch.double, device=part.device)
-    entropy = entropy.scatter_add(1, tiles.index, -torch.special.xlogy(part, part))
-    evenness = entropy / number.clamp(min=2).double().log()
-    gone = ((number - goal).float() / remaining**0.5 * (1 - evenness.square())).round().long().clamp(min=0)
-    return torch.maximum(number - gone, goal)
+        return num_final
+    num_patches = tiles.count_selected(patches)
+    entropy = torch.zeros(num_patches.shape, dtype=torch.double, device=attention_share.device)
+    entropy = entropy.scatter_add(1, tiles.index, -torch.special.xlogy(attention_share, attention_share))
+    evenness = entropy / num_patches.clamp(min=2).double().log()
+    num_dropped = (num_patches - num_final).float() / remaining**0.5 * (1 - evenness.square())
+    num_dropped = num_dropped.round().long().clamp(min=0)
+    return torch.maximum(num_patches - num_dropped, num_final)

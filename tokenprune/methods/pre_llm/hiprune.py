@@ -13,7 +13,7 @@ from tokenprune.methods.tiles import Tiles
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_WITH_NEIGHBOURS = 5  # tokens of a cross: an anchor, and what is above, below, left and right of it
+_CROSS_SIZE = 5  # an anchor and its four neighbors
 
 
 @register(
@@ -24,27 +24,38 @@ _WITH_NEIGHBOURS = 5  # tokens of a cross: an anchor, and what is above, below, 
 )
 @dataclass(frozen=True)
 class HiPrune(Pruner):
-    """Keep what a middle block of the vision tower attends to with its neighbours, and for the rest what the last block
-    attends to (HiPrune).
+    """Keep anchors of a middle tower block with their neighbors, then patches of the last block.
 
-    Of each tile (or frame), the anchors are the patches that receive most attention from all tokens in the object
-    block, the buffers what is above, below, left and right of them, and the registers, as many as are left to keep,
-    those of the others that receive most in the last block that the model reads.
+    In each tile or frame, anchors are the patches that receive the most attention from all tokens in the object block.
+    Buffers are the patches above, below, left and right of an anchor. Registers fill the remaining budget with the
+    patches that receive the most attention in the last block that the model reads.
 
-    alpha: share in [0, 1] of the kept tokens that are anchors with their buffers.
-    object_layer: the object block, an int (see `Pruner.encoder_layers`) or a share of the depth between 0 and 1. The
-    default is block 8 of CLIP-L's 24 and block 15 of Qwen2.5-VL's 32, counted from 0, as in the authors' code.
-    edges: "grid" knows the ends of rows and columns; "sequence" takes the four neighbours in the raster order, as the
-    authors' code does: the last of a row has the first of the next one beside it, and what would be above the first row
-    is the first token, below the last row the last one.
+    Args:
+        alpha: Share in [0, 1] of the kept tokens that are anchors and buffers.
+        object_layer: Object block, as an int (see `Pruner.encoder_layers`) or a share of the depth between 0 and 1. The
+            default is block 8 of CLIP-L's 24 and block 15 of Qwen2.5-VL's 32, counted from 0, as in the authors' code.
+        edges: "grid" respects the ends of rows and columns. "sequence" takes neighbors in raster order as the authors'
+            code does: the last patch of a row neighbors the first patch of the next row, and neighbors above the first
+            or below the last row become the first or last patch.
 
-    Source: Liu et al., "HiPrune: Training-Free Visual Token Pruning via Hierarchical Attention in Vision-Language
-    Models", equations of anchors, buffers and registers; the authors' code for blocks and rounding.
+    Source:
+        Liu et al., "HiPrune: Training-Free Visual Token Pruning via Hierarchical Attention in Vision-Language Models"
+        (arXiv 2508.00553), equations of anchors, buffers and registers, and the authors' code for blocks and rounding.
 
-    Differs from the paper: neighbours off the grid are left out (see `edges`); anchors with their buffers never take
-    more than the budget; every image has its own budget (the authors' code shares it among all tiles of a call), which
-    its tiles share in proportion to their patches, newline tokens go first; tokens keep their positions of the full
-    prompt. HiPrune++, which adds tokens by the question, is not here.
+    Differences from the paper:
+        - Neighbors outside of the grid are ignored, unless `edges="sequence"`.
+        - Anchors and buffers never exceed the budget.
+        - Each image has its own budget, which tiles share in proportion to their patches. The authors' code shares one
+          budget among all tiles of a call.
+        - Newline tokens are dropped first.
+        - Kept tokens keep their positions in the prompt.
+        - HiPrune++, which adds tokens by the question, is not implemented.
+
+    Example:
+        >>> model = tokenprune.patch(model, HiPrune(alpha=0.2), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     alpha: Annotated[float, Ge(0), Le(1)] = 0.1
@@ -57,31 +68,36 @@ class HiPrune(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.from_tokens(tokens)
-        objects, deep = (tokens.encoder_received_attention(layer).float().mean(dim=1) for layer in self.encoder_layers)
-        wanted = (tiles.num_kept.double() * self.alpha / _WITH_NEIGHBOURS).round().long()  # of halves the even number
-        wanted = tiles.zero_non_patches(torch.minimum(wanted, tiles.num_kept // _WITH_NEIGHBOURS))
-        first = self._crosses(tokens, tiles, tiles.top(objects, wanted))
-        registers = tiles.top(deep, tiles.num_kept - tiles.count_selected(first), ~first)
-        return Selection(first | registers, counts=tokens.keep)
-
-    def _crosses(self, tokens: VisualTokens, tiles: Tiles, anchors: torch.Tensor) -> torch.Tensor:
-        """bool `[S, N]`: the anchors and their neighbours."""
-        patches = tokens.patches
-        at = partition(anchors)[:, : max(tokens.keep) // _WITH_NEIGHBOURS]  # of each anchor, then of other tokens
-        row, column, height, width, tile = (
-            one.gather(1, at) for one in (patches.row, patches.column, patches.height, patches.width, tiles.index)
+        object_attention, last_attention = (
+            tokens.encoder_received_attention(layer).float().mean(dim=1) for layer in self.encoder_layers
         )
-        real, place, found = anchors.gather(1, at), patches.row * patches.width + patches.column, anchors
+        num_anchors = (tiles.num_kept.double() * self.alpha / _CROSS_SIZE).round().long()  # half to even
+        num_anchors = tiles.zero_non_patches(torch.minimum(num_anchors, tiles.num_kept // _CROSS_SIZE))
+        crosses = self._add_neighbors(tokens, tiles, tiles.top(object_attention, num_anchors))
+        registers = tiles.top(last_attention, tiles.num_kept - tiles.count_selected(crosses), ~crosses)
+        return Selection(crosses | registers, counts=tokens.keep)
+
+    def _add_neighbors(self, tokens: VisualTokens, tiles: Tiles, anchors: torch.Tensor) -> torch.Tensor:
+        """Return the anchors and their neighbors, bool (S, N)."""
+        patches = tokens.patches
+        indices = partition(anchors)[:, : max(tokens.keep) // _CROSS_SIZE]  # anchors come first
+        row, column, height, width, tile = (
+            field.gather(1, indices)
+            for field in (patches.row, patches.column, patches.height, patches.width, tiles.index)
+        )
+        is_anchor, crosses = anchors.gather(1, indices), anchors
+        flat_index = patches.row * patches.width + patches.column
         for down, across in ((-1, 0), (1, 0), (0, -1), (0, 1)):
-            there = (row + down) * width + column + across
-            inside = real
+            neighbor = (row + down) * width + column + across
+            inside = is_anchor
             if self.edges == "grid":
-                inside = real & _within(row + down, height) & _within(column + across, width)
-            there = torch.minimum(there.clamp(min=0), height * width - 1)
-            hit = (place[:, :, None] == there[:, None]) & (tiles.index[:, :, None] == tile[:, None]) & inside[:, None]
-            found = found | hit.any(dim=2)
-        return found
+                inside = is_anchor & _is_within(row + down, height) & _is_within(column + across, width)
+            neighbor = torch.minimum(neighbor.clamp(min=0), height * width - 1)
+            same_tile = tiles.index[:, :, None] == tile[:, None]
+            is_neighbor = (flat_index[:, :, None] == neighbor[:, None]) & same_tile & inside[:, None]
+            crosses = crosses | is_neighbor.any(dim=2)
+        return crosses
 
 
-def _within(place: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    return (place >= 0) & (place < length)
+def _is_within(index: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    return (index >= 0) & (index < length)

@@ -17,25 +17,38 @@ from tokenprune.selection.tokens import VisualTokens
 @register("hired", site=Site.PRE_LLM, needs=("encoder_attention", "tiling"), paper="arXiv 2408.10945, AAAI 2025")
 @dataclass(frozen=True)
 class Hired(Pruner):
-    """Give each tile of an image its part of the budget by how much of the thumbnail's content it shows, and keep what
-    the class token attends to most (HiRED).
+    """Split the budget over tiles by salient thumbnail content, then keep salient patches.
 
-    The thumbnail gets `alpha` of an image's budget. Of its patches the share 1 - `alpha` is marked to which the class
-    token attends most in the tower's first block; tiles share the rest of the budget in proportion to the marks in
-    their part of the thumbnail, and a tile without any may keep nothing. In each, the last block that the model reads
-    decides. An image without tiles keeps the best of all its patches.
+    The thumbnail gets `alpha` of an image's budget. A share of 1 - `alpha` of its patches, with the most class-token
+    attention in the first tower block, is marked. Tiles share the rest of the budget in proportion to the marks in
+    their region of the thumbnail, so a tile without marks may keep no token. Within each tile, patches are ranked by
+    class-token attention in the last block that the model reads. An image without tiles keeps the best of all its
+    patches.
 
-    alpha: float in [0, 1], the thumbnail's share of the budget.
-    mode: "blocks" counts the marks in the part of the thumbnail that a tile shows; "bands" in one of as many runs of
-    equal length in raster order, as the authors' code does.
+    Args:
+        alpha: Share of the budget for the thumbnail, in [0, 1].
+        mode: "blocks" counts marks in the region that a tile shows. "bands" counts marks in consecutive runs of equal
+            length in raster order, as the authors' code does.
 
-    Source: Arif et al., "HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution
-    Vision-Language Models", by its abstract and the authors' code for LLaVA-NeXT; the paper's text was not read.
+    Source:
+        Arif et al., "HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution Vision-Language
+        Models" (arXiv 2408.10945), from the abstract and the authors' code for LLaVA-NeXT. The text of the paper was
+        not read.
 
-    Differs from the paper: the number is exact (the code rounds tiles down), and what a tile has no room for goes to
-    the others by their marks; only patches of the image are chosen from, not those of its padding; newline tokens go
-    first (the code has none); a tower without a class token gives the attention that a patch receives on average;
-    frames of a video share a budget evenly; tokens keep their positions.
+    Differences from the paper:
+        - The number of kept tokens is exact. The authors' code rounds the tiles down. Budget that exceeds a tile's
+          patches goes to the other tiles by their marks.
+        - Patches of the padding are never kept.
+        - Newline tokens are dropped first. The authors' code has no newlines.
+        - In a tower without a class token, the attention of a patch is its mean over all queries.
+        - Frames of a video have equal budgets.
+        - Kept tokens keep their positions in the prompt.
+
+    Example:
+        >>> model = tokenprune.patch(model, Hired(alpha=0.4), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     encoder_layers: ClassVar[tuple[int, ...]] = (0, -1)
@@ -47,13 +60,14 @@ class Hired(Pruner):
         tiling, tiles = tokens.tiling, Tiles.from_tokens(tokens)
         thumbnail = tiling.covers > 0
         size = thumbnail.sum(1)
-        number = (size.double() * (1 - self.alpha)).long()
-        marked = top_mask(compute_patch_attention(tokens, 0), thumbnail, number, thumbnail.shape[1])
-        part = tiling.covers
+        num_marked = (size.double() * (1 - self.alpha)).long()
+        marks = top_mask(compute_patch_attention(tokens, 0), thumbnail, num_marked, thumbnail.shape[1])
+        tile_of_patch = tiling.covers
         if self.mode == "bands":
-            last = torch.where(part > 0, 0, tiles.index).masked_fill(tiles.index >= tiles.num_tiles, 0).amax(1)  # tile
-            run = (thumbnail.cumsum(1) - 1) * last[:, None] // size.clamp(min=1)[:, None] + 1
-            part = torch.where(thumbnail, run, 0)
-        marks = tiles.sum_by(part, marked)[:, : tiles.num_tiles]
+            num_tiles = torch.where(tile_of_patch > 0, 0, tiles.index)
+            num_tiles = num_tiles.masked_fill(tiles.index >= tiles.num_tiles, 0).amax(1)
+            band = (thumbnail.cumsum(1) - 1) * num_tiles[:, None] // size.clamp(min=1)[:, None] + 1
+            tile_of_patch = torch.where(thumbnail, band, 0)
+        marks = tiles.sum_by(tile_of_patch, marks)[:, : tiles.num_tiles]
         tiles = tiles.share_budget(tiling, (tokens.budget.double() * self.alpha).long(), marks)
         return Selection(tiles.top(compute_patch_attention(tokens), tiles.num_kept), counts=tokens.keep)

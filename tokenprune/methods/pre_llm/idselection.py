@@ -7,8 +7,8 @@ from typing import Annotated
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products
 from tokenprune.kernels.pairs import PickedRows
 from tokenprune.kernels.picks import Picks
 from tokenprune.methods.registry import register
@@ -20,37 +20,49 @@ from tokenprune.selection.tokens import VisualTokens
 @register("idselection", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2604.05601 (reconstruction)")
 @dataclass(frozen=True)
 class IDSelection(Pruner):
-    """Keep the visual tokens that the vision tower attends to, each pick lowering the score of those like it.
+    """Keep salient tokens one by one, each pick lowering the score of similar tokens.
 
-    The score is the attention that a token gets in the tower's last block, brought to the range from 0 to 1. The next
-    pick is the highest; from every other score the pick's is taken off, times exp(-gamma * distance squared), the
-    distance being 1 - cosine. The choice knows nothing of the question.
+    The score of a token is its attention in the last block of the tower, rescaled to [0, 1]. Each step picks the
+    highest score. It then subtracts from every other score the pick's score times exp(-gamma * d^2), where d is the
+    cosine distance to the pick. The choice does not depend on the question.
 
-    gamma: how near tokens must be to lower each other's score; the larger, the nearer.
+    Args:
+        gamma: Sharpness of the suppression. Larger values suppress only nearer tokens.
 
-    Source: "ID-Selection: Importance-Diversity Based Visual Token Selection for Efficient LVLM Inference". A
-    reconstruction, from the abstract, summaries and another project's port; no official code was found.
+    Source:
+        "ID-Selection: Importance-Diversity Based Visual Token Selection for Efficient LVLM Inference" (arXiv
+        2604.05601). A reconstruction from the abstract, summaries and a third-party port; no official code was found.
 
-    Differs from the paper: towers without a class token give the attention that a patch receives on average (the paper
-    goes into the language model there). Scores may fall below 0, as the formula has it, while the port stops them at 0,
-    where all ties go to the image's top. Where all scores are alike, they are 1. Each image is one set; tokens keep
-    their positions.
+    Differences from the paper:
+        - In towers without a class token, the attention of a patch is its mean over all queries. The paper uses the
+          language model's attention instead.
+        - Scores may become negative, as in the formula. The port clamps them at 0, where all ties go to the top of the
+          image.
+        - If all scores are equal, they are 1.
+        - Each image forms one set.
+        - Kept tokens keep their positions in the prompt.
+
+    Example:
+        >>> model = tokenprune.patch(model, IDSelection(gamma=10.0), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     gamma: Annotated[float, Ge(0)] = 20.0
 
     def select(self, tokens: VisualTokens) -> Selection:
-        most = max(tokens.keep)
+        max_tokens = max(tokens.keep)
 
-        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-            picks, row_of = Picks(mask), PickedRows(alike(x, mask))
-            for _ in range(most):
-                left = picks.among_left(score)
-                pick = picks.take_best(left)
-                lowers = (-self.gamma * (1 - row_of(pick, left)).square()).exp()
-                score = score - lowers * score.gather(1, pick.unsqueeze(1))
-            return picks.first(number)
+        def pick_rows(x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+            picks, row_of = Picks(mask), PickedRows(cosine_products(x, mask))
+            for _ in range(max_tokens):
+                candidates = picks.mask_taken(score)
+                pick = picks.take_best(candidates)
+                penalty = (-self.gamma * (1 - row_of(pick, candidates)).square()).exp()
+                score = score - penalty * score.gather(1, pick.unsqueeze(1))
+            return picks.first_picks(num_kept)
 
         score = rescale(compute_saliency(tokens), tokens.mask)
-        given = (tokens.hidden, tokens.mask, tokens.budget, score)
-        return Selection(by_rows(of, tokens.hidden[0].numel(), *given), counts=tokens.keep)
+        inputs = (tokens.hidden, tokens.mask, tokens.budget, score)
+        return Selection(map_rows(pick_rows, tokens.hidden[0].numel(), *inputs), counts=tokens.keep)

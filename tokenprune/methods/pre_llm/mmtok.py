@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Gt
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike, cover
-from tokenprune.kernels.pairs import Products, Relation, unit
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products, greedy_cover
+from tokenprune.kernels.pairs import Products, Relation, normalize
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
@@ -19,25 +19,37 @@ from tokenprune.selection.tokens import VisualTokens
 @register("mmtok", site=Site.PRE_LLM, paper="arXiv 2508.18264, ICLR 2026")
 @dataclass(frozen=True)
 class MMTok(Pruner):
-    """Keep the visual tokens that cover both the words of the question and the image itself best (MMTok).
+    """Keep tokens that cover the question's words and the whole image.
 
-    Each text token after an image, and each visual token, shares itself out among the visual tokens by a softmax of
-    its cosines to them, and is covered as well as its largest share among the picks. The next pick adds most to the
-    sum.
+    Each text token after the image, and each visual token, distributes itself over the visual tokens by a softmax of
+    cosines. It is covered by its largest share among the picks. Each pick adds most to the sum of coverages.
 
-    alpha: weight of the visual tokens; that of the text is 1.
-    text_temperature, temperature: of the softmax over the cosines of a text token, and of a visual one.
-    features: what visual tokens are compared by with each other, "tower" for what the vision tower makes of each patch
-    before the projector, "projected" for the tokens as they enter the language model.
-    question: False leaves out the text: the choice then knows nothing of the question.
+    Args:
+        alpha: Weight of the visual tokens' coverage, relative to the text's.
+        text_temperature: Softmax temperature of text tokens.
+        temperature: Softmax temperature of visual tokens.
+        features: Features that compare visual tokens with each other: "tower" is the tower's output before the
+            projector, "projected" the input of the language model.
+        question: False ignores the text, and the choice does not depend on the question.
 
-    Source: "MMTok: Multimodal Coverage Maximization for Efficient Inference of VLMs", the section on the method, and
-    the authors' code.
+    Source:
+        "MMTok: Multimodal Coverage Maximization for Efficient Inference of VLMs" (arXiv 2508.18264), method section and
+        the authors' code.
 
-    Differs from the paper: the text is what stands behind the image, token by token (the LLaVA code leaves out English
-    stop words and the prompts of two benchmarks, and splits the text into words); without text the image alone is
-    covered; the letterbox of a padded image can be picked; each image is chosen from by itself; tokens keep their
-    positions. `text_temperature` is LLaVA's, 0.02; on Qwen2.5-VL the authors have 0.01.
+    Differences from the paper:
+        - The text is everything after the image, token by token. The authors' LLaVA code splits it into words, and
+          omits English stop words and the prompts of two benchmarks.
+        - Without text, only the image is covered.
+        - Tokens of a padded image's border can be kept.
+        - Each image is pruned by itself.
+        - Kept tokens keep their positions in the prompt.
+        - The default `text_temperature` is the authors' for LLaVA. They use 0.01 for Qwen2.5-VL.
+
+    Example:
+        >>> model = tokenprune.patch(model, MMTok(alpha=1.0), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     query_free: ClassVar[Mapping[str, Any]] = {"question": False}
@@ -58,35 +70,55 @@ class MMTok(Pruner):
         return frozenset({"encoder_features"} if self.features == "tower" else set())
 
     def select(self, tokens: VisualTokens) -> Selection:
-        x, mask, most = tokens.hidden, tokens.mask, max(tokens.keep)
-        z = tokens.encoder_features if self.features == "tower" else x
-        text, words = (tokens.text.hidden, tokens.text.mask) if self.question else (x[:, :0], mask[:, :0])
+        x, mask, max_tokens = tokens.hidden, tokens.mask, max(tokens.keep)
+        features = tokens.encoder_features if self.features == "tower" else x
+        text, text_mask = (tokens.text.hidden, tokens.text.mask) if self.question else (x[:, :0], mask[:, :0])
 
-        def of(
+        def pick_rows(
             x: torch.Tensor,
-            z: torch.Tensor,
+            features: torch.Tensor,
             mask: torch.Tensor,
-            number: torch.Tensor,
+            num_kept: torch.Tensor,
             text: torch.Tensor,
-            words: torch.Tensor,
+            text_mask: torch.Tensor,
         ) -> torch.Tensor:
-            said = build_softmax_relation(Products(unit(text), unit(x, mask)), self.text_temperature, 1.0, mask, words)
-            seen = build_softmax_relation(alike(z, mask), self.temperature, self.alpha, mask, mask)
-            return cover([said, seen], mask, number, most)
+            text_coverage = build_softmax_relation(
+                Products(normalize(text), normalize(x, mask)), self.text_temperature, 1.0, mask, text_mask
+            )
+            image_coverage = build_softmax_relation(
+                cosine_products(features, mask), self.temperature, self.alpha, mask, mask
+            )
+            return greedy_cover([text_coverage, image_coverage], mask, num_kept, max_tokens)
 
-        entries = 3 * x.shape[1] * (x.shape[1] + words.shape[1])
-        return Selection(by_rows(of, entries, x, z, mask, tokens.budget, text, words), counts=tokens.keep)
+        entries = 3 * x.shape[1] * (x.shape[1] + text_mask.shape[1])
+        return Selection(
+            map_rows(pick_rows, entries, x, features, mask, tokens.budget, text, text_mask), counts=tokens.keep
+        )
 
 
 def build_softmax_relation(
     products: Products, temperature: float, weight: float, mask: torch.Tensor, rows: torch.Tensor
 ) -> Relation:
-    """Return the shares of candidates in each row: its softmax over those of `mask` (bool `[S, N]`) at a temperature,
-    times `weight`, by how many rows there are; 0 where `rows` (bool `[S, R]`) is False. products: of length 1."""
+    """Return the relation between rows and candidates: the softmax of each row over its candidates.
 
-    def whole(x: torch.Tensor, segment: int, start: int) -> torch.Tensor:
+    Shares are multiplied by `weight` and divided by the number of valid rows. Invalid rows are 0.
+
+    Args:
+        products: Cosines of rows and candidates.
+        temperature: Temperature of the softmax.
+        weight: Total weight of the rows.
+        mask: Valid candidates, bool (S, N).
+        rows: Valid rows, bool (S, R).
+    """
+
+    def compute_log_sum(x: torch.Tensor, segment: int, start: int) -> torch.Tensor:
         return (x / temperature).masked_fill_(~mask[segment], -torch.inf).logsumexp(1)
 
-    total = products.of_rows(whole)
-    each = weight * rows.float() / rows.sum(1, keepdim=True).clamp(min=1)
-    return Relation(products, lambda x, total, each: (x / temperature - total).exp() * each, total, each)
+    normalizer = products.reduce_rows(compute_log_sum)
+    row_weight = weight * rows.float() / rows.sum(1, keepdim=True).clamp(min=1)
+    return Relation(
+        products,
+        lambda x, normalizer, row_weight: (x / temperature - normalizer).exp() * row_weight,
+        normalizer,
+        row_weight,
+    )

@@ -14,11 +14,17 @@ from tokenprune.selection.tokens import VisualTokens
 @register("pool", site=Site.PRE_LLM, paper="none (baseline)", merges=True)
 @dataclass(frozen=True)
 class Pool(Pruner):
-    """Average neighbouring visual tokens: a low-pass baseline that loses small things and nothing else.
+    """Average neighboring visual tokens: a low-pass baseline that loses only small details.
 
-    An image of h x w tokens is cut into exactly as many rectangles as it may keep tokens, of sizes as equal as can be;
-    the token nearest to a rectangle's middle becomes its mean and keeps its own position. Where the tokens are no full
-    grid (newline tokens, unknown shape), stretches of the raster order take the place of rectangles.
+    Each image is divided into as many rectangles of nearly equal size as it may keep tokens. The token nearest to the
+    center of a rectangle becomes the mean of the rectangle and keeps its position. Without a full grid (newline tokens,
+    unknown shape), runs in raster order replace the rectangles.
+
+    Example:
+        >>> model = tokenprune.patch(model, Pool(), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     def select(self, tokens: VisualTokens) -> Selection:
@@ -35,23 +41,31 @@ class Pool(Pruner):
 def split_into_rectangles(
     count: int, cells: int, grid: tuple[int, int, int] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut a grid into `cells` rectangles; returns each token's cell (long `[count]`) and each cell's middle token.
+    """Split a grid into `cells` rectangles.
 
-    The rows are cut into bands of about equal height, and each band into its share of the cells. Frames of a video are
-    rows.
+    The rows are split into bands of about equal height, and each band into its share of the cells. Frames of a video
+    are stacked as rows.
+
+    Args:
+        count: Number of tokens.
+        cells: Number of rectangles.
+        grid: Frames, height and width, or None for one row of tokens.
+
+    Returns:
+        The cell of each token, long (count,), and the middle token of each cell, long (cells,).
     """
     height, width = (grid[0] * grid[1], grid[2]) if grid is not None else (1, count)
     bands = max(1, min(height, round((cells * height / width) ** 0.5)))
-    # A band holds at most `width` cells, and at least one.
+    # A band holds between 1 and `width` cells.
     bands = min(max(bands, -(-cells // width)), cells)
     cell = torch.empty(height, width, dtype=torch.long, device="cpu")
     middle = torch.empty(cells, dtype=torch.long, device="cpu")
-    done = 0
+    num_done = 0
     for band in range(bands):
         top, bottom = band * height // bands, (band + 1) * height // bands
-        inside = (band + 1) * cells // bands - done
-        cell[top:bottom] = done + torch.arange(width, device="cpu") * inside // width
-        left = -(-torch.arange(inside + 1, device="cpu") * width // inside)  # where each cell of the band begins
-        middle[done : done + inside] = (top + bottom) // 2 * width + left[:-1] + left.diff() // 2
-        done += inside
+        num_in_band = (band + 1) * cells // bands - num_done
+        cell[top:bottom] = num_done + torch.arange(width, device="cpu") * num_in_band // width
+        starts = -(-torch.arange(num_in_band + 1, device="cpu") * width // num_in_band)  # first column of each cell
+        middle[num_done : num_done + num_in_band] = (top + bottom) // 2 * width + starts[:-1] + starts.diff() // 2
+        num_done += num_in_band
     return cell.flatten(), middle

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.clusters import in_parts
+from tokenprune.kernels.clusters import split_rows
 from tokenprune.kernels.compact import gather_tokens, partition
-from tokenprune.kernels.pairs import unit
+from tokenprune.kernels.pairs import normalize
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.methods.registry import register
 from tokenprune.methods.tiles import Tiles, compute_patch_attention, make_sortable
@@ -20,30 +20,43 @@ from tokenprune.selection.tokens import VisualTokens
 @register("prumerge", site=Site.PRE_LLM, paper="arXiv 2403.15388, ICCV 2025", merges=True)
 @dataclass(frozen=True)
 class PruMerge(Pruner):
-    """Keep the patches that the vision tower attends to most, and let one more token stand for all others (PruMerge).
+    """Keep the patches with the most tower attention, and merge all others into one more token.
 
-    Of each tile (or frame), those stay that the class token attends to most in the last block that the model reads; in
-    towers without one, those that receive most attention. The best of the others stays too, and becomes the mean of all
-    others, weighted by attention.
+    In each tile or frame, the patches with the most attention from the class token in the last block that the model
+    reads are kept. In towers without a class token, the attention is the mean that a patch receives. The best remaining
+    patch is also kept and becomes the attention-weighted mean of all remaining patches.
 
-    merge: "rest" is that; "clusters" has every other patch join, weighted by attention, that kept one among whose
-    nearest it is, the most similar one if several are, by the keys of the same block; "none" drops the others.
-    neighbours: int >= 1, how many patches of its tile are nearest to a kept one, for "clusters".
-    exact: False keeps as many as have more attention than the upper fence of a box plot of all (the third quartile, and
-    one and a half times the distance from the first to it), and the token for the rest: the image decides how many
-    stay, whatever `keep` says, unless that is all of them.
+    Args:
+        merge: "rest" merges the remaining patches into one token. "clusters" merges each remaining patch into the most
+            similar kept patch that has it among its nearest `neighbours`, weighted by attention. "none" drops the
+            remaining patches.
+        neighbours: Number of nearest patches of the same tile that a kept patch may absorb, by the keys of the block.
+            Used by "clusters".
+        exact: Keep exactly the budget. False keeps the patches above the upper fence of a box plot (third quartile plus
+            1.5 times the interquartile range), and the token for the rest. The image then determines the number of
+            tokens, and `keep` has no effect unless it keeps all tokens.
 
-    Source: Shang et al., "LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal Models"; the authors'
-    code for the token that stands for the rest, and the nearest 32.
+    Source:
+        Shang et al., "LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal Models" (arXiv
+        2403.15388), and the authors' code for the merged token and the 32 nearest patches.
 
-    Differs from the paper: an exact number by default, which counts the token for the rest; attention is that of the
-    block that the model reads, head by head, as the paper says (the authors' code takes queries and keys of the tower's
-    last block as one wide head, which a model like LLaVA-1.5 does not run to its end; on the shipped models one wide
-    head is no better, and which of two blocks is better depends on the model, see the page); "rest" leaves out what the
-    code adds to kept tokens, a sum over the 32 nearest weighted by attention, a few hundredths of their length, and its
-    token for the rest is a mean where the code has a sum; "clusters" are means, and no patch is in two of them, as the
-    paper says; merged after the projector; tokens stay in order, and keep their positions of the full prompt; each
-    image has its own number, its tiles share it in proportion to their patches, and newline tokens go first.
+    Differences from the paper:
+        - The number of kept tokens is exact by default and includes the merged token.
+        - Attention is taken per head from the block that the model reads, as in the paper. The authors' code treats
+          queries and keys of the tower's last block as one wide head. The documentation page compares both.
+        - "rest" omits the weighted sum over the 32 nearest patches that the authors' code adds to kept tokens, which
+          changes their norm by a few percent. The merged token is a mean; in the authors' code it is a sum.
+        - "clusters" computes means, and each patch joins at most one cluster, as in the paper.
+        - Tokens are merged after the projector.
+        - Kept tokens stay in order and keep their positions in the prompt.
+        - Each image has its own number of tokens, which tiles share in proportion to their patches. Newline tokens are
+          dropped first.
+
+    Example:
+        >>> model = tokenprune.patch(model, PruMerge(merge="clusters"), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     merge: Literal["rest", "clusters", "none"] = "rest"
@@ -55,82 +68,83 @@ class PruMerge(Pruner):
         return frozenset({"encoder_attention"} | ({"encoder_keys"} if self.merge == "clusters" else set()))
 
     @property
-    def by_content_count(self) -> bool:
+    def chooses_count(self) -> bool:
         return not self.exact
 
     def compute_attention(self, tokens: VisualTokens) -> torch.Tensor:
-        """Return float `[S, N]`, the attention by which patches are ranked and weighted."""
+        """Return the attention that ranks and weights patches, float (S, N)."""
         return compute_patch_attention(tokens)
 
     def select(self, tokens: VisualTokens) -> Selection:
         tiles, attention = Tiles.from_tokens(tokens), make_sortable(self.compute_attention(tokens))
         if self.exact or tokens.keep == tokens.counts:
-            number, counts = tiles.num_kept, tokens.keep
-            extra = tiles.zero_non_patches((number > 0) & (number < tiles.sizes)).long() * (self.merge == "rest")
-            picked = self._picked(tiles, attention, number - extra)
+            num_kept, counts = tiles.num_kept, tokens.keep
+            num_rest = tiles.zero_non_patches((num_kept > 0) & (num_kept < tiles.sizes)).long() * (self.merge == "rest")
+            picked = self._pick(tiles, attention, num_kept - num_rest)
         else:
-            picked, counts = (
-                self._adaptive(tiles, attention, tiles.zero_non_patches(_count_outliers(tiles, attention))),
-                None,
-            )
-            found = tiles.count_selected(picked)
-            # Without any a tile has at least its best one.
-            extra = tiles.zero_non_patches((found < tiles.sizes) & ((self.merge == "rest") | (found == 0))).long()
-        rest = tiles.top(attention, extra, tiles.is_patch & ~picked)
+            num_outliers = tiles.zero_non_patches(_count_outliers(tiles, attention))
+            picked, counts = self._pick_adaptive(tiles, attention, num_outliers), None
+            num_picked = tiles.count_selected(picked)
+            # A tile without outliers keeps its best patch.
+            has_rest = (num_picked < tiles.sizes) & ((self.merge == "rest") | (num_picked == 0))
+            num_rest = tiles.zero_non_patches(has_rest).long()
+        rest = tiles.top(attention, num_rest, tiles.is_patch & ~picked)
         keep = picked | rest
         weight = attention.clamp(min=0)
         itself = torch.arange(keep.shape[1], device=keep.device)
         if self.merge == "none":
             return Selection(keep, counts=counts)
         if self.merge == "clusters":
-            into = self._clusters(tokens, tiles, keep)
+            target = self._find_clusters(tokens, tiles, keep)
         else:
-            at = torch.zeros_like(tiles.num_kept).scatter_add(1, tiles.index, itself * rest)
-            into = torch.where(tiles.is_patch & (tiles.expand(extra) > 0), tiles.expand(at), -1)
-        return Selection(keep, torch.where(keep, itself, into), weight, counts)
+            rest_index = torch.zeros_like(tiles.num_kept).scatter_add(1, tiles.index, itself * rest)
+            target = torch.where(tiles.is_patch & (tiles.expand(num_rest) > 0), tiles.expand(rest_index), -1)
+        return Selection(keep, torch.where(keep, itself, target), weight, counts)
 
-    def _picked(self, tiles: Tiles, attention: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """bool `[S, N]`: which stay for themselves, `number`, long `[S, T + 2]`, of each tile."""
-        return tiles.top(attention, number)
+    def _pick(self, tiles: Tiles, attention: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor:
+        """Select the given number of unmerged patches of each tile, bool (S, N)."""
+        return tiles.top(attention, num_kept)
 
-    def _adaptive(self, tiles: Tiles, attention: torch.Tensor, outliers: torch.Tensor) -> torch.Tensor:
-        """bool `[S, N]`: which stay for themselves where `outliers` of each tile have much attention."""
-        return tiles.top(attention, outliers)
+    def _pick_adaptive(self, tiles: Tiles, attention: torch.Tensor, num_outliers: torch.Tensor) -> torch.Tensor:
+        """Select the unmerged patches of tiles with the given number of outliers, bool (S, N)."""
+        return tiles.top(attention, num_outliers)
 
-    def _clusters(self, tokens: VisualTokens, tiles: Tiles, keep: torch.Tensor) -> torch.Tensor:
-        """long `[S, N]`: the kept token that each joins, -1 where it is among the nearest of none."""
-        keys = unit(tokens.encoder_keys(-1))
-        place = partition(keep)[:, : max(tokens.keep) if self.exact else None]
-        best = torch.full(keep.shape, -torch.inf, dtype=torch.float32, device=keep.device)
-        into = torch.full_like(place[:, :1], -1).repeat(1, keep.shape[1])
-        for part in in_parts(place.shape[1], keep.numel()):
-            at = place[:, part]
-            alike = gather_tokens(keys, at, 1) @ keys.transpose(1, 2)
-            others = (tiles.index.gather(1, at).unsqueeze(2) == tiles.index.unsqueeze(1)) & tiles.is_patch.unsqueeze(1)
-            others &= at.unsqueeze(2) != torch.arange(keep.shape[1], device=keep.device)
-            alike = alike.masked_fill(~(others & keep.gather(1, at).unsqueeze(2)), -torch.inf)
-            near = alike.topk(min(self.neighbours, keep.shape[1]), dim=2)
-            alike = torch.full_like(alike, -torch.inf).scatter(2, near.indices, near.values)
-            likest, which = alike.max(dim=1)
-            into = torch.where(likest > best, at.gather(1, which), into)
-            best = torch.maximum(best, likest)
-        return into
+    def _find_clusters(self, tokens: VisualTokens, tiles: Tiles, keep: torch.Tensor) -> torch.Tensor:
+        """Return the kept token that absorbs each token, long (S, N), or -1 if it is near no kept token."""
+        keys = normalize(tokens.encoder_keys(-1))
+        kept_indices = partition(keep)[:, : max(tokens.keep) if self.exact else None]
+        best_similarity = torch.full(keep.shape, -torch.inf, dtype=torch.float32, device=keep.device)
+        target = torch.full_like(kept_indices[:, :1], -1).repeat(1, keep.shape[1])
+        for part in split_rows(kept_indices.shape[1], keep.numel()):
+            indices = kept_indices[:, part]
+            similarity = gather_tokens(keys, indices, 1) @ keys.transpose(1, 2)
+            is_candidate = (
+                tiles.index.gather(1, indices).unsqueeze(2) == tiles.index.unsqueeze(1)
+            ) & tiles.is_patch.unsqueeze(1)
+            is_candidate &= indices.unsqueeze(2) != torch.arange(keep.shape[1], device=keep.device)
+            similarity = similarity.masked_fill(~(is_candidate & keep.gather(1, indices).unsqueeze(2)), -torch.inf)
+            neighbors = similarity.topk(min(self.neighbours, keep.shape[1]), dim=2)
+            similarity = torch.full_like(similarity, -torch.inf).scatter(2, neighbors.indices, neighbors.values)
+            similarity_max, nearest = similarity.max(dim=1)
+            target = torch.where(similarity_max > best_similarity, indices.gather(1, nearest), target)
+            best_similarity = torch.maximum(best_similarity, similarity_max)
+        return target
 
 
 def _count_outliers(tiles: Tiles, attention: torch.Tensor) -> torch.Tensor:
-    """long `[S, T + 2]`: how many tokens of each tile have more attention than the upper fence of a box plot."""
+    """Count the tokens of each tile above the upper fence of a box plot, long (S, T + 2)."""
     rank = rank_in_group(tiles.index, -attention)
     last = (tiles.sizes - 1).clamp(min=0).double()
 
     def quantile(share: float) -> torch.Tensor:
-        at = last * share
+        index = last * share
         values = [
             torch.zeros_like(last).scatter_add(
-                1, tiles.index, torch.where(rank == tiles.expand(place.long()), attention.double(), 0.0)
+                1, tiles.index, torch.where(rank == tiles.expand(rank_of_value.long()), attention.double(), 0.0)
             )
-            for place in (at.floor(), at.ceil())
+            for rank_of_value in (index.floor(), index.ceil())
         ]  # fmt: skip
-        return values[0] + (values[1] - values[0]) * (at - at.floor())
+        return values[0] + (values[1] - values[0]) * (index - index.floor())
 
     first, third = quantile(0.25), quantile(0.75)
     fence = third + 1.5 * (third - first)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from tokenprune.kernels.drawn import uniform
+from tokenprune.kernels.host_random import uniform
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Pruner, Site
@@ -16,10 +16,19 @@ from tokenprune.selection.tokens import VisualTokens
 @register("random", site=Site.PRE_LLM, paper="none (baseline)")
 @dataclass(frozen=True)
 class Random(Pruner):
-    """Keep visual tokens drawn at random: the baseline that every method must beat.
+    """Keep random visual tokens: the baseline that every method must beat.
 
-    seed: int. The draw depends on the seed, the number of tokens and the image's place in its prompt, so that a batch
-    gives what its rows give alone, and a second run gives the same tokens.
+    The draw depends on the seed, the number of tokens and the index of the image in its prompt. Results are therefore
+    equal in a batch and for a single row, and repeat in a second run.
+
+    Args:
+        seed: Seed of the draw.
+
+    Example:
+        >>> model = tokenprune.patch(model, Random(seed=1), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     never_nan: ClassVar[bool] = True

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Lt
 
-from tokenprune.kernels.coverage import alike
+from tokenprune.kernels.coverage import cosine_products
 from tokenprune.kernels.take import rank_in_group, top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import build, register
@@ -20,29 +20,39 @@ from tokenprune.selection.tokens import VisualTokens
 @register("restore", site=Site.PRE_LLM, paper="arXiv 2606.01711, ICML 2026 (notes of others and its code)", merges=True)
 @dataclass(frozen=True)
 class Restore(Pruner):
-    """Spend half of the budget as another method would, and merge all that this drops into distinctive anchors; if
-    asked to, weigh attention in the language model by how many tokens each stands for (RESTORE).
+    """Merge the tokens that another method drops into distinct anchors.
 
-    Among the tokens that the other method drops, anchors are those that many resemble (r, the sum of cosines), and
-    that resemble no rival (d, the largest cosine to one): the largest r (1 - d). Every other joins the anchor that it
-    resembles most. A group becomes its mean, at the place of its lower median token.
+    The other method spends half of the budget, and anchors spend the other half. Anchors are the dropped tokens
+    with the largest r (1 - d), where r is the sum of a token's cosines and d its largest cosine to a rival. Every other
+    dropped token joins its most similar anchor. Each group becomes its mean at the index of its lower median token.
+    Optionally, attention in the language model is weighted by the number of tokens that a key represents.
 
-    chooser: name of the method that spends the first half, one between tower and language model that neither merges nor
-    finds the count itself; with its options as they are by default.
-    merged: share of the budget that is anchors; 0: only the weighing.
-    rival: "weaker", tokens of smaller r, as the authors' code has it, or "stronger", as their text is quoted.
-    calibrate: add log s + log(2 - D) to the attention logits of the language model, where s is how many tokens the key
-    stands for and D, from 1 on downwards, the mean over the rotary frequencies of the cosine of distance times
-    frequency; in the first layer s is the same for all tokens of an image. On a cache, log s alone. Takes sdpa or eager
-    attention in all layers, and a dynamic cache.
+    Args:
+        chooser: Name of the method that spends the first half, with default options. It must act between tower and
+            language model, keep a fixed number of tokens and not merge.
+        merged: Share of the budget for anchors, in [0, 1). 0 only calibrates attention.
+        rival: Rivals of an anchor are the tokens with smaller r ("weaker", as in the authors' code) or larger r
+            ("stronger", as quoted from the paper).
+        calibrate: Add log s + log(2 - D) to the attention logits of the language model. s is the number of tokens that
+            a key represents, and D is the mean over rotary frequencies of cos(distance * frequency). The first layer
+            uses the same s for all tokens of an image. On a cache, only log s is added. Requires sdpa or eager
+            attention in all layers and a dynamic cache.
 
-    Source: Cho et al., "Improving Visual Token Reduction via Rectifying Distortions for Efficient Multimodal LLM
-    Inference", by two notes on it and a description of its code. Its text was not read.
+    Source:
+        Cho et al., "Improving Visual Token Reduction via Rectifying Distortions for Efficient Multimodal LLM Inference"
+        (arXiv 2606.01711), from two notes and a description of the code. The text of the paper was not read.
 
-    Differs from the paper: positions of what stays are the original ones with and without it, so that its gain is
-    smaller here; `calibrate` is off by default, since flash attention, static caches and vLLM have no place for it; at
-    least one token is the chooser's; D is taken of the rotary tables that the model has, along each token's own axis
-    with M-RoPE, and in float32.
+    Differences from the paper:
+        - Kept tokens always keep their positions in the prompt, so the gain over the other method is smaller.
+        - `calibrate` is off by default, because flash attention, static caches and vLLM do not support it.
+        - The other method keeps at least one token.
+        - D uses the model's rotary tables in float32, along each token's own axis with M-RoPE.
+
+    Example:
+        >>> model = tokenprune.patch(model, Restore(chooser="vispruner"), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     fallback_options: ClassVar[Mapping[str, Any]] = {"calibrate": False}
@@ -54,18 +64,23 @@ class Restore(Pruner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one = self._chooser
-        plain = isinstance(one, Pruner) and one.site is Site.PRE_LLM and not one.merges and not one.by_content_count
+        chooser = self._chooser
+        is_supported = (
+            isinstance(chooser, Pruner)
+            and chooser.site is Site.PRE_LLM
+            and not chooser.merges
+            and not chooser.chooses_count
+        )
         self._check(
-            plain and one.least > 0,
-            f"chooser={self.chooser!r} does not keep a set number of tokens, as they are, between vision tower and "
-            "language model; take divprune, vispruner or cdpruner",
+            is_supported and chooser.min_tokens > 0,
+            f"chooser={self.chooser!r} must keep a fixed number of unmerged tokens between tower and language model. "
+            "Use divprune, vispruner or cdpruner.",
         )
 
     @cached_property
     def _chooser(self) -> Pruner:
-        found: Any = build(self.chooser, {})
-        return found
+        method: Any = build(self.chooser, {})
+        return method
 
     @property
     def needs(self) -> frozenset[str]:
@@ -80,49 +95,61 @@ class Restore(Pruner):
         return self._chooser.query_aware
 
     @property
-    def weighs(self) -> bool:
+    def weighs_attention(self) -> bool:
         return self.calibrate
 
     def select(self, tokens: VisualTokens) -> Selection:
-        both = zip(tokens.keep, tokens.counts, strict=True)
-        plain = [keep if keep >= count else max(1, int((1 - self.merged) * keep)) for keep, count in both]
-        anchors = [keep - own for keep, own in zip(tokens.keep, plain, strict=True)]
-        chosen = self._chooser.select(replace(tokens, keep=plain)).keep & tokens.mask
+        counts = zip(tokens.keep, tokens.counts, strict=True)
+        chooser_keeps = [keep if keep >= count else max(1, int((1 - self.merged) * keep)) for keep, count in counts]
+        num_anchors = [keep - chooser_keep for keep, chooser_keep in zip(tokens.keep, chooser_keeps, strict=True)]
+        chosen = self._chooser.select(replace(tokens, keep=chooser_keeps)).keep & tokens.mask
         index = torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)
         group = index.masked_fill(~chosen, -1)
-        if any(anchors):
-            group = self._groups(tokens.hidden, tokens.mask & ~chosen, anchors, group)
-        return self._selection(tokens, group, index)
+        if any(num_anchors):
+            group = self._assign_anchors(tokens.hidden, tokens.mask & ~chosen, num_anchors, group)
+        return self._select_medians(tokens, group, index)
 
-    def _groups(self, x: torch.Tensor, left: torch.Tensor, number: list[int], group: torch.Tensor) -> torch.Tensor:
-        """Return `group`, long `[S, N]` (a token that stays as it is has its own index, others -1), with the anchor of
-        each token of `left`, bool `[S, N]`. number: of anchors in each segment."""
-        products = alike(x, left)
-        near = products.of_rows(lambda rows, segment, start: rows.sum(1))
+    def _assign_anchors(
+        self, x: torch.Tensor, candidates: torch.Tensor, num_anchors: list[int], group: torch.Tensor
+    ) -> torch.Tensor:
+        """Pick anchors among the candidates and assign each candidate to its most similar anchor.
 
-        def closest(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
-            own, others = near[segment, start : start + len(rows), None], near[segment]
-            rivals = left[segment] & (others < own if self.rival == "weaker" else others > own)
-            found = rows.masked_fill(~rivals, -torch.inf).amax(1)
-            return found.masked_fill(found == -torch.inf, 0)
+        Args:
+            x: Tokens, (S, N, D).
+            candidates: Tokens that the chooser dropped, bool (S, N).
+            num_anchors: Number of anchors of each segment.
+            group: Group of each token, long (S, N): its own index if the chooser keeps it, otherwise -1.
 
-        score = near * (1 - products.of_rows(closest))
-        anchors = top_mask(score, left, to_device(number, x.device), max(number))
+        Returns:
+            `group` with the anchor index of each candidate, long (S, N).
+        """
+        products = cosine_products(x, candidates)
+        total_similarity = products.reduce_rows(lambda rows, segment, start: rows.sum(1))
 
-        def most_alike(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
+        def find_rival(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
+            row_totals, totals = total_similarity[segment, start : start + len(rows), None], total_similarity[segment]
+            is_rival = totals < row_totals if self.rival == "weaker" else totals > row_totals
+            rivals = candidates[segment] & is_rival
+            rival_similarity = rows.masked_fill(~rivals, -torch.inf).amax(1)
+            return rival_similarity.masked_fill(rival_similarity == -torch.inf, 0)
+
+        score = total_similarity * (1 - products.reduce_rows(find_rival))
+        anchors = top_mask(score, candidates, to_device(num_anchors, x.device), max(num_anchors))
+
+        def find_anchor(rows: torch.Tensor, segment: int, start: int) -> torch.Tensor:
             return rows.masked_fill(~anchors[segment], -torch.inf).argmax(1)
 
-        joined = products.of_rows(most_alike)
-        index = torch.arange(left.shape[1], device=x.device)
-        joined = torch.where(anchors, index, joined).masked_fill(~anchors.any(1, keepdim=True), -1)
-        return torch.where(left, joined, group)
+        assigned = products.reduce_rows(find_anchor)
+        index = torch.arange(candidates.shape[1], device=x.device)
+        assigned = torch.where(anchors, index, assigned).masked_fill(~anchors.any(1, keepdim=True), -1)
+        return torch.where(candidates, assigned, group)
 
-    def _selection(self, tokens: VisualTokens, group: torch.Tensor, index: torch.Tensor) -> Selection:
-        """Return the choice of one token for each group, its lower median, and remember how many each stands for."""
-        count, real = group.shape[1], group >= 0
-        slot = group.masked_fill(~real, count)  # a scratch entry at the end
+    def _select_medians(self, tokens: VisualTokens, group: torch.Tensor, index: torch.Tensor) -> Selection:
+        """Keep the lower median token of each group, and remember the group sizes for calibration."""
+        count, is_member = group.shape[1], group >= 0
+        slot = group.masked_fill(~is_member, count)  # the last entry is unused
         size = slot.new_zeros(len(slot), count + 1).scatter_add(1, slot, torch.ones_like(slot)).gather(1, slot)
-        keep = real & (rank_in_group(slot, -index) == (size - 1) // 2)
-        centre = slot.new_zeros(len(slot), count + 1).scatter(1, slot.masked_fill(~keep, count), index)
+        keep = is_member & (rank_in_group(slot, -index) == (size - 1) // 2)
+        median = slot.new_zeros(len(slot), count + 1).scatter(1, slot.masked_fill(~keep, count), index)
         tokens.remember(SIZES, size.float(), per_token=True)
-        return Selection(keep, centre.gather(1, slot).masked_fill(~real, -1), counts=tokens.keep)
+        return Selection(keep, median.gather(1, slot).masked_fill(~is_member, -1), counts=tokens.keep)

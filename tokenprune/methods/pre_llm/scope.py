@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.clusters import by_rows
-from tokenprune.kernels.coverage import alike, cover
+from tokenprune.kernels.clusters import map_rows
+from tokenprune.kernels.coverage import cosine_products, greedy_cover
 from tokenprune.kernels.pairs import Relation
 from tokenprune.methods.registry import register
 from tokenprune.methods.scores import compute_saliency
@@ -20,23 +20,32 @@ from tokenprune.selection.tokens import VisualTokens
 @register("scope", site=Site.PRE_LLM, paper="arXiv 2510.24214, NeurIPS 2025")
 @dataclass(frozen=True)
 class Scope(Pruner):
-    """Keep the visual tokens that cover the image best, and that the vision tower attends to (SCOPE).
+    """Keep the visual tokens that cover the image best, weighted by tower attention.
 
-    A token covers another as well as the two are alike by cosine. The next pick is the token with the largest product
-    of what it adds to how well all tokens are covered and of its saliency, the attention that it gets in the tower's
-    last block. The choice knows nothing of the question.
+    A token covers another token by their cosine. Each pick has the largest product of its coverage gain over all tokens
+    and its saliency, which is its attention in the last block of the tower. The choice does not depend on the question.
 
-    alpha: power of the saliency; 0 chooses by coverage alone.
-    features: what is compared, "projected" for the tokens as they enter the language model, "tower" for what the vision
-    tower makes of each patch before the projector.
+    Args:
+        alpha: Power of the saliency. 0 uses only coverage.
+        features: Compared features: "projected" is the input of the language model, "tower" the tower's output before
+            the projector.
 
-    Source: "SCOPE: Saliency-Coverage Oriented Token Pruning for Efficient Multimodel LLMs", the section on the method;
-    the authors' code, and AngelSlim's for towers without a class token.
+    Source:
+        "SCOPE: Saliency-Coverage Oriented Token Pruning for Efficient Multimodel LLMs" (arXiv 2510.24214), method
+        section, the authors' code, and AngelSlim's code for towers without a class token.
 
-    Differs from the paper: `features` is "projected" by default, as in AngelSlim, whose numbers on Qwen2.5-VL are of
-    it, and the paper's is "tower"; cosines are taken in float32; each image is chosen from by itself with the budget of
-    its own (the code gives each tile its part of K, rounded down); tokens keep their positions of the full prompt;
-    newlines count as tokens without saliency and are taken last.
+    Differences from the paper:
+        - The default `features` is "projected", as in AngelSlim and its results on Qwen2.5-VL. The paper uses "tower".
+        - Cosines are computed in float32.
+        - Each image has its own budget. The authors' code gives each tile its share, rounded down.
+        - Kept tokens keep their positions in the prompt.
+        - Newline tokens have no saliency and are kept last.
+
+    Example:
+        >>> model = tokenprune.patch(model, Scope(alpha=0.5), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     fallback_options: ClassVar[Mapping[str, Any]] = {"features": "projected"}
@@ -49,12 +58,15 @@ class Scope(Pruner):
         return frozenset({"encoder_attention"} | ({"encoder_features"} if self.features == "tower" else set()))
 
     def select(self, tokens: VisualTokens) -> Selection:
-        most, salient = max(tokens.keep), compute_saliency(tokens)
-        salient = salient / salient.amax(1, keepdim=True).clamp(min=1e-30)  # no power of it rounds to 0
+        max_tokens, saliency = max(tokens.keep), compute_saliency(tokens)
+        # A maximum of 1 keeps powers of the saliency from underflowing.
+        saliency = saliency / saliency.amax(1, keepdim=True).clamp(min=1e-30)
 
-        def of(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-            return cover([Relation(alike(x, mask))], mask, number, most, factor)
+        def pick_rows(
+            x: torch.Tensor, mask: torch.Tensor, num_kept: torch.Tensor, factor: torch.Tensor
+        ) -> torch.Tensor:
+            return greedy_cover([Relation(cosine_products(x, mask))], mask, num_kept, max_tokens, factor)
 
         x = tokens.encoder_features if self.features == "tower" else tokens.hidden
-        given = (x, tokens.mask, tokens.budget, salient**self.alpha)
-        return Selection(by_rows(of, 2 * x.shape[1] ** 2, *given), counts=tokens.keep)
+        inputs = (x, tokens.mask, tokens.budget, saliency**self.alpha)
+        return Selection(map_rows(pick_rows, 2 * x.shape[1] ** 2, *inputs), counts=tokens.keep)

@@ -20,43 +20,58 @@ from tokenprune.selection.videos import Videos
 class Uniform(Pruner):
     """Keep visual tokens spread evenly over rows and columns: a baseline that covers the whole image.
 
-    Where the grid of an image is known, its tokens are kept in rows at even distances, with as many in each, at even
-    distances too; the frames of a video share alike. Where it is not known, tokens are kept at even distances in raster
-    order.
+    On a known grid, tokens are kept in evenly spaced rows and at even distances within each row. Frames of a video
+    share the budget evenly. Without a known grid, tokens are kept at even distances in raster order.
+
+    Example:
+        >>> model = tokenprune.patch(model, Uniform(), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     def select(self, tokens: VisualTokens) -> Selection:
-        # Counts and grids are on the host, so the choice is made there, and the device is asked nothing.
+        # Counts and grids are on the host, so the choice avoids synchronizing with the device.
         keep = torch.zeros(tokens.mask.shape, dtype=torch.bool, device="cpu")
-        for segment, (count, number, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
-            keep[segment, spread_over_grid(count, number, grid)] = True
+        for segment, (count, num_kept, grid) in enumerate(zip(tokens.counts, tokens.keep, tokens.grids, strict=True)):
+            keep[segment, spread_over_grid(count, num_kept, grid)] = True
         return Selection(to_device(keep, tokens.mask.device), counts=tokens.keep)
 
 
-def spread_over_grid(count: int, keep: int, grid: tuple[int, int, int] | None) -> list[int]:
-    """Return `keep` indices, ascending, that are spread evenly over `count` tokens. grid: (frames, height, width)."""
+def spread_over_grid(count: int, num_kept: int, grid: tuple[int, int, int] | None) -> list[int]:
+    """Return `num_kept` ascending indices that are spread evenly over `count` tokens.
+
+    Args:
+        count: Number of tokens.
+        num_kept: Number of indices.
+        grid: Frames, height and width, or None for raster order.
+    """
     frames, height, width = grid or (1, 1, count)
-    kept = []
-    for frame, of_frame in Counter(sample_evenly(frames, keep)).items():
-        # As far apart down as across, unless that takes more rows, or tokens in a row, than there are.
-        rows = max(math.ceil(math.sqrt(of_frame * height / width) - 0.5), -(-of_frame // width))
-        rows = min(rows, height, of_frame)
-        in_rows = Counter(sample_evenly(rows, of_frame)).values()
-        for row, number in zip(sample_evenly(height, rows), in_rows, strict=True):
-            kept += [(frame * height + row) * width + column for column in sample_evenly(width, number)]
-    return kept
+    indices = []
+    for frame, num_in_frame in Counter(sample_evenly(frames, num_kept)).items():
+        # Distances along rows and columns are equal, within the height and width of the grid.
+        num_rows = max(math.ceil(math.sqrt(num_in_frame * height / width) - 0.5), -(-num_in_frame // width))
+        num_rows = min(num_rows, height, num_in_frame)
+        num_per_row = Counter(sample_evenly(num_rows, num_in_frame)).values()
+        for row, num_in_row in zip(sample_evenly(height, num_rows), num_per_row, strict=True):
+            indices += [(frame * height + row) * width + column for column in sample_evenly(width, num_in_row)]
+    return indices
 
 
-def sample_evenly(length: int, number: int) -> list[int]:
-    """Return the middles of `number` equal stretches of `range(length)`, ascending; in whole numbers, so exact."""
-    return [(2 * index + 1) * length // (2 * number) for index in range(number)]
+def sample_evenly(length: int, count: int) -> list[int]:
+    """Return the middles of `count` equal parts of `range(length)`, in exact integer arithmetic."""
+    return [(2 * index + 1) * length // (2 * count) for index in range(count)]
 
 
-def spread_in_frames(videos: Videos, numbers: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return bool `[V, F, P]`: tokens spread evenly over each frame. numbers: how many of each frame of each video;
-    frames after them keep none."""
-    places = [
-        [spread_over_grid(size, number, grid) for size, number in zip(sizes, of_video, strict=False)]
-        for sizes, of_video, grid in zip(videos.frames, numbers, videos.grids, strict=True)
+def spread_in_frames(videos: Videos, num_kept_per_frame: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return tokens that are spread evenly over each frame, bool (V, F, P).
+
+    Args:
+        videos: Frames of the visual tokens.
+        num_kept_per_frame: Number of kept tokens of each frame of each video. Missing frames keep none.
+    """
+    indices = [
+        [spread_over_grid(size, num_kept, grid) for size, num_kept in zip(sizes, num_of_video, strict=False)]
+        for sizes, num_of_video, grid in zip(videos.frames, num_kept_per_frame, videos.grids, strict=True)
     ]
-    return videos.at(places)
+    return videos.mask_from_indices(indices)

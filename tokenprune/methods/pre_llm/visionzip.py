@@ -25,24 +25,36 @@ from tokenprune.selection.tokens import VisualTokens
 )
 @dataclass(frozen=True)
 class VisionZip(Pruner):
-    """Keep the patches that the vision tower attends to most, and merge the others into a few evenly spread ones.
+    """Keep the most attended patches and merge the others into a few.
 
-    Of each tile (or frame), the dominant tokens are those that the class token attends to most in the last block that
-    the model reads; in towers without one, those that receive most attention. Of what remains, in raster order, every
-    so many-th token is a contextual one, and each other joins the contextual token whose key in that block, the mean
-    over heads, is most similar.
+    In each tile or frame, dominant tokens have the most attention from the class token in the last block that the model
+    reads. In towers without a class token, the attention is the mean that a patch receives. Contextual tokens are
+    evenly spaced over the remaining patches in raster order. Every other remaining patch is merged into the contextual
+    token with the most similar key in that block, averaged over heads.
 
-    context: share in [0, 1) of the kept tokens that are contextual, rounded for each tile; 0 drops what is not
-    dominant. The default is the paper's 10 of 64.
-    centre: weight in (0, 1] of a contextual token in its mean; those that join it share the rest. None: all alike.
+    Args:
+        context: Share in [0, 1) of the kept tokens that are contextual, rounded for each tile. 0 drops all other
+            patches. The default is the paper's 10 of 64.
+        centre: Weight in (0, 1] of a contextual token in its mean; the merged patches share the rest. None weights all
+            tokens equally.
 
-    Source: Yang et al., "VisionZip: Longer is Better but Not Necessary in Vision Language Models", section on the
-    method; the authors' code for keys, steps and the sum of target and mean.
+    Source:
+        Yang et al., "VisionZip: Longer is Better but Not Necessary in Vision Language Models" (arXiv 2412.04467),
+        method section, and the authors' code for keys, spacing and the sum of target and mean.
 
-    Differs from the paper: the class token has no place in the prompt, and its place goes to one more dominant patch;
-    a contextual token is half of the authors' code's, which adds the mean of its members to it (twice the length, the
-    same direction); tokens are merged after the projector, not before it; tiles share the budget in proportion to
-    their patches, newline tokens go first; tokens keep their positions of the full prompt.
+    Differences from the paper:
+        - The class token is not in the prompt. One more dominant patch replaces it.
+        - A contextual token is half of the authors', whose code adds the mean of its patches to it. The direction is
+          equal.
+        - Tokens are merged after the projector, not before it.
+        - Tiles share the budget in proportion to their patches, and newline tokens are dropped first.
+        - Kept tokens keep their positions in the prompt.
+
+    Example:
+        >>> model = tokenprune.patch(model, VisionZip(context=0.25), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
     context: Annotated[float, Ge(0), Lt(1)] = 10 / 64
@@ -50,38 +62,39 @@ class VisionZip(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         tiles = Tiles.from_tokens(tokens)
-        context = (tiles.num_kept.float() * self.context + 0.5).long()
-        context = tiles.zero_non_patches(torch.minimum(context, tiles.num_kept - 1).clamp(min=0))
-        dominant = tiles.top(compute_patch_attention(tokens), tiles.num_kept - context)
+        num_context = (tiles.num_kept.float() * self.context + 0.5).long()
+        num_context = tiles.zero_non_patches(torch.minimum(num_context, tiles.num_kept - 1).clamp(min=0))
+        dominant = tiles.top(compute_patch_attention(tokens), tiles.num_kept - num_context)
         rest = tiles.is_patch & ~dominant
-        targets = rest & _sample_evenly(tiles, rest, context)
+        targets = rest & _sample_evenly(tiles, rest, num_context)
         keep = dominant | targets
-        joins = rest & ~targets & (tiles.expand(context) > 0)
-        into = self._most_similar(tokens, tiles, targets)
+        joins = rest & ~targets & (tiles.expand(num_context) > 0)
+        target = self._find_most_similar(tokens, tiles, targets)
         itself = torch.arange(keep.shape[1], device=keep.device)
-        assign = torch.where(keep, itself, torch.where(joins, into, -1))
-        return Selection(keep, assign, self._weights(into, joins), counts=tokens.keep)
+        assign = torch.where(keep, itself, torch.where(joins, target, -1))
+        return Selection(keep, assign, self._compute_weights(target, joins), counts=tokens.keep)
 
-    def _most_similar(self, tokens: VisualTokens, tiles: Tiles, targets: torch.Tensor) -> torch.Tensor:
-        """long `[S, N]`: for each token the target of its tile with the most similar key."""
+    def _find_most_similar(self, tokens: VisualTokens, tiles: Tiles, targets: torch.Tensor) -> torch.Tensor:
+        """Return the target of the same tile with the most similar key for each token, long (S, N)."""
         heads = tokens.encoder_attention(-1).shape[1]
         keys = tokens.encoder_keys(-1).float().unflatten(-1, (heads, -1)).mean(dim=2)
-        most = min(max(tokens.keep), int(max(tokens.keep) * self.context + tiles.num_tiles / 2) + 1)
-        place = partition(targets)[:, :most]
-        chosen, allowed, of = gather_tokens(keys, place, 1), targets.gather(1, place), tiles.index.gather(1, place)
-        return place.gather(1, best_match(keys, chosen, allowed, group_a=tiles.index, group_b=of)[1])
+        max_targets = min(max(tokens.keep), int(max(tokens.keep) * self.context + tiles.num_tiles / 2) + 1)
+        indices = partition(targets)[:, :max_targets]
+        chosen, allowed = gather_tokens(keys, indices, 1), targets.gather(1, indices)
+        tile = tiles.index.gather(1, indices)
+        return indices.gather(1, best_match(keys, chosen, allowed, group_a=tiles.index, group_b=tile)[1])
 
-    def _weights(self, into: torch.Tensor, joins: torch.Tensor) -> torch.Tensor | None:
-        """float32 `[S, N]`: weight of each token in the mean that it goes into."""
+    def _compute_weights(self, target: torch.Tensor, joins: torch.Tensor) -> torch.Tensor | None:
+        """Return the weight of each token in the mean of its target, float32 (S, N)."""
         if self.centre is None:
             return None
-        members = torch.zeros_like(into, dtype=torch.float32).scatter_add(1, into, joins.float())
-        own = (members == 0).float().clamp(min=self.centre)
-        return torch.where(joins, (1 - self.centre) / members.gather(1, into).clamp(min=1), own)
+        members = torch.zeros_like(target, dtype=torch.float32).scatter_add(1, target, joins.float())
+        own_weight = (members == 0).float().clamp(min=self.centre)
+        return torch.where(joins, (1 - self.centre) / members.gather(1, target).clamp(min=1), own_weight)
 
 
-def _sample_evenly(tiles: Tiles, rest: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """bool `[S, N]`: of the `rest` of each tile every so many-th, from the first one on, `number` of them."""
-    place = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1))
-    step = (tiles.count_selected(rest) // number.clamp(min=1)).clamp(min=1)
-    return (place % tiles.expand(step) == 0) & (place // tiles.expand(step) < tiles.expand(number))
+def _sample_evenly(tiles: Tiles, rest: torch.Tensor, num_samples: torch.Tensor) -> torch.Tensor:
+    """Select evenly spaced tokens of each tile's `rest`, starting with the first, bool (S, N)."""
+    order = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1))
+    step = (tiles.count_selected(rest) // num_samples.clamp(min=1)).clamp(min=1)
+    return (order % tiles.expand(step) == 0) & (order // tiles.expand(step) < tiles.expand(num_samples))

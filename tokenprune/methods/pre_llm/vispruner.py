@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from annotated_types import Ge, Le
 
-from tokenprune.kernels.clusters import in_parts
-from tokenprune.kernels.pairs import Products, unit
+from tokenprune.kernels.clusters import split_rows
+from tokenprune.kernels.pairs import Products, normalize
 from tokenprune.kernels.take import rank_in_group
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
@@ -17,35 +17,46 @@ from tokenprune.methods.tiles import Tiles, compute_patch_attention, make_sortab
 from tokenprune.selection.method import Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
-_A_ROUND = 8  # tokens that go in a round
-_FEW = 32  # nearest ones that are known of a token of many
-_ROWS = 256  # of products at a time
+_DROPS_PER_ROUND = 8
+_NUM_NEIGHBORS = 32  # of each patch of a long line
+_ROWS_AT_ONCE = 256  # rows of products
 
 
 @register("vispruner", site=Site.PRE_LLM, paper="arXiv 2412.01818, ICCV 2025")
 @dataclass(frozen=True)
 class VisPruner(Pruner):
-    """Keep half by the vision tower's attention, and of the rest, round by round, what is no duplicate.
+    """Keep half by tower attention and the rest by dissimilarity, in rounds.
 
-    Of each tile (or frame), the important patches are those that the class token attends to most in the last block that
-    the model reads; in towers without one, those that receive most attention. The others form a line by falling
-    attention. In a round, each at an odd place of the line is compared with all at even places, and the 8 that are most
-    similar to one go; the rest of them, by falling similarity, and then those at even places are the next line.
+    In each tile or frame, important patches have the most attention from the class token in the last block that the
+    model reads. In towers without a class token, the attention is the mean that a patch receives. The other patches
+    form a list sorted by falling attention. Each round compares the patches at odd and even ranks of the list, and
+    drops the 8 odd ones that are most similar to an even one. The next list holds the remaining odd patches, sorted by
+    falling similarity, followed by the even ones.
 
-    important: share in [0, 1] of the kept tokens that is important, rounded down for each tile.
-    features: what is compared: "tower", what the vision tower makes of a patch, or "projected", what enters the
-    language model, as the authors advise for towers that merge patches; a vLLM server has only the latter.
+    Args:
+        important: Share in [0, 1] of the kept tokens that are important, rounded down for each tile.
+        features: Compared features: "tower" is the tower's output, "projected" the input of the language model, as the
+            authors recommend for towers that merge patches. vLLM provides only "projected".
 
-    Source: Zhang et al., "Beyond Text-Visual Attention: Exploiting Visual Cues for Effective Token Pruning in VLMs";
-    the authors' code for the rounds, and for the order of the line in them.
+    Source:
+        Zhang et al., "Beyond Text-Visual Attention: Exploiting Visual Cues for Effective Token Pruning in VLMs" (arXiv
+        2412.01818v2), and the authors' code for the rounds and the order of the list.
 
-    Differs from the paper: a round never drops more than there are at odd places, and their number is rounded up (the
-    authors' code fails on odd lines and on the smallest budgets, and agrees elsewhere); ties go to the earlier in the
-    line; tiles share the budget in proportion to their patches, and newline tokens go first; tokens keep their
-    positions of the full prompt.
+    Differences from the paper:
+        - A round never drops more patches than there are odd ranks, and this number is rounded up. The authors' code
+          fails on lists of odd length and on the smallest budgets, and agrees otherwise.
+        - Ties go to the patch that is earlier in the list.
+        - Tiles share the budget in proportion to their patches, and newline tokens are dropped first.
+        - Kept tokens keep their positions in the prompt.
+
+    Example:
+        >>> model = tokenprune.patch(model, VisPruner(features="projected"), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
     fallback_options: ClassVar[Mapping[str, Any]] = {"features": "projected"}
 
     important: Annotated[float, Ge(0), Le(1)] = 0.5
@@ -65,109 +76,127 @@ class VisPruner(Pruner):
 
 
 def _drop_duplicates(
-    x: torch.Tensor, rest: torch.Tensor, attention: torch.Tensor, tiles: Tiles, number: torch.Tensor
+    x: torch.Tensor, rest: torch.Tensor, attention: torch.Tensor, tiles: Tiles, num_kept: torch.Tensor
 ) -> torch.Tensor:
-    """bool `[S, N]`: of the `rest` of each tile those `number` (long `[S, T + 2]`) that the rounds leave."""
-    # How many rounds there are, and how large they are, follows from these: the one question to the device.
-    numbers = torch.stack([tiles.count_selected(rest), number])[..., : tiles.num_tiles].tolist()
+    """Return the patches of each tile's `rest` that remain after the rounds, bool (S, N).
+
+    Args:
+        x: Features, (S, N, D).
+        rest: Patches to choose from, bool (S, N).
+        attention: Attention of each patch, (S, N).
+        tiles: Tiles of the tokens.
+        num_kept: Number of patches that remain in each tile, long (S, T + 2).
+    """
+    # The counts determine all rounds. This is the only synchronization with the device.
+    counts_and_goals = torch.stack([tiles.count_selected(rest), num_kept])[..., : tiles.num_tiles].tolist()
     lines = [
         (segment, tile, count, goal)
-        for segment, (counts, goals) in enumerate(zip(*numbers, strict=True))
+        for segment, (counts, goals) in enumerate(zip(*counts_and_goals, strict=True))
         for tile, (count, goal) in enumerate(zip(counts, goals, strict=True))
         if goal
     ]
     if not lines:
         return torch.zeros_like(rest)
-    segment, tile, count, goal = (to_device(list(one), x.device) for one in zip(*lines, strict=True))
+    segment, tile, count, goal = (to_device(list(item), x.device) for item in zip(*lines, strict=True))
     longest = max(line[2] for line in lines)
-    at = segment[:, None] * rest.shape[1] + _sort_by_attention(rest, attention, tiles, longest)[segment, tile]
-    parts, x = in_parts(len(lines), longest**2), x.flatten(0, 1)
-    if Products(x[at[:1]]).fits:
-        left = torch.cat([_run_rounds(x[at[part]], count[part], goal[part], lines[part]) for part in parts])
+    indices = segment[:, None] * rest.shape[1] + _sort_by_attention(rest, attention, tiles, longest)[segment, tile]
+    parts, x = split_rows(len(lines), longest**2), x.flatten(0, 1)
+    if Products(x[indices[:1]]).fits_in_memory:
+        is_left = torch.cat([_run_rounds(x[indices[part]], count[part], goal[part], lines[part]) for part in parts])
     else:
-        left = torch.stack([_run_rounds_for_long_line(x[one], *line[2:]) for one, line in zip(at, lines, strict=True)])
+        is_left = torch.stack(
+            [_run_rounds_for_long_line(x[item], *line[2:]) for item, line in zip(indices, lines, strict=True)]
+        )
     kept = torch.zeros(rest.numel(), dtype=torch.long, device=x.device)
-    return kept.scatter_add(0, at.flatten(), left.long().flatten()).view_as(rest) > 0
+    return kept.scatter_add(0, indices.flatten(), is_left.long().flatten()).view_as(rest) > 0
 
 
 def _sort_by_attention(rest: torch.Tensor, attention: torch.Tensor, tiles: Tiles, longest: int) -> torch.Tensor:
-    """long `[S, T, longest]`: the tokens that are left of each tile by falling attention; then 0."""
-    place = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1), make_sortable(attention))
-    spots = tiles.num_tiles * longest
-    spot = torch.where(rest & (place < longest), tiles.index * longest + place, spots)
-    index = torch.arange(rest.shape[1], device=rest.device).expand_as(spot)
-    lines = torch.zeros(len(rest), spots + 1, dtype=torch.long, device=rest.device).scatter(1, spot, index)
+    """Return the indices of each tile's `rest` by falling attention, long (S, T, longest), padded with 0."""
+    rank = rank_in_group(torch.where(rest, tiles.index, tiles.num_tiles + 1), make_sortable(attention))
+    num_slots = tiles.num_tiles * longest
+    slot = torch.where(rest & (rank < longest), tiles.index * longest + rank, num_slots)
+    index = torch.arange(rest.shape[1], device=rest.device).expand_as(slot)
+    lines = torch.zeros(len(rest), num_slots + 1, dtype=torch.long, device=rest.device).scatter(1, slot, index)
     return lines[:, :-1].view(len(rest), tiles.num_tiles, longest)
 
 
 def _run_rounds(
     x: torch.Tensor, count: torch.Tensor, goal: torch.Tensor, lines: list[tuple[int, int, int, int]]
 ) -> torch.Tensor:
-    """bool `[B, P]`: which of each line are left at the end.
+    """Return the patches of each line that remain after all rounds, bool (B, P).
 
-    x: `[B, P, D]`, lines of tokens; count, goal: long `[B]`, how many there are of each, and how many are to be left.
-    lines: the same on the host.
+    Args:
+        x: Lines of patches, (B, P, D).
+        count: Number of patches of each line, long (B,).
+        goal: Number of patches that remain in each line, long (B,).
+        lines: Segment, tile, count and goal of each line, as Python ints.
     """
-    direction, width = unit(x), x.shape[1]
-    alike = (direction @ direction.transpose(1, 2)).flatten(1)
+    direction, width = normalize(x), x.shape[1]
+    similarity = (direction @ direction.transpose(1, 2)).flatten(1)
     line = torch.arange(width, device=x.device).expand(len(x), -1)
-    here = [(number, end) for *_, number, end in lines]
-    while any(number > end for number, end in here):
-        longest = max(number for number, _ in here)
-        line, place = line[:, :longest], torch.arange(longest, device=x.device)
-        odd, even = line[:, 0::2], line[:, 1::2]  # the first place is number one
-        # One gather of flat places is several times faster than indexing with three tensors.
-        table = alike.gather(1, (odd.unsqueeze(2) * width + even.unsqueeze(1)).flatten(1))
+    lengths = [(length, goal_length) for *_, length, goal_length in lines]
+    while any(length > goal_length for length, goal_length in lengths):
+        longest = max(length for length, _ in lengths)
+        line, positions = line[:, :longest], torch.arange(longest, device=x.device)
+        odd, even = line[:, 0::2], line[:, 1::2]  # ranks start at 1
+        # One gather with flat indices is several times faster than indexing with three tensors.
+        table = similarity.gather(1, (odd.unsqueeze(2) * width + even.unsqueeze(1)).flatten(1))
         table = table.unflatten(1, (odd.shape[1], even.shape[1]))
-        if any(number < longest for number, _ in here):
-            table = table.masked_fill((place[1::2] >= count[:, None]).unsqueeze(1), -2)
-        likest = table.amax(2).masked_fill(place[0::2] >= count[:, None], -torch.inf)
-        odd = odd.gather(1, likest.argsort(dim=1, descending=True, stable=True))
-        odds = (count + 1) // 2
-        gone = torch.minimum((count - goal).clamp(0, _A_ROUND), odds)
-        place = place + gone[:, None]
-        place = torch.where(place < odds[:, None], place, odd.shape[1] + place - odds[:, None])
-        line = torch.cat([odd, even], dim=1).gather(1, place.clamp(max=longest - 1))
-        count = count - gone
-        here = [(number - min(max(number - end, 0), _A_ROUND, -(-number // 2)), end) for number, end in here]
+        if any(length < longest for length, _ in lengths):
+            table = table.masked_fill((positions[1::2] >= count[:, None]).unsqueeze(1), -2)
+        max_similarity = table.amax(2).masked_fill(positions[0::2] >= count[:, None], -torch.inf)
+        odd = odd.gather(1, max_similarity.argsort(dim=1, descending=True, stable=True))
+        num_odd = (count + 1) // 2
+        num_dropped = torch.minimum((count - goal).clamp(0, _DROPS_PER_ROUND), num_odd)
+        positions = positions + num_dropped[:, None]
+        positions = torch.where(positions < num_odd[:, None], positions, odd.shape[1] + positions - num_odd[:, None])
+        line = torch.cat([odd, even], dim=1).gather(1, positions.clamp(max=longest - 1))
+        count = count - num_dropped
+        lengths = [
+            (length - min(max(length - goal_length, 0), _DROPS_PER_ROUND, -(-length // 2)), goal_length)
+            for length, goal_length in lengths
+        ]
     kept = torch.arange(line.shape[1], device=x.device) < count[:, None]
     return torch.zeros(x.shape[:2], dtype=torch.long, device=x.device).scatter_add(1, line, kept.long()) > 0
 
 
 def _run_rounds_for_long_line(x: torch.Tensor, count: int, goal: int) -> torch.Tensor:
-    """bool `[P]`: `_rounds` of one line, of whose similarities those to the nearest few are held alone.
+    """Run `_run_rounds` on one line, keeping only the similarities to the nearest patches, bool (P,).
 
-    They are found anew when many tokens are gone. Where none of a token's few is left at an even place, which is rare,
-    all are asked. x: `[P, D]`.
+    The nearest patches are searched again after many drops. If no near patch of an odd patch is at an even rank, which
+    is rare, all even patches are compared. x: (P, D).
     """
-    products, line = Products(unit(x)[None]), torch.arange(count, device=x.device)
-    near = torch.empty(len(x), 0, dtype=torch.long, device=x.device)
-    value = torch.empty(len(x), 0, dtype=torch.float32, device=x.device)
-    known = 2 * count
-    even, left = torch.zeros(2, len(x), dtype=torch.bool, device=x.device)
-    while (number := len(line)) > goal:
-        if 3 * number < 2 * known:
-            known, (near, value) = number, _find_nearest(products, line.sort().values)
+    products, line = Products(normalize(x)[None]), torch.arange(count, device=x.device)
+    neighbors = torch.empty(len(x), 0, dtype=torch.long, device=x.device)
+    similarity = torch.empty(len(x), 0, dtype=torch.float32, device=x.device)
+    known_length = 2 * count
+    even_tokens, is_left = torch.zeros(2, len(x), dtype=torch.bool, device=x.device)
+    while (length := len(line)) > goal:
+        if 3 * length < 2 * known_length:
+            known_length, (neighbors, similarity) = length, _find_nearest(products, line.sort().values)
         odd, others = line[0::2], line[1::2]
-        even.zero_().index_fill_(0, others, True)
-        there = even.index_select(0, near.index_select(0, odd).flatten()).view(-1, near.shape[1])
-        likest = torch.where(there, value.index_select(0, odd), -torch.inf).amax(1)
-        for some in (likest == -torch.inf).nonzero().flatten().split(_ROWS):
-            likest[some] = products.rows(0, odd[some])[:, others].amax(1)
-        odd = odd[likest.argsort(descending=True, stable=True)]
-        line = torch.cat([odd[min(number - goal, _A_ROUND, len(odd)) :], others])
-    return left.index_fill_(0, line, True)
+        even_tokens.zero_().index_fill_(0, others, True)
+        is_even = even_tokens.index_select(0, neighbors.index_select(0, odd).flatten()).view(-1, neighbors.shape[1])
+        max_similarity = torch.where(is_even, similarity.index_select(0, odd), -torch.inf).amax(1)
+        for part in (max_similarity == -torch.inf).nonzero().flatten().split(_ROWS_AT_ONCE):
+            max_similarity[part] = products.rows(0, odd[part])[:, others].amax(1)
+        odd = odd[max_similarity.argsort(descending=True, stable=True)]
+        line = torch.cat([odd[min(length - goal, _DROPS_PER_ROUND, len(odd)) :], others])
+    return is_left.index_fill_(0, line, True)
 
 
-def _find_nearest(products: Products, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return of each token that is `there`, long `[n]`, the `_FEW` of these that are most like it, and how much they
-    are: long and float32 `[N, few]`."""
-    few = min(_FEW, len(there))
-    near = torch.zeros(products.shape[1], few, dtype=torch.long, device=there.device)
-    value = torch.zeros(products.shape[1], few, dtype=torch.float32, device=there.device)
-    for some in there.split(_ROWS):
-        rows = products.rows(0, some)
-        rows.scatter_(1, some.unsqueeze(1), -torch.inf)
-        value[some], at = rows.index_select(1, there).topk(few, dim=1)
-        near[some] = there[at]
-    return near, value
+def _find_nearest(products: Products, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the nearest neighbors of `tokens` among themselves, long (N, k), and their similarities, float32 (N, k).
+
+    Rows of other tokens are 0.
+    """
+    num_neighbors = min(_NUM_NEIGHBORS, len(tokens))
+    neighbors = torch.zeros(products.shape[1], num_neighbors, dtype=torch.long, device=tokens.device)
+    similarity = torch.zeros(products.shape[1], num_neighbors, dtype=torch.float32, device=tokens.device)
+    for part in tokens.split(_ROWS_AT_ONCE):
+        rows = products.rows(0, part)
+        rows.scatter_(1, part.unsqueeze(1), -torch.inf)
+        similarity[part], top_index = rows.index_select(1, tokens).topk(num_neighbors, dim=1)
+        neighbors[part] = tokens[top_index]
+    return neighbors, similarity

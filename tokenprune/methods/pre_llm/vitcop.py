@@ -10,8 +10,8 @@ import torch
 from annotated_types import Gt, Le
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import place, profile
-from tokenprune.kernels.clusters import by_rows, roots
+from tokenprune.budgets.schedule import choose_layers, plan_cuts
+from tokenprune.kernels.clusters import find_roots, map_rows
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.pairs import distances
 from tokenprune.kernels.take import rank_in_group
@@ -21,9 +21,9 @@ from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 
 _AFTER = (2 / 32, 22 / 32)
-_SIZES = (1.0, 7 / 11, 7 / 55)  # the tower's part, and the two cuts, for a quarter of the tokens on average
-_NEAR = 0.6 + 1e-9  # of an image's height or width
-_STEPS = 2.0**30  # densities count in such parts: equal keys are equally dense however sums are rounded
+_SIZES = (1.0, 7 / 11, 7 / 55)  # entry and both cuts, for an average of a quarter
+_NEAR = 0.6 + 1e-9  # share of the image's height or width
+_STEPS = 2.0**30  # resolution of densities, so that equal keys have equal densities despite rounding
 
 
 @register(
@@ -32,35 +32,46 @@ _STEPS = 2.0**30  # densities count in such parts: equal keys are equally dense 
 )  # fmt: skip
 @dataclass(frozen=True)
 class ViTCoP(Pruner):
-    """Keep what the vision tower attends to, merge within clusters in an early layer of the decoder, and cut again in a
-    late one, both by how short the keys are (ViTCoP).
+    """Keep salient patches and merge clusters inside the decoder, then cut again late.
 
-    Clusters are of the tower's keys: a patch joins the nearest one that is at least as dense and not far away in the
-    image, and centres are those that are dense and far, in keys, from any such. Keys of the decoder that are short, in
-    the mean over heads, are those of tokens that matter. The early cut gives every cluster one merged token, and what
-    is free to the clusters by their size, whose shortest keys then stay by themselves.
+    The tower stage keeps the patches with the most attention from the class token and clusters them by the tower's
+    keys. A patch joins its nearest patch that is at least as dense and not far away in the image. Cluster centers are
+    dense and far from denser patches. The early cut merges each cluster into one token, and gives the remaining budget
+    to the clusters by size, for their tokens with the shortest decoder keys. The late cut keeps the tokens with the
+    shortest keys. `keep` is an average over decoder layers.
 
-    keep: tokens averaged over the decoder's layers, those that enter it included.
-    clusters: share in (0, 1] of the tokens that enter the decoder, as many clusters.
+    Args:
+        clusters: Number of clusters as a share in (0, 1] of the tokens that enter the decoder.
 
-    Source: "ViTCoP: Accelerating Large Vision-Language Models via Visual and Textual Semantic Collaborative Pruning",
-    the authors' code: cuts at the input of layers 2 and 22 of 32.
+    Source:
+        "ViTCoP: Accelerating Large Vision-Language Models via Visual and Textual Semantic Collaborative Pruning" (arXiv
+        2601.17818), from the authors' code, with cuts at the input of layers 2 and 22 of 32.
 
-    Differs from the paper: counts are exact, by the authors' schedule for a quarter of the tokens, scaled, and the last
-    cut keeps at least one token. A merged token weighs its members as the authors' does, and is half as long: there the
-    group's middle one is added to the mean of all. Positions of the last cut are those of the prompt (there the tokens
-    are counted anew). Towers of another width than CLIP-L's measure distances of keys beside it (by the square root);
-    keys of towers that rotate them are rotated, a token of several patches has their mean, and tiles do not join each
-    other. Norms are those of float32.
+    Differences from the paper:
+        - Counts are exact: the authors' schedule for a quarter of the tokens, scaled. The last cut keeps at least one
+          token.
+        - A merged token weights its members as the authors do but has half the length. They add the middle token to the
+          mean of all.
+        - Positions after the last cut are those of the prompt. The authors renumber them.
+        - Key distances are scaled by the square root of the key width relative to CLIP-L.
+        - Keys include the tower's rotary embedding. A token of several patches uses their mean key. Clusters do not
+          cross tiles.
+        - Norms are computed in float32.
+
+    Example:
+        >>> model = tokenprune.patch(model, ViTCoP(clusters=0.25), keep=0.25)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> [cut.layer for cut in tokenprune.stats(model).removals]
+        [0, 1, 4]
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
 
     clusters: Annotated[float, Gt(0), Le(1)] = 0.18
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        inside = place(_AFTER, layers, Budget(keep=1.0))
-        first, early, late = profile(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
+        inside = choose_layers(_AFTER, layers, Budget(keep=1.0))
+        first, early, late = plan_cuts(layers, list(zip((0, *inside), _SIZES, strict=True)), budget)
         return [
             (_EntryStage(self.clusters), first.budget),
             (_ClusterMergeStage(early.layer), early.budget),
@@ -70,61 +81,69 @@ class ViTCoP(Pruner):
 
 @dataclass(frozen=True)
 class _EntryStage(Pruner):
-    """Keeps what the class token attends to, and tells the early cut the clusters of it. clusters: see `ViTCoP`."""
+    """Keep the patches with the most class-token attention, and pass their clusters to the early cut."""
 
     name: ClassVar[str] = "vitcop"
     site: ClassVar[Site] = Site.PRE_LLM
     needs: ClassVar[frozenset[str]] = frozenset({"encoder_attention", "encoder_keys"})
-    by_content_count: ClassVar[bool] = True  # asked, though all tokens stay
+    chooses_count: ClassVar[bool] = True  # runs even if it keeps all tokens
 
     clusters: float
 
     def select(self, tokens: VisualTokens) -> Selection:
         selection = Selection.top(tokens.encoder_attention(-1).mean(1), tokens)
-        at = partition(selection.keep)[:, : max(tokens.keep)]
-        number = to_device([max(1, int(self.clusters * keep)) for keep in tokens.keep], at.device)
+        indices = partition(selection.keep)[:, : max(tokens.keep)]
+        num_clusters = to_device([max(1, int(self.clusters * keep)) for keep in tokens.keep], indices.device)
         patches = tokens.patches
-        spot = torch.stack([patches.row.double() / patches.height, patches.column.double() / patches.width], dim=-1)
-        centre = by_rows(
-            find_cluster_centers, 4 * at.shape[1] ** 2, gather_tokens(tokens.encoder_keys(-1), at, 1),
-            gather_tokens(spot, at, 1), patches.tile.gather(1, at), selection.keep.gather(1, at), number,
+        positions = torch.stack(
+            [patches.row.double() / patches.height, patches.column.double() / patches.width], dim=-1
+        )
+        centers = map_rows(
+            find_cluster_centers, 4 * indices.shape[1] ** 2, gather_tokens(tokens.encoder_keys(-1), indices, 1),
+            gather_tokens(positions, indices, 1), patches.tile.gather(1, indices), selection.keep.gather(1, indices),
+            num_clusters,
         )  # fmt: skip
-        tokens.remember("cluster", torch.full_like(tokens.mask, -1, dtype=torch.long).scatter(1, at, centre), True)
+        cluster = torch.full_like(tokens.mask, -1, dtype=torch.long).scatter(1, indices, centers)
+        tokens.remember("cluster", cluster, per_token=True)
         return selection
 
 
 def find_cluster_centers(
-    keys: torch.Tensor, spot: torch.Tensor, tile: torch.Tensor, mask: torch.Tensor, number: torch.Tensor
+    keys: torch.Tensor, positions: torch.Tensor, tile: torch.Tensor, mask: torch.Tensor, num_clusters: torch.Tensor
 ) -> torch.Tensor:
-    """long `[S, n]`: the centre of the cluster of each token; -1 where chains of equally dense tokens reach none.
+    """Return the center of each token's cluster, long (S, n), or -1 if ties in density lead to no center.
 
-    keys: `[S, n, D]`; spot: float64 `[S, n, 2]`, row and column as shares of the image; tile: long `[S, n]`; mask: bool
-    `[S, n]`; number: long `[S]`, how many centres.
+    Args:
+        keys: Keys of the tower, (S, n, D).
+        positions: Row and column as shares of the image, float64 (S, n, 2).
+        tile: Tile of each token, long (S, n).
+        mask: Valid tokens, bool (S, n).
+        num_clusters: Number of clusters of each segment, long (S,).
     """
     count, scale = keys.shape[1], keys.shape[2] ** 0.5 / 4  # 8 for CLIP-L
     keys = keys.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     others = ~torch.eye(count, dtype=torch.bool, device=keys.device)
     pairs = mask.unsqueeze(1) & mask.unsqueeze(2) & (tile.unsqueeze(1) == tile.unsqueeze(2))
-    apart = (distances(keys, keys).double().square() + 1e-8).sqrt() * others
-    density = torch.exp(-(apart / scale).square()).masked_fill(~pairs, 0).sum(2).mul(_STEPS).round()
-    near = (spot.unsqueeze(1) - spot.unsqueeze(2)).norm(dim=-1) <= _NEAR
-    above = pairs & others & near & (density.unsqueeze(1) >= density.unsqueeze(2))
-    step, parent = apart.masked_fill(~above, torch.inf).min(2)
-    parent = torch.where(step.isinf(), 0, parent)
-    rank = rank_in_group((~mask).long(), (step * density).masked_fill(~mask, -torch.inf))
-    is_centre, itself = mask & (rank < number[:, None]), torch.arange(count, device=keys.device)
-    end = roots(torch.where(is_centre, itself, parent), count)
-    return torch.where(mask & is_centre.gather(1, end), end, -1)
+    distance = (distances(keys, keys).double().square() + 1e-8).sqrt() * others
+    density = torch.exp(-(distance / scale).square()).masked_fill(~pairs, 0).sum(2).mul(_STEPS).round()
+    is_near = (positions.unsqueeze(1) - positions.unsqueeze(2)).norm(dim=-1) <= _NEAR
+    is_parent_candidate = pairs & others & is_near & (density.unsqueeze(1) >= density.unsqueeze(2))
+    parent_distance, parent = distance.masked_fill(~is_parent_candidate, torch.inf).min(2)
+    parent = torch.where(parent_distance.isinf(), 0, parent)
+    rank = rank_in_group((~mask).long(), (parent_distance * density).masked_fill(~mask, -torch.inf))
+    is_center, itself = mask & (rank < num_clusters[:, None]), torch.arange(count, device=keys.device)
+    root = find_roots(torch.where(is_center, itself, parent), count)
+    return torch.where(mask & is_center.gather(1, root), root, -1)
 
 
 def compute_key_length(tokens: VisualTokens) -> torch.Tensor:
-    """float32 `[S, N]`: the length of each token's key in the layer before the cut, mean over heads first."""
+    """Return the norm of each token's mean key over heads, in the layer before the cut, float32 (S, N)."""
     return tokens.key_heads.float().mean(2).norm(dim=-1)
 
 
 @dataclass(frozen=True)
 class _ClusterMergeStage(Pruner):
-    """Merges within clusters of what entered the decoder. layer: where it cuts."""
+    """Merge tokens within the clusters of the first stage, at the input of decoder layer `layer`."""
 
     name: ClassVar[str] = "vitcop"
     site: ClassVar[Site] = Site.IN_LLM
@@ -137,55 +156,65 @@ class _ClusterMergeStage(Pruner):
         assign = torch.full(tokens.mask.shape, -1, device="cpu")
         weight = torch.ones(tokens.mask.shape, dtype=torch.float32, device="cpu")
         length = compute_key_length(tokens).nan_to_num(nan=torch.finfo(torch.float32).max)
-        # Sizes of clusters decide how many stay of each, so that the host waits for both here.
-        both = torch.stack([length.double(), tokens.carry["cluster"].double()]).tolist()
+        # The host needs the cluster sizes, so this synchronizes with the device.
+        lengths_and_clusters = torch.stack([length.double(), tokens.carry["cluster"].double()]).tolist()
         for row, (count, keep) in enumerate(zip(tokens.counts, tokens.keep, strict=True)):
             members: dict[int, list[int]] = {}
-            for place_of in range(count):
-                members.setdefault(int(both[1][row][place_of]), []).append(place_of)
-            for group in split_into_groups([*members.values()], both[0][row], keep):
+            for index in range(count):
+                members.setdefault(int(lengths_and_clusters[1][row][index]), []).append(index)
+            for group in split_into_groups([*members.values()], lengths_and_clusters[0][row], keep):
                 middle = group[len(group) // 2]
                 assign[row, group] = middle
-                weight[row, middle] = len(group) + 1  # itself, and the mean of all
-        assign, weight = (to_device(one, tokens.mask.device) for one in (assign, weight))
+                weight[row, middle] = len(group) + 1  # the middle token and the mean of all
+        assign, weight = (to_device(tensor, tokens.mask.device) for tensor in (assign, weight))
         kept = assign == torch.arange(assign.shape[1], device=assign.device)
         return Selection(kept, assign, weight, counts=tokens.keep)
 
 
-def split_into_groups(clusters: Sequence[Sequence[int]], length: Sequence[float], wanted: int) -> list[list[int]]:
-    """Return exactly `wanted` groups of the members of `clusters`, each of which becomes one token.
+def split_into_groups(clusters: Sequence[Sequence[int]], length: Sequence[float], num_groups: int) -> list[list[int]]:
+    """Split the members of `clusters` into exactly `num_groups` groups, each of which becomes one token.
 
-    clusters: places, rising within each. length: of each place, shorter is better. wanted: at most all members.
+    Args:
+        clusters: Ascending token indices of each cluster.
+        length: Key length of each token. Shorter keys stay unmerged.
+        num_groups: Number of groups, at most the number of members.
     """
-    total = [math.fsum(length[one] for one in members) for members in clusters]
-    order = sorted(range(len(clusters)), key=lambda one: (total[one], one))
-    if len(clusters) > wanted:
-        rest = [place_of for one in order[wanted - 1 :] for place_of in clusters[one]]
-        return [*(list(clusters[one]) for one in order[: wanted - 1]), sorted(rest)]
+    total = [math.fsum(length[index] for index in members) for members in clusters]
+    order = sorted(range(len(clusters)), key=lambda cluster: (total[cluster], cluster))
+    if len(clusters) > num_groups:
+        rest = [index for cluster in order[num_groups - 1 :] for index in clusters[cluster]]
+        return [*(list(clusters[cluster]) for cluster in order[: num_groups - 1]), sorted(rest)]
     groups = []
-    for members, alone in zip(clusters, _count_singletons(clusters, total, wanted - len(clusters)), strict=True):
-        best = sorted(sorted(members, key=lambda one: (length[one], one))[:alone])
-        groups += [[one] for one in best] + [[one for one in members if one not in set(best)]]
+    counts = _count_singletons(clusters, total, num_groups - len(clusters))
+    for members, num_singletons in zip(clusters, counts, strict=True):
+        singletons = sorted(sorted(members, key=lambda index: (length[index], index))[:num_singletons])
+        groups += [[index] for index in singletons]
+        groups.append([index for index in members if index not in set(singletons)])
     return groups
 
 
-def _count_singletons(clusters: Sequence[Sequence[int]], total: Sequence[float], free: int) -> list[int]:
-    """Return how many members of each cluster stay by themselves, `free` in all: in proportion to size - 1, rounded,
-    and put right one by one. Too few: the clusters of the least `total` get one more; too many: those of the largest
-    give one away; of equal ones the first."""
-    room = [len(members) - 1 for members in clusters]
-    number = [min(most, round(free * most / max(1, sum(room)))) for most in room]
-    while (missing := free - sum(number)) != 0:
+def _count_singletons(clusters: Sequence[Sequence[int]], total: Sequence[float], num_free: int) -> list[int]:
+    """Return the number of unmerged members of each cluster, `num_free` in total.
+
+    The counts are proportional to size - 1 and rounded. If the sum is too small, clusters with the smallest `total` get
+    one more; if it is too large, clusters with the largest `total` lose one.
+    """
+    max_singletons = [len(members) - 1 for members in clusters]
+    num_singletons = [
+        min(available, round(num_free * available / max(1, sum(max_singletons)))) for available in max_singletons
+    ]
+    while (missing := num_free - sum(num_singletons)) != 0:
         step = 1 if missing > 0 else -1
-        able = [one for one in range(len(room)) if 0 <= number[one] + step <= room[one]]
-        for one in sorted(able, key=lambda one: (step * total[one], one))[: abs(missing)]:
-            number[one] += step
-    return number
+        changed = [count + step for count in num_singletons]
+        adjustable = [index for index, limit in enumerate(max_singletons) if 0 <= changed[index] <= limit]
+        for cluster in sorted(adjustable, key=lambda cluster: (step * total[cluster], cluster))[: abs(missing)]:
+            num_singletons[cluster] += step
+    return num_singletons
 
 
 @dataclass(frozen=True)
 class _ShortestKeysStage(Pruner):
-    """Keeps the tokens with the shortest keys. layer: where it cuts."""
+    """Keep the tokens with the shortest keys, at the input of decoder layer `layer`."""
 
     never_nan: ClassVar[bool] = True
     name: ClassVar[str] = "vitcop"

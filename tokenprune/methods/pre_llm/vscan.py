@@ -10,7 +10,7 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import profile
+from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.errors import BudgetError
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
@@ -24,37 +24,49 @@ from tokenprune.selection.tokens import VisualTokens
 @register("vscan", site=Site.PRE_LLM, needs=("encoder_attention",), paper="arXiv 2505.22654, TMLR 2026", merges=True)
 @dataclass(frozen=True)
 class VScan(Pruner):
-    """Scan the vision tower's attention globally and window by window, merge what is not picked, cut again halfway.
+    """Pick patches globally and by window from tower attention, merge the rest, and cut again later.
 
-    Stage 1, before the decoder: one part of each tile's tokens (or frame's) is picked window by window by the attention
-    of an early block of the tower, the rest among all others by the attention of the last block that the model reads.
-    Scores are the class token's attention to a patch, or, in towers without one, what the patch receives on average.
-    Every other token is merged into the most similar picked one of its tile. Stage 2, inside the decoder: the third of
-    them that the last prompt token attends to most goes on.
+    Stage 1 acts before the decoder. In each tile or frame, one part of the tokens is picked window by window, by the
+    attention of an early tower block. The other part is picked among all remaining patches, by the attention of the
+    last block that the model reads. The attention is the class token's, or the mean that a patch receives in towers
+    without a class token. Every other token is merged into the most similar picked token of its tile. Stage 2 acts
+    inside the decoder and keeps a third of the tokens, by the attention of the last prompt token. `keep` is an average
+    over decoder layers.
 
-    keep: tokens averaged over the decoder's layers; stage 1 keeps three times as many as stage 2, as far as there are.
-    layer: int >= 1 or None (the middle), decoder layer at whose input stage 2 cuts, ranked by that layer's own
-    attention.
-    stage2: False leaves out stage 2: the choice then knows nothing of the question and is safe with a prefix cache;
-    stage 1 keeps all of `keep`.
-    local: share in [0, 1] of stage 1's picks that is made window by window.
-    local_layer: the early block, an int (see `Pruner.encoder_layers`) or a share of the depth between 0 and 1.
-    window: side of a window in tokens; None is 6 where a token is one patch, 4 where it is several. What does not fill
-    a window belongs to the last one.
-    merge: False drops what is not picked.
+    Args:
+        layer: Decoder layer at whose input stage 2 cuts, >= 1, ranked by the attention of this layer. None uses the
+            middle layer.
+        stage2: False omits stage 2. The choice then does not depend on the question, works with a prefix cache, and
+            stage 1 keeps all of `keep`.
+        local: Share in [0, 1] of stage 1's tokens that is picked by window.
+        local_layer: Early tower block, as an int (see `Pruner.encoder_layers`) or a share of the depth between 0 and 1.
+        window: Side of a window in tokens. None uses 6 if a token is one patch, otherwise 4. Leftover rows and columns
+            belong to the last window.
+        merge: Merge the tokens that are not picked. False drops them.
 
-    Source: Zhang et al., "VScan: Rethinking Visual Token Reduction for Efficient Large Vision-Language Models", section
-    on the method; the authors' code for what it leaves open (blocks, windows, schedule, plain mean).
+    Source:
+        Zhang et al., "VScan: Rethinking Visual Token Reduction for Efficient Large Vision-Language Models" (arXiv
+        2505.22654), method section, and the authors' code for blocks, windows, schedule and the unweighted mean.
 
-    Differs from the paper: tokens keep their positions of the full prompt (the LLaVA code renumbers them); where the
-    windows do not divide the local picks, each window gets its equal part and the best of the next ones get the rest
-    (the LLaVA code drops the rest, the Qwen code picks greedily under a cap); tiles share the picks by their tokens
-    that are left after unpadding; newlines are always kept by stage 1, count as kept, and compete in stage 2; keys and
-    queries are rotated once in tower and decoder (the Qwen code twice, or not at all); a local pick is never picked
-    again; a tile of which nothing is picked is merged into the most similar picks of the other tiles.
+    Differences from the paper:
+        - Kept tokens keep their positions in the prompt. The authors' LLaVA code renumbers them.
+        - If local picks do not divide by the number of windows, the remaining picks go to the best next-ranked patches
+          of all windows. The LLaVA code drops them, and the Qwen code picks greedily under a cap.
+        - Tiles share the picks by their tokens after unpadding.
+        - Newlines are always kept by stage 1, count toward the budget, and compete in stage 2.
+        - Keys and queries are rotated once, in the tower and in the decoder. The Qwen code rotates them twice or not at
+          all.
+        - A local pick is never picked again.
+        - Tokens of a tile without picks are merged into the most similar picks of other tiles.
+
+    Example:
+        >>> model = tokenprune.patch(model, VScan(stage2=False), keep=64)
+        >>> output = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).visual_tokens_out
+        64
     """
 
-    asks_device: ClassVar[bool] = True
+    syncs_device: ClassVar[bool] = True
     query_free: ClassVar[Mapping[str, Any]] = {"stage2": False}
 
     layer: Annotated[int, Ge(1)] | None = None
@@ -66,7 +78,7 @@ class VScan(Pruner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problem = f"layer={self.layer} is where stage 2 cuts: leave it out, or stage2=False"
+        problem = f"layer={self.layer} has no effect with stage2=False. Remove one option."
         self._check(self.stage2 or self.layer is None, problem)
 
     @property
@@ -79,14 +91,13 @@ class VScan(Pruner):
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
         if budget.per != "image":
-            raise BudgetError(f"vscan scans each image by itself: it cannot share {budget} among them")
+            raise BudgetError(f'vscan does not support {budget}: it prunes each image by itself. Pass per="image".')
         first = dataclasses.replace(self, stage2=False, layer=None)
         if not self.stage2:
             return [(first, budget)]
         layer = layers // 2 if self.layer is None else self.layer
-        self._check(1 <= layer < layers, f"layer={layer} is out of range: this decoder has {layers} layers")
-        # Stage 1 keeps three times as many as stage 2, as far as there are so many.
-        early, late = profile(layers, ((0, 3.0), (layer, 1.0)), budget)
+        self._check(1 <= layer < layers, f"layer={layer} is out of range: the decoder has {layers} layers")
+        early, late = plan_cuts(layers, ((0, 3.0), (layer, 1.0)), budget)
         return [(first, early.budget), (_SecondStage(layer), late.budget)]
 
     def select(self, tokens: VisualTokens) -> Selection:
@@ -101,55 +112,75 @@ class VScan(Pruner):
         return Selection(keep, assign.masked_fill(~tokens.mask, -1))
 
     def _pick(self, tokens: VisualTokens, local: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """bool `[S, N]`: the patches that either scan picks. local, last: the scores of the two, `[S, N]`."""
+        """Return the patches that either scan picks, bool (S, N).
+
+        Args:
+            tokens: Visual tokens.
+            local: Attention of the early block, (S, N).
+            last: Attention of the last block, (S, N).
+        """
         patches, mask = tokens.patches, tokens.mask
-        real = patches.tile >= 0
+        is_patch = patches.tile >= 0
         tiles = patches.tiles
-        tile = torch.where(real, patches.tile, tiles)  # what is no patch is in a tile that picks nothing
-        wanted = (tokens.budget - (mask & ~real).sum(1)).clamp(min=1)
-        picks = split_among_tiles(
-            torch.zeros_like(tile[:, :1]).expand(-1, tiles + 1).scatter_add(1, tile, real.long()), wanted
+        tile = torch.where(is_patch, patches.tile, tiles)  # other tokens form a tile without picks
+        num_patches_kept = (tokens.budget - (mask & ~is_patch).sum(1)).clamp(min=1)
+        num_picks = split_among_tiles(
+            torch.zeros_like(tile[:, :1]).expand(-1, tiles + 1).scatter_add(1, tile, is_patch.long()), num_patches_kept
         )
-        scanned = (picks.double() * self.local).long()
-        # Best of each window first, then second best of each, and so on.
-        turn = rank_in_group(
+        num_local = (num_picks.double() * self.local).long()
+        # The best patch of each window comes first, then the second best of each.
+        rank_in_window = rank_in_group(
             tile * patches.height.amax() * patches.width.amax() + assign_windows(patches, self.window), local
         )
-        near = rank_in_group(tile, -turn, local) < scanned.gather(1, tile)
-        far = rank_in_group(tile, (~near).byte(), last) < (picks - scanned).gather(1, tile)
-        return real & (near | far)
+        local_picks = rank_in_group(tile, -rank_in_window, local) < num_local.gather(1, tile)
+        global_picks = rank_in_group(tile, (~local_picks).byte(), last) < (num_picks - num_local).gather(1, tile)
+        return is_patch & (local_picks | global_picks)
 
 
-def split_among_tiles(counts: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Split `wanted` (long `[S]`) among tiles of `counts` (long `[S, T]`) tokens: proportionally, none gets more than
-    it has, and what does not divide goes to the first ones."""
+def split_among_tiles(counts: torch.Tensor, total_picks: torch.Tensor) -> torch.Tensor:
+    """Split `total_picks` among tiles in proportion to their tokens, long (S, T).
+
+    The first tiles get the remainder.
+
+    Args:
+        counts: Number of tokens of each tile, long (S, T).
+        total_picks: Number of picks of each segment, long (S,).
+    """
     total = counts.sum(1, keepdim=True).clamp(min=1)
-    up_to = (counts.cumsum(1) * wanted[:, None] + total - 1).div(total, rounding_mode="floor")
-    return up_to.diff(dim=1, prepend=torch.zeros_like(up_to[:, :1]))
+    cumulative = (counts.cumsum(1) * total_picks[:, None] + total - 1).div(total, rounding_mode="floor")
+    return cumulative.diff(dim=1, prepend=torch.zeros_like(cumulative[:, :1]))
 
 
 def assign_windows(patches: Patches, side: int | None) -> torch.Tensor:
-    """long `[S, N]`: the number of each patch's window in its tile; what is left over belongs to the last one."""
+    """Return the window index of each patch in its tile, long (S, N). Leftover patches belong to the last window."""
     sides = torch.where(patches.size > 1, 4, 6) if side is None else torch.full_like(patches.size, side)
     down, across = ((length // sides).clamp(min=1) for length in (patches.height, patches.width))
     row, column = torch.minimum(patches.row // sides, down - 1), torch.minimum(patches.column // sides, across - 1)
     return row * across + column
 
 
-def find_most_similar(features: torch.Tensor, picked: torch.Tensor, tile: torch.Tensor, most: int) -> torch.Tensor:
-    """long `[S, N]`: for each token the picked one of its tile that is most similar by cosine, the first of equals; of
-    any tile where its own has none. most: at least the largest number of picked ones."""
-    place = partition(picked)[:, :most]
-    chosen, allowed, of = gather_tokens(features, place, 1), picked.gather(1, place), tile.gather(1, place)
-    return place.gather(1, best_match(features, chosen, allowed, group_a=tile, group_b=of)[1])
+def find_most_similar(
+    features: torch.Tensor, picked: torch.Tensor, tile: torch.Tensor, max_tokens: int
+) -> torch.Tensor:
+    """Return the most similar picked token of the same tile for each token, long (S, N). Ties go to the lower index.
+
+    A tile without picked tokens uses the picked tokens of other tiles.
+
+    Args:
+        features: Tokens, (S, N, D).
+        picked: Picked tokens, bool (S, N).
+        tile: Tile of each token, long (S, N).
+        max_tokens: At least the largest number of picked tokens.
+    """
+    indices = partition(picked)[:, :max_tokens]
+    chosen, allowed = gather_tokens(features, indices, 1), picked.gather(1, indices)
+    match = best_match(features, chosen, allowed, group_a=tile, group_b=tile.gather(1, indices))[1]
+    return indices.gather(1, match)
 
 
 @dataclass(frozen=True)
 class _SecondStage(Pruner):
-    """Stage 2: keep what the last prompt token attends to most in the layer after the cut.
-
-    layer: where it cuts.
-    """
+    """Stage 2: keep the tokens with the most attention from the last prompt token, at the input of layer `layer`."""
 
     query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods for videos, and the base that they share."""
+"""Methods for videos, and the base classes they share."""

@@ -7,10 +7,10 @@ from typing import Annotated
 import torch
 from annotated_types import Ge, Gt, Le
 
-from tokenprune.kernels.clusters import peaks
+from tokenprune.kernels.clusters import find_density_peaks
 from tokenprune.kernels.compact import gather_tokens, partition
 from tokenprune.kernels.match import best_match
-from tokenprune.kernels.temporal import cosine, frame_means, segments_at, shares
+from tokenprune.kernels.temporal import cosine_similarity, find_segment_ends, frame_means, split_budget
 from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
     VideoMerger,
@@ -25,7 +25,7 @@ from tokenprune.methods.video.merging import (
 from tokenprune.selection.method import Site
 from tokenprune.selection.videos import Videos
 
-_NEIGHBOURS = 4  # of a token that tell how dense it is there
+_NEIGHBOURS = 4  # nearest neighbours in the density of a token
 
 
 @register(
@@ -37,26 +37,35 @@ _NEIGHBOURS = 4  # of a token that tell how dense it is there
 )
 @dataclass(frozen=True)
 class FastVID(VideoMerger):
-    """Keep of each frame what the vision tower attends to, and gather the rest of a segment in a few centres of its
-    anchor frames (FastVID).
+    """Keep attended tokens of each frame and merge the rest by density (FastVID).
 
-    The video falls into segments where neighbouring frames differ most. One part of a frame's budget are the tokens
-    with most attention; with the other part, anchor frames of the segment get centres, tokens at peaks of density, and
-    every token that is not kept joins the most similar centre of the nearest anchor frame.
+    The video is split into segments at the largest changes between frames. Each frame has an equal budget. One part of
+    it keeps the tokens with the most attention in the vision tower. The other part gives the segment's anchor frames
+    centres at density peaks. Every other token merges into the most similar centre of the nearest anchor frame.
 
-    segments: how many segments a video has at least, as far as it has frames.
-    threshold: cosine of their means below which two frames are of different segments.
-    context: share in [0, 1] of the budget that goes to centres.
-    step: every so many frames of a segment, counted back from its last, is an anchor frame.
-    centre: weight in (0, 1] that a centre has at least; what joins it shares the rest.
+    Args:
+        segments: Minimum number of segments, limited by the number of frames.
+        threshold: Two neighbouring frames belong to different segments if the cosine of their means is below it.
+        context: Share of the budget for centres, in [0, 1].
+        step: Spacing of anchor frames in a segment, counted back from its last frame.
+        centre: Minimum weight of a centre in the mean of its cluster, in (0, 1]. The members share the rest.
 
-    Source: Shen et al., "FastVID: Dynamic Density Pruning for Fast Video Large Language Models"; the authors' code for
-    Qwen2.5-VL for what a frame's feature and attention are (mean of its tokens, attention received in the tower).
+    Source:
+        Shen et al., "FastVID: Dynamic Density Pruning for Fast Video Large Language Models" (arXiv 2503.11187). Frame
+        features and attention follow the authors' code for Qwen2.5-VL: the mean of the frame's tokens, and the
+        attention received in the tower.
 
-    Differs from the paper: a token joins a centre of the nearest anchor frame only, of two equally near ones the
-    earlier (there it joins one of each anchor frame of its segment, and so counts several times); counts are exact,
-    split by largest remainder; centres that an anchor frame has no room for become tokens by attention in the other
-    frames; a video of fewer frames than segments has as many segments as frames; no frames are passed over.
+    Differences from the paper:
+        - A token joins one centre, of the nearest anchor frame; the earlier of two. In the paper it joins one centre
+          per anchor frame of its segment, so it counts several times.
+        - Counts are exact, split by largest remainder.
+        - Centres that do not fit into the anchor frames become attended tokens of the other frames.
+        - A video with fewer frames than `segments` has one segment per frame.
+        - No frames are skipped.
+
+    Example:
+        >>> model, _ = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, FastVID(segments=4), keep=0.25)
     """
 
     segments: Annotated[int, Ge(1)] = 8
@@ -67,55 +76,70 @@ class FastVID(VideoMerger):
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
         mask, sizes = videos.mask, videos.sizes
-        means = frame_means(videos.x, mask)
-        alike = cosine(means[:, 1:], means[:, :-1])
-        first = find_first_frames(segments_at(alike, videos.number, self.segments, self.threshold))
-        anchor = self._anchors(first, sizes > 0)
+        means = frame_means(videos.hidden, mask)
+        similarity = cosine_similarity(means[:, 1:], means[:, :-1])
+        first = find_first_frames(find_segment_ends(similarity, videos.num_frames, self.segments, self.threshold))
+        anchor = self._find_anchors(first, sizes > 0)
 
-        budget = shares(torch.ones_like(sizes), videos.budget, sizes)
+        budget = split_budget(torch.ones_like(sizes), videos.budget, sizes)
         context = (budget.double() * self.context + 1e-9).long()
-        salient, total = budget - context, sum_segments(context, first)
-        room = sizes - salient
-        centres = split_in_segments(anchor.long(), total, room * anchor, first)
-        more = total - sum_segments(centres, first)  # for which the anchor frames have no room
-        salient += split_in_segments((~anchor).long(), more, room * ~anchor, first)
+        salient, context_total = budget - context, sum_segments(context, first)
+        capacity = sizes - salient
+        centres = split_in_segments(anchor.long(), context_total, capacity * anchor, first)
+        overflow = context_total - sum_segments(centres, first)  # centres that do not fit into the anchor frames
+        salient += split_in_segments((~anchor).long(), overflow, capacity * ~anchor, first)
 
-        top = videos.top_of_frames(get_tower_attention(videos), salient)
-        rest, most = mask & ~top, max(videos.keep)
-        flat = rest.flatten(0, 1)
-        numbers, places = centres.flatten(), min(most, mask.shape[2])
-        peak = peaks(videos.x.flatten(0, 1), flat, numbers, places, _NEIGHBOURS, capped=False).view_as(mask)
-        into = torch.where(top, flat_indices(mask), -1)
-        into = torch.where(rest, self._nearest(videos, peak, find_nearest_anchor(first, centres > 0), most), into)
-        number = gather_flat(count_members(into, rest), into).clamp(min=1)
-        weight = (1 / (number.float() + 1)).clamp(min=self.centre)
-        part = (1 - weight) / number + weight * peak
-        return into, torch.where(rest, part, 1.0)
+        top = videos.top_per_frame(get_tower_attention(videos), salient)
+        rest, max_kept = mask & ~top, max(videos.keep)
+        rest_frames = rest.flatten(0, 1)
+        num_centres, max_centres = centres.flatten(), min(max_kept, mask.shape[2])
+        x = videos.hidden.flatten(0, 1)
+        peak = find_density_peaks(x, rest_frames, num_centres, max_centres, _NEIGHBOURS, capped=False).view_as(mask)
+        target = torch.where(top, flat_indices(mask), -1)
+        centre_index = self._find_centres(videos, peak, find_nearest_anchor(first, centres > 0), max_kept)
+        target = torch.where(rest, centre_index, target)
+        num_members = gather_flat(count_members(target, rest), target).clamp(min=1)
+        weight = (1 / (num_members.float() + 1)).clamp(min=self.centre)
+        weights = (1 - weight) / num_members + weight * peak
+        return target, torch.where(rest, weights, 1.0)
 
-    def _anchors(self, first: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """bool `[V, F]`: the anchor frames of each segment. real: bool `[V, F]`, frames that are there."""
-        length = sum_segments(real.long(), first).gather(1, first)
+    def _find_anchors(self, first: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
+        """Return the anchor frames, shape (videos, frames), bool. `is_valid` is False for padding frames."""
+        length = sum_segments(is_valid.long(), first).gather(1, first)
         index = torch.arange(first.shape[1], device=first.device) - first
-        return real & ((length - 1 - index) % self.step == 0)
+        return is_valid & ((length - 1 - index) % self.step == 0)
 
-    def _nearest(self, videos: Videos, peak: torch.Tensor, anchor: torch.Tensor, most: int) -> torch.Tensor:
-        """long `[V, F, P]`: for each token the spot of the most similar centre in the anchor frame of its frame, for a
-        centre its own; -1 where there is none. peak: bool `[V, F, P]`, centres; anchor: long `[V, F]`, -1 is none."""
-        x, places = videos.x.flatten(1, 2), peak.shape[2]
-        place = partition(peak.flatten(1))[:, :most]
-        group = anchor.repeat_interleave(places, dim=1)
-        allowed = peak.flatten(1).gather(1, place)
-        _, found = best_match(x, gather_tokens(x, place, 1), allowed, group_a=group, group_b=place // places)
-        spot = place.gather(1, found).masked_fill(group < 0, -1).view_as(peak)
-        return torch.where(peak, flat_indices(peak), spot)
+    def _find_centres(self, videos: Videos, peak: torch.Tensor, anchor: torch.Tensor, max_centres: int) -> torch.Tensor:
+        """Return the most similar centre of each token in its anchor frame, shape (videos, frames, patches), int64.
+
+        Args:
+            videos: Tokens by frame.
+            peak: Mask of the centres, shape (videos, frames, patches). A centre maps to itself.
+            anchor: Anchor frame of each frame, shape (videos, frames), or -1. Tokens without an anchor map to -1.
+            max_centres: Maximum number of centres per video.
+        """
+        x, num_patches = videos.hidden.flatten(1, 2), peak.shape[2]
+        centre_index = partition(peak.flatten(1))[:, :max_centres]
+        group = anchor.repeat_interleave(num_patches, dim=1)
+        allowed = peak.flatten(1).gather(1, centre_index)
+        centres, frame = gather_tokens(x, centre_index, 1), centre_index // num_patches
+        _, nearest = best_match(x, centres, allowed, group_a=group, group_b=frame)
+        flat_index = centre_index.gather(1, nearest).masked_fill(group < 0, -1).view_as(peak)
+        return torch.where(peak, flat_indices(peak), flat_index)
 
 
 def find_nearest_anchor(first: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-    """long `[V, F]`: for each frame the nearest anchor frame of its segment, of two the earlier; -1 where there is
-    none. first: long `[V, F]`, see `first_frames`; anchors: bool `[V, F]`."""
+    """Return the nearest anchor frame in the segment of each frame, shape (videos, frames), int64, or -1.
+
+    The earlier of two equally near anchors is used.
+
+    Args:
+        first: First frame of each frame's segment, shape (videos, frames). See `find_first_frames`.
+        anchors: Mask of the anchor frames, shape (videos, frames).
+    """
     frames = first.shape[1]
     index = torch.arange(frames, device=first.device)
-    apart = 2 * (index[:, None] - index).abs() + (index > index[:, None])
+    distance = 2 * (index[:, None] - index).abs() + (index > index[:, None])
     allowed = anchors.unsqueeze(1) & (first.unsqueeze(1) == first.unsqueeze(2))
-    found = torch.where(allowed, apart, 4 * frames).min(2)
-    return found.indices.masked_fill(found.values == 4 * frames, -1)
+    nearest = torch.where(allowed, distance, 4 * frames).min(2)
+    return nearest.indices.masked_fill(nearest.values == 4 * frames, -1)

@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from tokenprune.kernels.clusters import farthest_weighted, roots
+from tokenprune.kernels.clusters import find_roots, select_farthest_weighted
 from tokenprune.kernels.join import join
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.take import rank_in_group
-from tokenprune.kernels.temporal import cosine, frame_means, segments_at, shares
+from tokenprune.kernels.temporal import cosine_similarity, find_segment_ends, frame_means, split_budget
 from tokenprune.methods.registry import register
 from tokenprune.methods.video.merging import (
     TwoCutMerger,
@@ -27,8 +27,8 @@ from tokenprune.selection.method import Pruner, Site
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.selection.videos import Videos
 
-_SCENE = 0.9  # frames less alike than that are of different segments
-_LONG = 4  # frames of a segment, at most on average
+_MIN_SIMILARITY = 0.9  # frames with a lower cosine belong to different segments
+_MAX_MEAN_LENGTH = 4  # maximum mean length of a segment, in frames
 
 
 @register(
@@ -40,31 +40,41 @@ _LONG = 4  # frames of a segment, at most on average
 )
 @dataclass(frozen=True)
 class FlashVID(TwoCutMerger):
-    """Keep of each frame what is attended to and differs most, let the rest grow together from frame to frame, and cut
-    again inside the decoder (FlashVID).
+    """Keep diverse attended tokens and merge the rest in trees over time (FlashVID).
 
-    The picks of a frame are tokens far from each other, by cosine distance times the attention that they get in the
-    vision tower. Every other token joins the most similar one of the frame before, wherever that is, if they are
-    similar enough: chains become trees, and a tree becomes its mean, at its first token. Where there are more trees
-    than the budget allows they are clustered within their frame. The second cut keeps what the last prompt token
-    attends to most.
+    The picks of a frame are tokens far from each other, by cosine distance times their attention in the vision tower.
+    Every other token joins the most similar token of the previous frame, at any position, if the similarity exceeds
+    `threshold`. These links form trees, and a tree becomes its mean at its first token. If there are more trees than
+    the budget allows, the trees of a frame are clustered. A second cut inside the decoder keeps the tokens that the
+    last prompt token attends to most.
 
-    keep: tokens averaged over the decoder's layers, the second cut included.
-    picks: share in (0, 1] of a frame's tokens that are picked; the others are trees.
-    threshold: cosine above which a token joins one of the frame before.
-    inner: False leaves out the second cut: the choice then knows nothing of the question, and `keep` is the first cut.
-    layer: int >= 1, decoder layer of the second cut, ranked by the layer before it; None: 20 of 28, in proportion.
-    inner_keep: share of the tokens that the second cut keeps.
+    `keep` is the average number of tokens over the decoder's layers, including the second cut.
 
-    Source: "FlashVID: Efficient Video Large Language Models via Training-free Tree-based Spatiotemporal Token Merging";
-    the authors' code for what it leaves open (segments, the threshold that rises, clusters of trees).
+    Args:
+        picks: Share of a frame's tokens that is picked, in (0, 1]. The other kept tokens are trees.
+        threshold: Cosine above which a token joins a token of the previous frame.
+        inner: Make the second cut. False makes the selection independent of the question; `keep` is then the first cut.
+        layer: Decoder layer of the second cut, ranked by the layer before it. None: layer 20 of 28, scaled to the
+            depth.
+        inner_keep: Share of the tokens that the second cut keeps.
 
-    Differs from the paper: picks by attention alone (the code's first form; the second one also multiplies by how
-    typical a token is of its segment, which may be negative); a tree is the mean of all its tokens (the code divides by
-    one more than its root's direct children); what is picked is not merged as well; counts are exact, split by largest
-    remainder; where fewer trees are asked for than a frame's share of them, the threshold rises link by link. A video
-    has at least a quarter as many segments as frames (the authors set 8 of 32, or 4 of 16). Trees of a frame whose
-    share is none go.
+    Source:
+        "FlashVID: Efficient Video Large Language Models via Training-free Tree-based Spatiotemporal Token Merging"
+        (arXiv 2602.08024), and the authors' code for segments, the rising threshold, and clusters of trees.
+
+    Differences from the paper:
+        - Picks use attention only, as in the first form of the code. The second form also multiplies by the similarity
+          of a token to its segment, which may be negative.
+        - A tree becomes the mean of all its tokens. The code divides by one plus the number of the root's direct
+          children.
+        - Picked tokens are not merged again.
+        - Counts are exact, split by largest remainder. If a frame's share of trees is smaller, the threshold rises link
+          by link. The trees of a frame with a share of zero are dropped.
+        - A video has at least a quarter as many segments as frames. The authors set 8 of 32, or 4 of 16.
+
+    Example:
+        >>> model, _ = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, FlashVID(inner=False), keep=0.25)
     """
 
     depth: ClassVar[float] = 20 / 28
@@ -77,81 +87,87 @@ class FlashVID(TwoCutMerger):
         return _InnerFlashVid(layer)
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, torch.Tensor]:
-        mask, most = videos.mask, max(videos.keep)
-        means = frame_means(videos.x, mask)
-        least = -(-videos.number // _LONG)
-        first = find_first_frames(segments_at(cosine(means[:, 1:], means[:, :-1]), videos.number, least, _SCENE))
+        mask, max_kept = videos.mask, max(videos.keep)
+        means = frame_means(videos.hidden, mask)
+        min_segments = -(-videos.num_frames // _MAX_MEAN_LENGTH)
+        similarity = cosine_similarity(means[:, 1:], means[:, :-1])
+        first = find_first_frames(find_segment_ends(similarity, videos.num_frames, min_segments, _MIN_SIMILARITY))
 
-        budget = shares(torch.ones_like(videos.sizes), videos.budget, videos.sizes)  # of each frame
-        number = torch.minimum(budget, (budget.double() * self.picks - 1e-9).ceil().long())
-        picked = self._picked(videos, number)
+        budget = split_budget(torch.ones_like(videos.sizes), videos.budget, videos.sizes)  # per frame
+        num_picks = torch.minimum(budget, (budget.double() * self.picks - 1e-9).ceil().long())
+        picked = self._pick(videos, num_picks)
         rest = mask & ~picked
-        # long [V, F], the trees that a segment keeps, at its first frame.
-        wanted = torch.zeros_like(first).scatter_add(1, first, budget - number)
+        # Trees that a segment keeps, at its first frame, shape (videos, frames).
+        num_trees = torch.zeros_like(first).scatter_add(1, first, budget - num_picks)
 
-        parent = self._parents(videos, rest, first, wanted)
-        root = roots(parent.flatten(1), first.shape[1]).view_as(parent)
-        tree = rest & (root == flat_indices(root))
-        trees = tree.sum(2)
-        numbers = split_in_segments(trees, wanted, trees, first)
+        parent = self._find_parents(videos, rest, first, num_trees)
+        root = find_roots(parent.flatten(1), first.shape[1]).view_as(parent)
+        is_root = rest & (root == flat_indices(root))
+        roots_per_frame = is_root.sum(2)
+        trees_per_frame = split_in_segments(roots_per_frame, num_trees, roots_per_frame, first)
 
         size = count_members(root, rest)
-        _, of = cluster_frames(_means(videos.x, root, rest, size), tree, numbers, most)
-        into = torch.where(rest, gather_flat(of, root), torch.where(picked, flat_indices(root), -1))
-        part = (
-            1
-            / (gather_flat(size, root) * gather_flat(count_members(of, tree), gather_flat(of, root)))
-            .clamp(min=1)
-            .float()
+        means = _compute_tree_means(videos.hidden, root, rest, size)
+        _, cluster = cluster_frames(means, is_root, trees_per_frame, max_kept)
+        target = torch.where(rest, gather_flat(cluster, root), torch.where(picked, flat_indices(root), -1))
+        # A token counts 1 / (tokens of its tree * trees of its cluster).
+        trees_per_cluster = gather_flat(count_members(cluster, is_root), gather_flat(cluster, root))
+        weights = 1 / (gather_flat(size, root) * trees_per_cluster).clamp(min=1).float()
+        return target, torch.where(rest, weights, 1.0)
+
+    def _pick(self, videos: Videos, num_picks: torch.Tensor) -> torch.Tensor:
+        """Return mutually distant tokens of each frame as a mask. `num_picks` (videos, frames) is their number."""
+        x, mask, attention = (
+            tensor.flatten(0, 1) for tensor in (videos.hidden, videos.mask, get_tower_attention(videos))
         )
-        return into, torch.where(rest, part, 1.0)
+        max_picks = max(-(-keep // len(frames)) for keep, frames in zip(videos.keep, videos.frames, strict=True))
+        return select_farthest_weighted(x, mask, attention, num_picks.flatten(), max_picks).view_as(videos.mask)
 
-    def _picked(self, videos: Videos, number: torch.Tensor) -> torch.Tensor:
-        """bool `[V, F, P]`: so many tokens of each frame that are far from each other. number: long `[V, F]`."""
-        x, mask, attention = (one.flatten(0, 1) for one in (videos.x, videos.mask, get_tower_attention(videos)))
-        most = max(-(-keep // len(frames)) for keep, frames in zip(videos.keep, videos.frames, strict=True))
-        return farthest_weighted(x, mask, attention, number.flatten(), most).view_as(videos.mask)
+    def _find_parents(
+        self, videos: Videos, rest: torch.Tensor, first: torch.Tensor, num_trees: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the flat index of the token that each token joins, shape (videos, frames, patches), int64.
 
-    def _parents(self, videos: Videos, rest: torch.Tensor, first: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """long `[V, F, P]`: the spot in the frame before that each token joins, else its own.
+        Tokens that start a tree map to themselves.
 
-        rest: bool `[V, F, P]`, tokens that are not picked; first, wanted: see `merge`.
+        Args:
+            videos: Tokens by frame.
+            rest: Tokens that are not picked, shape (videos, frames, patches).
+            first: First frame of each frame's segment, shape (videos, frames).
+            num_trees: Trees that a segment keeps, at its first frame, shape (videos, frames).
         """
-        spot, (count, frames, places) = flat_indices(rest).expand_as(rest), rest.shape
+        index, (num_videos, frames, num_patches) = flat_indices(rest).expand_as(rest), rest.shape
         if frames == 1:
-            return spot
-        x = videos.x
-        alike, place = (
-            torch.nn.functional.pad(one.view(count, frames - 1, places), (0, 0, 1, 0))
-            for one in best_match(x[:, 1:].flatten(0, 1), x[:, :-1].flatten(0, 1), rest[:, :-1].flatten(0, 1))
+            return index
+        x = videos.hidden
+        similarity, match_index = (
+            torch.nn.functional.pad(tensor.view(num_videos, frames - 1, num_patches), (0, 0, 1, 0))
+            for tensor in best_match(x[:, 1:].flatten(0, 1), x[:, :-1].flatten(0, 1), rest[:, :-1].flatten(0, 1))
         )
-        alike = alike.clamp(max=1)
-        index = torch.arange(frames, device=first.device)
-        links = rest & (alike > self.threshold) & (first < index).unsqueeze(-1)
-        # No more links than leave a segment as many trees as it keeps: those between the most similar tokens.
-        room = torch.zeros_like(first).scatter_add(1, first, rest.sum(2)) - wanted
+        similarity = similarity.clamp(max=1)
+        frame_index = torch.arange(frames, device=first.device)
+        links = rest & (similarity > self.threshold) & (first < frame_index).unsqueeze(-1)
+        # Keep the links between the most similar tokens, so that each segment keeps enough trees.
+        num_links = torch.zeros_like(first).scatter_add(1, first, rest.sum(2)) - num_trees
         segment = torch.where(links, first.unsqueeze(-1), frames)
-        rank = rank_in_group(segment.flatten(1), alike.flatten(1)).view_as(links)
-        links &= rank < room.gather(1, first).unsqueeze(-1)
-        return torch.where(links, (spot // places - 1) * places + place, spot)
+        rank = rank_in_group(segment.flatten(1), similarity.flatten(1)).view_as(links)
+        links &= rank < num_links.gather(1, first).unsqueeze(-1)
+        return torch.where(links, (index // num_patches - 1) * num_patches + match_index, index)
 
 
-def _means(x: torch.Tensor, root: torch.Tensor, rest: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """float32 `[V, F, P, D]`: at the root of each tree the mean of its tokens; what is elsewhere is of no meaning."""
+def _compute_tree_means(x: torch.Tensor, root: torch.Tensor, rest: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """Return the mean of each tree at its root, (videos, frames, patches, channels). Other entries are undefined."""
     rows = torch.arange(len(x), device=x.device)[:, None, None] * root[0].numel()
-    nowhere = root.numel()
-    spot = flat_indices(root) + rows
-    target = torch.where(rest & (root != flat_indices(root)), root + rows, nowhere).flatten()
-    ones = torch.ones(nowhere, dtype=torch.float32, device=x.device)
-    return join(x.flatten(0, 2), None, ones, spot.flatten(), target, ones).view_as(x)
+    outside = root.numel()
+    index = flat_indices(root) + rows
+    target = torch.where(rest & (root != flat_indices(root)), root + rows, outside).flatten()
+    weights = torch.ones(outside, dtype=torch.float32, device=x.device)
+    return join(x.flatten(0, 2), None, weights, index.flatten(), target, weights).view_as(x)
 
 
 @dataclass(frozen=True)
 class _InnerFlashVid(Pruner):
-    """The second cut: keep what the last prompt token attends to most in the layer before.
-
-    layer: where it cuts.
-    """
+    """Second cut: keep the tokens with the most attention from the last prompt token in the layer before `layer`."""
 
     query_aware: ClassVar[bool] = True
     never_nan: ClassVar[bool] = True

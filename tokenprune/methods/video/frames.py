@@ -15,26 +15,33 @@ from tokenprune.selection.videos import Videos
 @register("frames", site=Site.PRE_LLM, needs=("frames",), paper="none (baseline)")
 @dataclass(frozen=True)
 class Frames(VideoPruner):
-    """Keep every k-th frame of a video whole: the baseline of a lower frame rate.
+    """Keep every k-th frame of a video: the baseline of a lower frame rate.
 
-    As many frames at even distances as the budget pays for. What is left of it when they are whole is spent on one more
-    of these frames, the last, whose tokens are spread evenly like those of `uniform`; so the number is exact, and a
-    budget below one frame thins the middle frame.
+    The budget is spent on complete frames at equal distances. The rest of the budget goes to the last of these frames,
+    with tokens spread evenly as in `uniform`, so that the count is exact. A budget below one frame thins the middle
+    frame.
+
+    Source:
+        None. A baseline.
+
+    Example:
+        >>> model, _ = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, Frames(), keep=0.25)
     """
 
     def choose(self, videos: Videos) -> torch.Tensor:
-        numbers = [_numbers(keep, sizes) for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
-        return spread_in_frames(videos, numbers)
+        counts = [_count_per_frame(keep, sizes) for keep, sizes in zip(videos.keep, videos.frames, strict=True)]
+        return spread_in_frames(videos, counts)
 
 
-def _numbers(keep: int, sizes: list[int]) -> list[int]:
-    """Return how many tokens each frame keeps. sizes: how many it has."""
-    for number in range(1, len(sizes) + 1):
-        chosen = sample_evenly(len(sizes), number)
+def _count_per_frame(keep: int, sizes: list[int]) -> list[int]:
+    """Return the number of tokens that each frame keeps. `sizes` are the tokens per frame."""
+    for num_frames in range(1, len(sizes) + 1):
+        chosen = sample_evenly(len(sizes), num_frames)
         if sum(sizes[frame] for frame in chosen) >= keep:
             break
-    numbers, left = [0] * len(sizes), keep
+    counts, remaining = [0] * len(sizes), keep
     for frame in chosen:
-        numbers[frame] = min(left, sizes[frame])
-        left -= numbers[frame]
-    return numbers
+        counts[frame] = min(remaining, sizes[frame])
+        remaining -= counts[frame]
+    return counts

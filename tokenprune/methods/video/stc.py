@@ -7,8 +7,8 @@ from typing import Annotated
 import torch
 from annotated_types import Ge
 
-from tokenprune.kernels.pairs import unit
-from tokenprune.kernels.temporal import frame_means, likeness, quiet_channels, shares
+from tokenprune.kernels.pairs import normalize
+from tokenprune.kernels.temporal import frame_means, gaussian_similarity, select_stable_channels, split_budget
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.video import VideoPruner
@@ -18,20 +18,28 @@ from tokenprune.selection.videos import Videos
 @register("stc", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2512.00891, CVPR 2026")
 @dataclass(frozen=True)
 class STC(VideoPruner):
-    """Keep of each frame of a video what is least like the frame and like all that came before (STC-Pruner).
+    """Keep the tokens that differ most from their frame and the past (STC-Pruner).
 
-    The streaming relative of `vidcom2`: every frame keeps equally many, chosen by what was seen up to its chunk alone.
-    All is compared on the half of the channels that varies least over the first chunk. What does not divide goes to
-    the first frames. A video of one frame is chosen from in the same way.
+    This is the streaming variant of `vidcom2`: every frame keeps the same number of tokens, selected by the frames up
+    to the end of its chunk. Distances use the half of the channels with the lowest variance over the first chunk. The
+    memory is the normalised mean of the means of all chunks so far, including the current one. The first frames get the
+    remainder of an uneven division. Videos of one frame use the same rule.
 
-    chunk: frames that arrive at a time. The memory is the mean of the means of all chunks so far, this one among them:
-    of tokens as they are, so that long ones count more, and of length 1 once it is made.
+    Args:
+        chunk: Number of frames that arrive together.
 
-    Source: Wang et al., "Accelerating Streaming Video Large Language Models via Hierarchical Token Compression",
-    STC-Pruner; the authors' code for what it leaves open (channels, bandwidths, chunks).
+    Source:
+        Wang et al., "Accelerating Streaming Video Large Language Models via Hierarchical Token Compression" (arXiv
+        2512.00891), STC-Pruner, and the authors' code for channels, bandwidths and chunks.
 
-    Differs from the paper: the channels are those of the first chunk throughout (the code picks others in every chunk,
-    and mixes them in the memory); the number of tokens is exact for the whole video.
+    Differences from the paper:
+        - The channels of the first chunk are used throughout. The code selects channels per chunk and mixes them in the
+          memory.
+        - The number of tokens is exact for the whole video.
+
+    Example:
+        >>> model, _ = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, STC(chunk=2), keep=0.25)
     """
 
     chunk: Annotated[int, Ge(1)] = 1
@@ -39,20 +47,24 @@ class STC(VideoPruner):
     def choose(self, videos: Videos) -> torch.Tensor:
         mask, frames = videos.mask, videos.mask.shape[1]
         first = mask & (torch.arange(frames, device=mask.device) < self.chunk)[:, None]
-        raw = quiet_channels(videos.x, mask, first)
-        memory, x = self._memory(frame_means(raw, mask), videos.sizes), unit(raw)
-        score = likeness(x, frame_means(x, mask).unsqueeze(2)) + likeness(x, memory.unsqueeze(2))
+        raw = select_stable_channels(videos.hidden, mask, first)
+        memory, x = self._compute_memory(frame_means(raw, mask), videos.sizes), normalize(raw)
+        score = gaussian_similarity(x, frame_means(x, mask).unsqueeze(2)) + gaussian_similarity(x, memory.unsqueeze(2))
         equal = torch.ones(videos.sizes.shape, dtype=torch.float32, device=mask.device)
-        return videos.top_of_frames(-score, shares(equal, videos.budget, videos.sizes))
+        return videos.top_per_frame(-score, split_budget(equal, videos.budget, videos.sizes))
 
-    def _memory(self, means: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Return float32 `[V, F, D]`, the direction of the mean of the chunks up to that of each frame. means: of the
-        frames' tokens."""
+    def _compute_memory(self, means: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """Return the unit mean of all chunks up to each frame, shape (videos, frames, channels), float32.
+
+        Args:
+            means: Mean of each frame's tokens, shape (videos, frames, channels).
+            sizes: Tokens per frame, shape (videos, frames).
+        """
         frames = means.shape[1]
         chunks = -(-frames // self.chunk)
         fill = (0, 0, 0, chunks * self.chunk - frames)
         weighted = torch.nn.functional.pad(means * sizes.unsqueeze(-1), fill).unflatten(1, (chunks, self.chunk)).sum(2)
         tokens = torch.nn.functional.pad(sizes, fill[2:]).unflatten(1, (chunks, self.chunk)).sum(2)
-        of_chunks = weighted / tokens.clamp(min=1).unsqueeze(-1)
-        so_far = of_chunks.cumsum(1) / torch.arange(1, chunks + 1, device=means.device)[:, None]
-        return unit(so_far).repeat_interleave(self.chunk, dim=1)[:, :frames]
+        chunk_means = weighted / tokens.clamp(min=1).unsqueeze(-1)
+        running_mean = chunk_means.cumsum(1) / torch.arange(1, chunks + 1, device=means.device)[:, None]
+        return normalize(running_mean).repeat_interleave(self.chunk, dim=1)[:, :frames]

@@ -10,13 +10,13 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 
 from tokenprune.budgets import Budget
-from tokenprune.budgets.schedule import profile
-from tokenprune.kernels.clusters import nearest, peaks
-from tokenprune.kernels.coverage import alike
+from tokenprune.budgets.schedule import plan_cuts
+from tokenprune.kernels.clusters import assign_to_centres, find_density_peaks
+from tokenprune.kernels.coverage import cosine_products
 from tokenprune.kernels.match import best_match
 from tokenprune.kernels.pairs import Relation
-from tokenprune.kernels.suppress import unsuppressed
-from tokenprune.kernels.take import settle
+from tokenprune.kernels.suppress import non_maximum_suppression
+from tokenprune.kernels.take import adjust_count
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
 from tokenprune.methods.scores import rescale
@@ -25,7 +25,7 @@ from tokenprune.selection.method import Method, Pruner, Selection, Site
 from tokenprune.selection.tokens import VisualTokens
 from tokenprune.selection.videos import Videos
 
-_NEIGHBOURS = 5  # of a token that tell how dense it is there, itself among them
+_NEIGHBOURS = 5  # nearest neighbours in the density of a token, including the token
 
 
 @register(
@@ -38,33 +38,42 @@ _NEIGHBOURS = 5  # of a token that tell how dense it is there, itself among them
 )
 @dataclass(frozen=True)
 class UniPool(VideoMerger):
-    """Pool, over all frames of a video at once, what the vision tower attends to and nothing in the pool resembles;
-    cluster the rest; and merge again inside the decoder, by the question (Unified Spatiotemporal Token Compression).
+    """Pool salient and diverse tokens of a video and cluster the rest (Unified Compression).
 
-    All tokens are visited by falling attention in the vision tower, and one enters the pool if no token of the pool has
-    a cosine of `threshold` or more to it. What is not in the pool, refused or never reached, is clustered around peaks
-    of density, and a cluster becomes its mean, at its centre. Inside the decoder those stay that the text after the
-    video attends to or resembles most, and each other token joins the most similar one of these.
+    Tokens are visited by descending attention in the vision tower. A token enters the pool if its cosine to every
+    pooled token is below `threshold`. The other tokens are clustered around density peaks, and each cluster becomes its
+    mean at its centre. Inside the decoder a second cut keeps the tokens that the text after the video attends to or
+    resembles most; every other token joins the most similar kept token.
 
-    keep: tokens averaged over the decoder's layers, the second cut included.
-    threshold: cosine in [-1, 2] from which on a token is refused; above 1 none is.
-    clusters: share of the first cut's tokens that are clusters; the others are the pool.
-    inner: share of the decoder's layers before the second cut. False leaves it out: the choice then knows nothing of
-    the question, and `keep` is the first cut.
-    inner_keep: share of the tokens that the second cut keeps.
-    balance: weight in [0, 1] of the text's attention in the layer before, the most of any of its tokens; the rest is
-    that of the largest cosine to a text token's hidden state. Both are stretched from 0 to 1 over a video.
+    `keep` is the average number of tokens over the decoder's layers, including the second cut.
 
-    Source: Du et al., "Unified Spatiotemporal Token Compression for Video-LLMs at Ultra-Low Retention", by notes of
-    others.
+    Args:
+        threshold: Cosine in [-1, 2] from which a token is rejected from the pool. Above 1, no token is rejected.
+        clusters: Share of the first cut's tokens that are clusters. The others are the pool.
+        inner: Share of the decoder's layers before the second cut. False skips the second cut, so that the selection
+            does not depend on the question; `keep` is then the first cut.
+        inner_keep: Share of the tokens that the second cut keeps.
+        balance: Weight of the text's attention, in [0, 1], against the cosine to its hidden states. Both are the
+            maximum over text tokens, rescaled to [0, 1] per video.
 
-    Differs from the paper: its text was not read and no code is public, so this is a reconstruction. Ours are: the walk
-    takes one token at a time; where it ends before the pool is full, the refused ones with most attention come back;
-    densities count five neighbours; the share of clusters is rounded half up; and the text is that after the video, the
-    prompt's last token where there is none. `keep` is an average over the layers (there what enters the decoder).
+    Source:
+        Du et al., "Unified Spatiotemporal Token Compression for Video-LLMs at Ultra-Low Retention" (arXiv 2603.21957).
+        Reconstruction: the paper's text was not available and no code is public; it follows notes by others.
+
+    Differences from the paper:
+        - `keep` is an average over the layers. In the paper it counts the tokens that enter the decoder.
+        - The pool grows by one token at a time. If it cannot be filled, rejected tokens with the most attention are
+          added.
+        - Densities use five neighbours.
+        - The number of clusters is rounded half up.
+        - The text is the text after the video, or the prompt's last token if there is none.
+
+    Example:
+        >>> model, _ = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, UniPool(inner=False), keep=0.25)
     """
 
-    asks_device: ClassVar[bool] = True  # where the table of all pairs does not fit
+    syncs_device: ClassVar[bool] = True  # if the table of all pairs does not fit into memory
     query_free: ClassVar[Mapping[str, Any]] = {"inner": False}
 
     threshold: Annotated[float, Ge(-1), Le(2)] = 0.7
@@ -81,29 +90,33 @@ class UniPool(VideoMerger):
         first = dataclasses.replace(self, inner=False)
         if self.inner is False:
             return [(first, budget)]
-        early, late = profile(layers, ((0, 1.0), (float(self.inner), self.inner_keep)), budget)
+        early, late = plan_cuts(layers, ((0, 1.0), (float(self.inner), self.inner_keep)), budget)
         return [(first, early.budget), (_InnerUniPool(late.layer, self.balance), late.budget)]
 
     def merge(self, videos: Videos) -> tuple[torch.Tensor, None]:
-        x, mask, attention = (one.flatten(1, 2) for one in (videos.x, videos.mask, get_tower_attention(videos)))
-        numbers = [int(self.clusters * keep + 0.5) for keep in videos.keep]
-        clusters = to_device(numbers, mask.device)
+        x, mask, attention = (
+            tensor.flatten(1, 2) for tensor in (videos.hidden, videos.mask, get_tower_attention(videos))
+        )
+        num_clusters = [int(self.clusters * keep + 0.5) for keep in videos.keep]
+        clusters = to_device(num_clusters, mask.device)
 
-        near = Relation(alike(x, mask), lambda cosine: cosine >= self.threshold)
-        pool = settle(unsuppressed(near, attention, mask), attention, mask, videos.budget - clusters)
+        is_near = Relation(cosine_products(x, mask), lambda cosine: cosine >= self.threshold)
+        pool = non_maximum_suppression(is_near, attention, mask)
+        pool = adjust_count(pool, attention, mask, videos.budget - clusters)
 
-        rest, most = mask & ~pool, max(1, *numbers)
-        into = nearest(x, rest, peaks(x, rest, clusters, most, _NEIGHBOURS, capped=False), most)
-        into = into.view_as(videos.mask)
-        return torch.where(pool.view_as(into), flat_indices(into), into), None
+        rest, max_clusters = mask & ~pool, max(1, *num_clusters)
+        centres = find_density_peaks(x, rest, clusters, max_clusters, _NEIGHBOURS, capped=False)
+        target = assign_to_centres(x, rest, centres, max_clusters).view_as(videos.mask)
+        return torch.where(pool.view_as(target), flat_indices(target), target), None
 
 
 @dataclass(frozen=True)
 class _InnerUniPool(Pruner):
-    """The second cut: keep what some text token attends to or resembles, and merge every other token into the most
-    similar one of these.
+    """Second cut: keep tokens that the text attends to or resembles, and merge the others into them.
 
-    layer: where it cuts. balance: see `UniPool`.
+    Args:
+        layer: Decoder layer of the cut.
+        balance: See `UniPool`.
     """
 
     layer: int
@@ -119,9 +132,9 @@ class _InnerUniPool(Pruner):
         text = tokens.text
         attention, cosine = tokens.last_row_attention.mean(1), torch.zeros_like(tokens.mask, dtype=torch.float32)
         if text.mask.shape[1]:
-            some = text.mask.any(1, keepdim=True)
-            attention = torch.where(some, tokens.text_sum_and_max[:, 1], attention)
-            cosine = torch.where(some, best_match(tokens.hidden, text.hidden, text.mask)[0], cosine)
+            has_text = text.mask.any(1, keepdim=True)
+            attention = torch.where(has_text, tokens.text_sum_and_max[:, 1], attention)
+            cosine = torch.where(has_text, best_match(tokens.hidden, text.hidden, text.mask)[0], cosine)
         score = self.balance * rescale(attention.nan_to_num(nan=0.0), tokens.mask)
         score = score + (1 - self.balance) * rescale(cosine, tokens.mask)
         return merge_dropped(Selection.top(score, tokens), tokens)

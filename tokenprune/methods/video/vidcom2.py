@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenprune.kernels.pairs import unit
-from tokenprune.kernels.take import settle
-from tokenprune.kernels.temporal import frame_means, likeness, quiet_channels
+from tokenprune.kernels.pairs import normalize
+from tokenprune.kernels.take import adjust_count
+from tokenprune.kernels.temporal import frame_means, gaussian_similarity, select_stable_channels
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
 from tokenprune.selection.sites.video import VideoPruner
@@ -19,33 +19,39 @@ _TEMPERATURE = 0.01
 @register("vidcom2", site=Site.PRE_LLM, needs=("frames",), paper="arXiv 2505.14454, EMNLP 2025")
 @dataclass(frozen=True)
 class VidCom2(VideoPruner):
-    """Keep the tokens of a video that are least like their frame and like the whole video, more of a frame apart
-    (VidCom2).
+    """Keep the tokens that differ most from their frame and the video (VidCom2).
 
-    All is compared on the half of the channels that varies least over the video. A frame whose tokens are unlike the
-    video's mean gets up to twice its share, the others a little less; within a frame those tokens stay that are least
-    like the mean of the frame and that of the video. A video of one frame is chosen from in the same way.
+    Distances use the half of the channels with the lowest variance over the video. A frame that differs from the
+    video's mean gets up to twice its share of the budget, and the others slightly less. Within a frame, the score of a
+    token is its difference from the mean of the frame and from the mean of the video. Videos of one frame use the same
+    rule.
 
-    Source: Liu et al., "Video Compression Commander: Plug-and-Play Inference Acceleration for Video Large Language
-    Models", section on the method; the authors' code for what it leaves open (channels, bandwidths, temperature).
+    Source:
+        Liu et al., "Video Compression Commander: Plug-and-Play Inference Acceleration for Video Large Language Models"
+        (arXiv 2505.14454), section on the method, and the authors' code for channels, bandwidths and temperature.
 
-    Differs from the paper: the number of tokens is exact: what the rounded shares of frames are too many or too few by
-    goes, or comes back, by the same score over the whole video, as in vLLM; tokens keep their positions of the full
-    prompt.
+    Differences from the paper:
+        - The number of tokens is exact. The rounding error of the frames' shares is corrected by the same score over
+          the whole video, as in vLLM.
+        - Tokens keep their positions in the full prompt.
+
+    Example:
+        >>> model, _ = tokenprune.demo_model("demo_qwen")
+        >>> model = tokenprune.patch(model, VidCom2(), keep=0.25)
     """
 
     def choose(self, videos: Videos) -> torch.Tensor:
         mask = videos.mask
-        x = unit(quiet_channels(videos.x, mask, mask))
+        x = normalize(select_stable_channels(videos.hidden, mask, mask))
         counts = mask.sum((1, 2))
-        of_video = likeness(x, x.sum((1, 2))[:, None, None] / counts[:, None, None, None])
-        score = of_video + likeness(x, frame_means(x, mask).unsqueeze(2))
+        video_similarity = gaussian_similarity(x, x.sum((1, 2))[:, None, None] / counts[:, None, None, None])
+        score = video_similarity + gaussian_similarity(x, frame_means(x, mask).unsqueeze(2))
 
-        sizes, real = videos.sizes, videos.sizes > 0
-        apart = -of_video.masked_fill(~mask, 0).sum(2) / sizes.clamp(min=1)
-        # In float64: the softmax is so sharp that a share in float32 would reach the half at which it is rounded.
-        share = (apart.double().masked_fill(~real, -torch.inf) / _TEMPERATURE).softmax(1)
-        share = (videos.budget.double() / counts)[:, None] * (1 + share - 1 / videos.number.float()[:, None])
-        numbers = (share.clamp(max=1) * sizes).round().long().clamp(min=1) * real
-        keep = videos.top_of_frames(-score, numbers)
-        return settle(keep.flatten(1), -score.flatten(1), mask.flatten(1), videos.budget).view_as(mask)
+        sizes, is_valid = videos.sizes, videos.sizes > 0
+        difference = -video_similarity.masked_fill(~mask, 0).sum(2) / sizes.clamp(min=1)
+        # Use float64: the softmax is so sharp that float32 shares could round to the wrong count.
+        share = (difference.double().masked_fill(~is_valid, -torch.inf) / _TEMPERATURE).softmax(1)
+        share = (videos.budget.double() / counts)[:, None] * (1 + share - 1 / videos.num_frames.float()[:, None])
+        num_kept = (share.clamp(max=1) * sizes).round().long().clamp(min=1) * is_valid
+        keep = videos.top_per_frame(-score, num_kept)
+        return adjust_count(keep.flatten(1), -score.flatten(1), mask.flatten(1), videos.budget).view_as(mask)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of families: one row for each model type, read by both engines, closed forms, commands and pages.
+"""The table of families: one row per model type, used by both engines, cost models, commands and pages.
 
-A row with `since` has a tiny model in the test suite, on which cutting computes what masking computes. Other
-model types of transformers are tried with the common contract, unless `refused.py` names them.
+Rows with `since` have a tiny model in the test suite, where dropping tokens equals masking tokens. Other model types of
+transformers use the common contract, unless `refused.py` lists them. `row.py` describes the fields.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from functools import partial
 from typing import Any
 
-from tokenprune.models.families.row import TOKENS_OF_LAYERS, Family, Vllm
+from tokenprune.models.families.row import LAYER_TOKENS, Family, Vllm
 
 
 def _shuffled(config: Any) -> int:
@@ -35,29 +35,29 @@ def _kernel(config: Any) -> int:
     return config.vision_config.merge_kernel_size[0]
 
 
-_FRAMES = "frames of a video carry the id of images; a batch holds images or videos, not both"
-_DEEPSTACK = "deepstack features are cut and merged with the tokens"
-_BOTH_WAYS = "kept tokens of an image go on seeing each other both ways"
-_STATE = "layers with a state build it from the kept tokens alone; scores come from a layer that attends"
-_SHARED = "the last layers attend to keys of earlier ones: the last cut is made at the input of those"
-_VOCABULARY = "images are ids of the vocabulary: tokens that look alike are equal"
+_FRAMES = "video frames use the image placeholder id; a batch contains images or videos, not both"
+_DEEPSTACK = "deepstack features are dropped and merged with the tokens"
+_BOTH_WAYS = "kept tokens of an image keep bidirectional attention"
+_STATE = "stateful layers see only the kept tokens; scores come from an attention layer"
+_SHARED = "the last layers share keys with earlier layers; the last cut is before the shared layers"
+_VOCABULARY = "images are vocabulary ids, so similar tokens are equal"
 
-# What one budget is for in vLLM.
+# Tokens that share one budget in vLLM.
 _WITH_TILES = "an image with its tiles"
 _OR_VIDEO = "an image; a video"
 
-# Several families of one make; a row adds what is its own.
+# Common fields of related families.
 _llava = partial(Family, merges=True)
 _tiles = partial(_llava, patches="tiles", resizing=None)
 _idefics = partial(
     _tiles,
-    note="tiles of an image share its budget; where the prompt comes as embeddings, each counts as an image",
+    note="tiles of an image share its budget; with `inputs_embeds`, each tile counts as an image",
     square="runs",
     features_per_image=False,
     unit_side=_scaled,
     decoder_names=("text_model",),
 )
-_packs = partial(Family, tower_rows="all images", videos="frames")  # a tower of the Qwen-VL make
+_packs = partial(Family, tower_rows="all images", videos="frames")  # towers like that in Qwen-VL
 _qwen = partial(_packs, patches="runs", merges=True)
 _retrieves = partial(Family, note="rows of dropped tokens are zeros; see retrieval.md", vectors=True)
 _mrope = partial(Vllm, budget=_OR_VIDEO, mrope=True)
@@ -66,7 +66,7 @@ _stateful = partial(Family, note=_STATE, stateful=True, static_cache=False)
 _qwen3_5 = partial(_qwen, note=_STATE, since="5.13", stateful=True, static_cache=False)
 _queries = partial(
     Family,
-    note="with OPT or Vicuna, not with T5; queries of a Q-Former: no grid",
+    note="with OPT or Vicuna, not with T5; Q-Former queries without a grid",
     resizing=None,
     decoder_names=("language_model.model",),
 )
@@ -75,11 +75,11 @@ _shares_keys = partial(
     resizing=None,
     static_cache=False,
     entry_tokens={"per_layer_inputs": 1},
-    layer_tokens={**TOKENS_OF_LAYERS, 1: 1},  # per_layer_input
+    layer_tokens={**LAYER_TOKENS, 1: 1},  # per_layer_input
 )
 _with_audio = partial(Vllm, budget="an image; a frame of a video", per_run=True, audio=True)
 
-# The families on which every method is tested.
+# The test suite runs every method on these families.
 _EVERY_METHOD = (
     _llava(
         "llava",
@@ -139,16 +139,16 @@ _EVERY_METHOD = (
 
 # Families of the common contract.
 _PLAIN = (
-    Family("aria", "queries of a resampler: no grid", vllm=Vllm("AriaForConditionalGeneration", "Aria")),
+    Family("aria", "resampler queries without a grid", vllm=Vllm("AriaForConditionalGeneration", "Aria")),
     Family("aya_vision", unit_side=_downsampled, merges=True),
     Family("cohere2_vision", unit_side=_downsampled, merges=True),
-    Family("deepseek_ocr2", "crops, whole image and separator make one run; queries: no grid", since="5.10"),
+    Family("deepseek_ocr2", "crops, full image and separator form one run; queries without a grid", since="5.10"),
     Family("deepseek_vl", square="always"),
     Family("deepseek_vl_hybrid", square="always"),
     Family("fast_vlm", square="always"),
     Family(
         "fuyu",
-        "no vision tower; ids at the ends of rows are text and stay",
+        "no vision tower; row separators are text and are kept",
         step_within_image=2,
         norm_name="final_layernorm",
     ),
@@ -158,15 +158,15 @@ _PLAIN = (
     _packs("glm_ocr", _FRAMES, since="5.1"),
     _packs("glmga", _FRAMES, since="5.10"),
     Family("got_ocr2", square="tile"),
-    Family("hunyuan_vl", "features for begin, end and ends of rows may go like any other", since="5.13"),
+    Family("hunyuan_vl", "begin, end and row separator features can be dropped too", since="5.13"),
     Family(
         "idefics2",
-        "queries of a resampler: no grid",
+        "resampler queries without a grid",
         features_per_image=False,
         resizing=None,
         decoder_names=("text_model",),
     ),
-    Family("janus", "reading images, not drawing them", square="always"),
+    Family("janus", "image understanding, not image generation", square="always"),
     Family("lighton_ocr"),
     Family(
         "llava_next_video",
@@ -176,22 +176,22 @@ _PLAIN = (
         vllm=Vllm(
             "LlavaNextVideoForConditionalGeneration",
             "LLaVA-NeXT-Video",
-            "a video; vLLM takes no images with it",
+            "a video; vLLM supports no images for this model",
             nested=True,
         ),
     ),
     Family(
         "mistral3",
-        "ids at the ends of rows are text and stay",
+        "row separators are text and are kept",
         patches="sized",
         vllm=Vllm("Mistral3ForConditionalGeneration", "Mistral 3", in_llm=True),
     ),
-    Family("molmo2", f"the whole view and its crops are one image: no grid; {_FRAMES}", since="5.24", videos="whole"),
-    Family("ovis2", "each tile counts as an image; indicator ids are text and stay", square="always"),
+    Family("molmo2", f"full view and crops form one image without a grid; {_FRAMES}", since="5.24", videos="whole"),
+    Family("ovis2", "each tile counts as an image; indicator ids are text and are kept", square="always"),
     Family("paddleocr_vl", videos="whole"),
     Family(
         "paligemma",
-        "kept tokens of the prefix go on seeing each other both ways",
+        "kept tokens of the prefix keep bidirectional attention",
         square="always",
         patches="tiles",
         merges=True,
@@ -204,23 +204,23 @@ _PLAIN = (
     Family("qianfan_ocr", since="5.6", square="tile", unit_side=_shuffled, merges=True),
     _packs(
         "qwen2_5_omni_thinker",
-        "audio stays; for the whole model, patch its `thinker`",
+        "audio tokens are kept; patch the `thinker` of the full model",
         since="5.6",
         decoder_names=("language_model", "model"),
     ),
     _qwen("qwen3_vl_moe", _DEEPSTACK, vllm=_mrope("Qwen3VLMoeForConditionalGeneration", "Qwen3-VL with experts")),
     Family("shieldgemma2", _BOTH_WAYS, square="always"),
-    # Each frame counts as an image, with as many tokens as moved.
+    # Each frame counts as an image. Its number of tokens depends on the motion.
     Family(
         "video_llama_3",
-        "each frame of a video counts as an image; what did not move is gone already: no grid",
+        "each video frame counts as an image; the model drops static patches itself, so a grid is missing",
         videos="whole",
     ),
     Family("video_llava", videos="frames", square="always"),
     Family("vipllava", square="always"),
 )
 
-# Families that hand their decoder more than the common contract.
+# Families that pass more arguments to the decoder than the common contract.
 _SPECIAL = (
     _qwen3_5("qwen3_5", vllm=_mrope("Qwen3_5ForConditionalGeneration", "Qwen3.5")),
     _qwen3_5("qwen3_5_moe", vllm=_mrope("Qwen3_5MoeForConditionalGeneration", "Qwen3.5 with experts")),
@@ -234,14 +234,14 @@ _SPECIAL = (
     _shares_keys(
         "gemma3n",
         _SHARED,
-        layer_tokens={**TOKENS_OF_LAYERS, 1: -2, 2: 1},  # position_embeddings, per_layer_input
+        layer_tokens={**LAYER_TOKENS, 1: -2, 2: 1},  # position_embeddings, per_layer_input
         vllm=_with_audio("Gemma3nForConditionalGeneration", "Gemma 3n"),
     ),
     _shares_keys("gemma4_unified", since="5.10", videos="whole"),
     Family(
         "llama4",
-        "each tile counts as an image; windows and chunks are measured in the full prompt; transformers 5.24 "
-        "itself fails on it",
+        "each tile counts as an image; windows and chunks use positions of the full prompt; fails in unpatched "
+        "transformers 5.24",
         square="always",
         features_per_image=False,
         resizing=None,
@@ -263,11 +263,11 @@ _SPECIAL = (
         "ernie4_5_vl_moe",
         videos="frames",
         entry_tokens={"moe_mm_token_type_ids": 1},
-        layer_tokens={**TOKENS_OF_LAYERS, "moe_mm_token_type_ids": 1},
+        layer_tokens={**LAYER_TOKENS, "moe_mm_token_type_ids": 1},
     ),
     Family(
         "granite4_vision",
-        "features of several depths are cut and merged with the tokens",
+        "features of several depths are dropped and merged with the tokens",
         since="5.8",
         features_per_image=False,
     ),
@@ -278,7 +278,7 @@ _SPECIAL = (
     Family("chameleon", _VOCABULARY, square="always", resizing=None, decoder_names=("model",)),
     Family("muse_glimmer", since="5.15", videos="frames"),
     Family("muse_spark", since="5.20", videos="frames"),
-    Family("step3p7", "crops come before the whole view in one run: no grid", since="5.16"),
+    Family("step3p7", "crops and full view share a run without a grid", since="5.16"),
     _stateful("minicpm_ocr", since="5.21"),
     _stateful("minicpmv4_6", since="5.13", videos="whole"),
     _stateful("minicpmv4_7", since="5.18", videos="whole"),
@@ -298,7 +298,7 @@ _SPECIAL = (
     _queries("instructblipvideo", videos="whole"),
 )
 
-# Families that vLLM alone has.
+# Families that only vLLM supports.
 _OF_VLLM = (
     Family(
         "internvl_chat",
@@ -308,7 +308,7 @@ _OF_VLLM = (
         unit_side=_shuffled,
         merges=True,
         vllm=Vllm(
-            "InternVLChatModel", "InternVL in its authors' format", f"{_WITH_TILES}; a frame of a video", per_run=True
+            "InternVLChatModel", "InternVL in the original format", f"{_WITH_TILES}; a frame of a video", per_run=True
         ),
     ),
     Family(
@@ -320,7 +320,7 @@ _OF_VLLM = (
     ),
 )
 
-# Model types of decoders that read positions in RoPE alone, and in every layer.
+# Decoder types that use positions only in RoPE, in every layer.
 ROPE_DECODERS = ("aria_text", "gemma", "llama", "mistral", "qwen2", "qwen3")
 
 FAMILIES: dict[str, Family] = {row.name: row for row in (*_EVERY_METHOD, *_PLAIN, *_SPECIAL, *_OF_VLLM)}

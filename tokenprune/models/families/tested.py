@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the test suite that run on each model type: facts for pages, commands and the check of sessions."""
+"""Parts of the test suite that run on each model type, for pages, commands and session checks."""
 
 from __future__ import annotations
 
 from tokenprune.models.families.row import Family
 
-# Model types on which every method is tested.
+# The test suite runs every method on these model types.
 EVERY_METHOD = frozenset(
     "gemma3 idefics3 internvl llava llava_next llava_onevision qwen2_5_vl qwen2_vl qwen3_vl smolvlm".split()
 )
-# Model types on which sessions are tested, also with sliding windows in some layers.
+# The test suite runs sessions on these model types, the second set also with sliding windows.
 SESSIONS = EVERY_METHOD - {"idefics3", "smolvlm"}
 SESSIONS_IN_WINDOWS = frozenset({"gemma3"})
 
 
 def list_tested_sites(row: Family) -> tuple[str, ...]:
-    """Return the names of the sites at which methods are tested, in the order in which data meets them."""
+    """Return the names of the sites with tested methods, in processing order."""
     every_method = row.name in EVERY_METHOD
     tested = {
         "PRE_ENCODER": every_method,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of vision towers: one row for each tower, by the model type of its config."""
+"""The table of vision towers: one row per tower."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TowerRow:
-    """A vision tower of transformers, of which vLLM has the same.
+    """A vision tower, in transformers and vLLM.
 
-    name: the model type of its config. block: the class of its blocks, whose attention is read.
-    class_tokens: how many stand before the patches. gated: its MLPs are, though their activation does not say so.
-    merging: its class, by which methods know what they were calibrated for; None where patches are not merged.
+    Args:
+        name: Model type of the tower's config.
+        block: Class name of the blocks, whose attention is read.
+        class_tokens: Number of class tokens before the patches.
+        merging: Class name of the tower, which calibrations are stored for. None if patches are not merged.
+        gated: The MLPs are gated, although the activation does not show it.
     """
 
     name: str
@@ -28,7 +31,9 @@ TOWERS = {
     for tower in (
         TowerRow("clip_vision_model", "CLIPEncoderLayer", 1, "CLIPVisionModel"),
         TowerRow("internvl_vision", "InternVLVisionLayer", 1, "InternVLVisionModel"),
-        TowerRow("intern_vit_6b", "InternVisionEncoderLayer", 1, "InternVLVisionModel"),  # as its authors name it
+        TowerRow(
+            "intern_vit_6b", "InternVisionEncoderLayer", 1, "InternVLVisionModel"
+        ),  # the name in the original format
         TowerRow("siglip_vision_model", "SiglipEncoderLayer", merging="SiglipVisionModel"),
         TowerRow("idefics3_vision", "Idefics3EncoderLayer", merging="Idefics3VisionTransformer"),
         TowerRow("smolvlm_vision", "SmolVLMEncoderLayer", merging="SmolVLMVisionTransformer"),
@@ -40,17 +45,17 @@ TOWERS = {
         TowerRow("qwen3_5_moe_vision", "Qwen3_5MoeVisionBlock", merging="Qwen3_5MoeVisionModel"),
         TowerRow("glm4v_vision", "Glm4vVisionBlock"),
         TowerRow("glm4v_moe_vision", "Glm4vMoeVisionBlock"),
-        TowerRow("moonvit", "MoonVitEncoderLayer"),  # vLLM's class of the config
+        TowerRow("moonvit", "MoonVitEncoderLayer"),  # config class of vLLM
         TowerRow("pixtral", "PixtralAttentionLayer", gated=True),
     )
 }
 
 
-def tower_kind(config: Any) -> str | None:
-    """Return the model type of the vision tower of a model's config, by its class: checkpoints may say another."""
+def get_tower_type(config: Any) -> str | None:
+    """Return the model type of the vision tower by the class of its config. Checkpoints may contain another type."""
     return getattr(type(getattr(config, "vision_config", None)), "model_type", None)
 
 
-def tower_of(config: Any) -> TowerRow | None:
-    """Return the vision tower of a model's config, None for one that is not known."""
-    return TOWERS.get(tower_kind(config) or "")
+def get_tower(config: Any) -> TowerRow | None:
+    """Return the row of a model's vision tower, or None if it is unknown."""
+    return TOWERS.get(get_tower_type(config) or "")

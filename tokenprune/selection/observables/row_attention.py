@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tokenprune.kernels.drawn import normal, uniform
-from tokenprune.kernels.masses import evenly
+from tokenprune.kernels.host_random import normal, uniform
+from tokenprune.kernels.masses import uniform_weights
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.observable import AttentionToTokens, Backend, Observable, ObservedAt
 from tokenprune.selection.observable_registry import register_observable
-from tokenprune.selection.segments import SeenAttention, Segments, Sizes
+from tokenprune.selection.segments import ObservedAttention, Segments, Sizes
 from tokenprune.selection.source import TokenSource
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class LastRowAttention(AttentionToTokens):
     where = ObservedAt.LAYER_BEFORE
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 
-    def columns(self, source: TokenSource) -> Tensor:
+    def read_columns(self, source: TokenSource) -> Tensor:
         return source.last_row[:, :, -source.width :]
 
 
@@ -41,8 +41,8 @@ class ReceivedAttention(AttentionToTokens):
     all_rows = True
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 
-    def columns(self, source: TokenSource) -> Tensor:
-        return source.before.received(source.real())
+    def read_columns(self, source: TokenSource) -> Tensor:
+        return source.attention_before.column_means(source.get_token_mask())
 
 
 @register_observable("next_row_attention")
@@ -52,8 +52,8 @@ class NextRowAttention(AttentionToTokens):
 
     where = ObservedAt.NEXT_LAYER
 
-    def columns(self, source: TokenSource) -> Tensor:
-        return source.after.rows(source.last_slot())[:, :, 0, -source.width :]
+    def read_columns(self, source: TokenSource) -> Tensor:
+        return source.attention_after.rows(source.get_last_slot())[:, :, 0, -source.width :]
 
 
 @register_observable("unrotated_last_row")
@@ -65,8 +65,8 @@ class UnrotatedLastRow(AttentionToTokens):
     where = ObservedAt.UNROTATED
     rotary = True
 
-    def columns(self, source: TokenSource) -> Tensor:
-        return source.unrotated.rows(source.last_slot())[:, :, 0, -source.width :]
+    def read_columns(self, source: TokenSource) -> Tensor:
+        return source.unrotated_attention.rows(source.get_last_slot())[:, :, 0, -source.width :]
 
 
 @register_observable("last_row_output")
@@ -78,9 +78,9 @@ class LastRowOutput(Observable):
     axes = "SHD"
     whole = True
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         attention = source.last_row
-        values = source.before.value_heads(attention.shape[2]).float()
+        values = source.attention_before.value_heads(attention.shape[2]).float()
         made = torch.einsum("bhgk,bkhd->bhgd", attention.unflatten(1, (values.shape[2], -1)), values)
         return made.flatten(1, 2)[segments.row_index.squeeze(1)]
 
@@ -98,17 +98,17 @@ class MeanQueryAttention(Observable):
     axes = "SHN"
     rotary = True
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        seen, real = source.unrotated, source.real()
-        slots, device = source.slots(segments.position, segments), real.device
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        seen, real = source.unrotated_attention, source.get_token_mask()
+        slots, device = source.find_slots(segments.position, segments), real.device
         last = slots.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
         own = real[segments.row_index.squeeze(1)] & (torch.arange(source.width, device=device) <= last)
         # Segments of a row ask for their rows side by side.
         row, place = to_device(segments.row, device), to_device(segments.ordinal, device)
         among = own.new_zeros(len(real), max(segments.ordinal) + 1, source.width).index_put((row, place), own)
-        mean = (evenly(among).unsqueeze(1) @ seen.query[:, :, -source.width :].float()).to(seen.key.dtype)
+        mean = (uniform_weights(among).unsqueeze(1) @ seen.query[:, :, -source.width :].float()).to(seen.key.dtype)
         # Engines give dataclasses.
-        asking: SeenAttention = replace(cast(Any, seen), query=mean, mask=among.unsqueeze(1))
+        asking: ObservedAttention = replace(cast(Any, seen), query=mean, mask=among.unsqueeze(1))
         index = torch.arange(among.shape[1], device=device).expand(len(real), -1)
         rows = asking.rows(index).transpose(1, 2)[row, place]
         found = rows.gather(2, slots[:, None].expand(-1, rows.shape[1], -1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenprune.kernels.drawn import normal, uniform
+from tokenprune.kernels.host_random import normal, uniform
 from tokenprune.selection.observable import Backend, Observable, ObservedAt, PerToken
 from tokenprune.selection.observable_registry import register_observable
 from tokenprune.selection.segments import Segments, Sizes, TextView
@@ -23,7 +23,7 @@ class Hidden(PerToken):
     where = ObservedAt.CUT
     backends = frozenset(Backend)
 
-    def values(self, source: TokenSource) -> Tensor:
+    def read_values(self, source: TokenSource) -> Tensor:
         return source.hidden
 
 
@@ -34,10 +34,10 @@ class Normed(Observable):
     where = ObservedAt.CUT
     backends = frozenset(Backend)
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        return source.final_norm(Hidden().of_visual(source, segments))
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        return source.final_norm(Hidden().compute_visual(source, segments))
 
-    def of_text(self, source: TokenSource, text: TextView) -> Tensor:
+    def compute_text(self, source: TokenSource, text: TextView) -> Tensor:
         return source.final_norm(text.hidden)
 
 
@@ -48,7 +48,7 @@ class PreviousHidden(PerToken):
     where = ObservedAt.INPUT_BEFORE
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 
-    def values(self, source: TokenSource) -> Tensor:
+    def read_values(self, source: TokenSource) -> Tensor:
         return source.input_before.hidden
 
 
@@ -59,11 +59,11 @@ class Embeddings(Observable):
     where = ObservedAt.ENTRY
     backends = frozenset({Backend.HF, Backend.VLLM})
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        return source.entered(segments.position, segments)
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        return source.get_embeddings(segments.position, segments)
 
-    def of_text(self, source: TokenSource, text: TextView) -> Tensor:
-        return source.entered(text.position, text.segments)
+    def compute_text(self, source: TokenSource, text: TextView) -> Tensor:
+        return source.get_embeddings(text.position, text.segments)
 
     def text_example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return normal(sizes.segments, sizes.text, sizes.width, generator=generator)
@@ -77,11 +77,11 @@ class Keys(PerToken):
     absolute = True
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 
-    def values(self, source: TokenSource) -> Tensor:
-        return source.before.keys(source.width)
+    def read_values(self, source: TokenSource) -> Tensor:
+        return source.attention_before.keys(source.width)
 
 
-class ByHead(PerToken):
+class PerHead(PerToken):
     """Base of what each token has one of for each head of the layer before the cut."""
 
     where = ObservedAt.LAYER_BEFORE
@@ -95,24 +95,24 @@ class ByHead(PerToken):
 
 
 @register_observable("query_heads")
-class QueryHeads(ByHead):
+class QueryHeads(PerHead):
     """`[S, N, H, Dh]`: queries of the layer before the cut, after rotary embedding, head by head."""
 
     absolute = True
 
-    def values(self, source: TokenSource) -> Tensor:
-        return source.before.query_heads(source.width)
+    def read_values(self, source: TokenSource) -> Tensor:
+        return source.attention_before.query_heads(source.width)
 
 
 @register_observable("key_heads")
-class KeyHeads(ByHead):
+class KeyHeads(PerHead):
     """`[S, N, Hkv, Dh]`: keys of the layer before the cut, after rotary embedding, head by head; those of `keys`
     otherwise."""
 
     absolute = True
 
-    def values(self, source: TokenSource) -> Tensor:
-        return source.before.keys(source.width).unflatten(-1, (-1, source.before.key.shape[-1]))
+    def read_values(self, source: TokenSource) -> Tensor:
+        return source.attention_before.keys(source.width).unflatten(-1, (-1, source.attention_before.key.shape[-1]))
 
 
 @register_observable("values")
@@ -122,16 +122,16 @@ class Values(PerToken):
     where = ObservedAt.LAYER_BEFORE
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
 
-    def values(self, source: TokenSource) -> Tensor:
-        return source.before.values(source.width)
+    def read_values(self, source: TokenSource) -> Tensor:
+        return source.attention_before.values(source.width)
 
 
 @register_observable("value_heads")
-class ValueHeads(ByHead):
+class ValueHeads(PerHead):
     """`[S, N, Hkv, Dv]`: values of the layer before the cut, head by head; those of `values` otherwise."""
 
-    def values(self, source: TokenSource) -> Tensor:
-        return source.before.value_heads(source.width)
+    def read_values(self, source: TokenSource) -> Tensor:
+        return source.attention_before.value_heads(source.width)
 
 
 @register_observable("rotation")
@@ -142,17 +142,17 @@ class Rotation(Observable):
     where = ObservedAt.INPUT_BEFORE
     rotary = absolute = True
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> tuple[Tensor, Tensor]:
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> tuple[Tensor, Tensor]:
         return self._at(source, segments.position, segments)
 
-    def of_text(self, source: TokenSource, text: TextView) -> tuple[Tensor, Tensor]:
+    def compute_text(self, source: TokenSource, text: TextView) -> tuple[Tensor, Tensor]:
         return self._at(source, text.position, text.segments)
 
     @staticmethod
     def _at(source: TokenSource, position: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         assert source.input_before.rotation is not None  # `rotary`: engines refuse decoders without
         cos, sin = source.input_before.rotation
-        return source.at(cos, position, segments), source.at(sin, position, segments)
+        return source.gather(cos, position, segments), source.gather(sin, position, segments)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         angles = uniform(sizes.segments, sizes.tokens, sizes.width // sizes.heads, generator=generator)

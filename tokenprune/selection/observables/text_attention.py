@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenprune.kernels.drawn import uniform
-from tokenprune.selection.observable import AttentionOfText, Backend, Observable, ObservedAt, add_up
+from tokenprune.kernels.host_random import uniform
+from tokenprune.selection.observable import AttentionFromText, Backend, Observable, ObservedAt, add_up
 from tokenprune.selection.observable_registry import register_observable
-from tokenprune.selection.segments import SeenAttention, Segments, Sizes
+from tokenprune.selection.segments import ObservedAttention, Segments, Sizes
 from tokenprune.selection.source import TokenSource
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @register_observable("text_attention")
-class TextAttention(AttentionOfText):
+class TextAttention(AttentionFromText):
     """float32 `[S, H, M, N]`: softmax attention of each text token after an image to each visual token, in the layer
     before the cut; 0 at padding. `tokens.text.attention`, `[S, H, M, M]`, is that to each text token, and
     `tokens.attention_from(weights)`, `[S, H, N]`, the weighted sum over the text, which never holds all rows."""
@@ -28,40 +28,40 @@ class TextAttention(AttentionOfText):
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
     text_name = "attention"
 
-    def observed(self, source: TokenSource) -> SeenAttention:
-        return source.before
+    def get_attention(self, source: TokenSource) -> ObservedAttention:
+        return source.attention_before
 
 
 @register_observable("next_text_attention")
-class NextTextAttention(AttentionOfText):
+class NextTextAttention(AttentionFromText):
     """float32 `[S, H, M, N]`: the same as `text_attention` in the layer after the cut, by that layer's own
     projections, if nothing was cut; `tokens.text.next_attention` is that to the text."""
 
     where = ObservedAt.NEXT_LAYER
     text_name = "next_attention"
 
-    def observed(self, source: TokenSource) -> SeenAttention:
-        return source.after
+    def get_attention(self, source: TokenSource) -> ObservedAttention:
+        return source.attention_after
 
 
 @register_observable("head_maxima")
-class HeadMaxima(AttentionOfText):
+class HeadMaxima(AttentionFromText):
     """float32 `[S, 2, N]`: attention that each visual token gets in the layer before the cut, of each row the most of
     any head: the mean over the rows of the image's tokens, and that over the text after it, 0 where there is none."""
 
     where = ObservedAt.LAYER_BEFORE
     axes = "SRN"
     all_rows = True
-    of_text = Observable.of_text  # of visual tokens alone
+    compute_text = Observable.compute_text  # of visual tokens alone
 
-    def observed(self, source: TokenSource) -> SeenAttention:
-        return source.before
+    def get_attention(self, source: TokenSource) -> ObservedAttention:
+        return source.attention_before
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         own = self._mean(self._rows(source, segments, segments.position), segments.mask)
-        position, mask = source.text_after(segments)
+        position, mask = source.find_text_after(segments)
         by_text = self._mean(self._text_rows(source, segments, position, segments.position), mask)
-        found = torch.stack([own.gather(1, source.slots(segments.position, segments)), by_text], dim=1)
+        found = torch.stack([own.gather(1, source.find_slots(segments.position, segments)), by_text], dim=1)
         return found.masked_fill(~segments.mask[:, None], 0)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
@@ -78,19 +78,19 @@ class HeadMaxima(AttentionOfText):
 
 
 @register_observable("text_sum_and_max")
-class TextSumAndMax(AttentionOfText):
+class TextSumAndMax(AttentionFromText):
     """float32 `[S, 2, N]`: attention that each visual token gets from the text after its image in the layer before the
     cut, mean over heads: the sum over the text's tokens, and the most of any; 0 where no text is after."""
 
     where = ObservedAt.LAYER_BEFORE
     axes = "SRN"
-    of_text = Observable.of_text  # of visual tokens alone
+    compute_text = Observable.compute_text  # of visual tokens alone
 
-    def observed(self, source: TokenSource) -> SeenAttention:
-        return source.before
+    def get_attention(self, source: TokenSource) -> ObservedAttention:
+        return source.attention_before
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        position, mask = source.text_after(segments)
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        position, mask = source.find_text_after(segments)
         total: Tensor | None = None
         most: Tensor | None = None
         for rows, part in self._text_rows(source, segments, position, segments.position):
@@ -119,10 +119,10 @@ class FirstLayerScores(Observable):
     axes = "SHN"
     whole = True
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        position, mask = source.text_after(segments)
-        query = projected(source.first_layer, "q", source.entered(position, segments))
-        key = projected(source.first_layer, "k", source.entered(segments.position, segments))
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        position, mask = source.find_text_after(segments)
+        query = projected(source.first_layer, "q", source.get_embeddings(position, segments))
+        key = projected(source.first_layer, "k", source.get_embeddings(segments.position, segments))
         mean = query.masked_fill(~mask[..., None, None], 0).sum(1) / mask.sum(1).clamp(min=1)[:, None, None]
         found = torch.einsum("skgd,snkd->skgn", mean.unflatten(1, (key.shape[2], -1)), key) * key.shape[3] ** -0.5
         return found.flatten(1, 2).masked_fill(~segments.mask[:, None], 0)

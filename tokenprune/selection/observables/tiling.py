@@ -33,7 +33,7 @@ class Tiling:
     width: Tensor
 
     @staticmethod
-    def of(patches: Patches, mask: Tensor) -> Tiling:
+    def from_patches(patches: Patches, mask: Tensor) -> Tiling:
         """Return how `patches` lie; mask: bool `[S, N]`, False for padding.
 
         Told from their order: tile 0 is the thumbnail, rows of the map follow, and a newline ends each of them. So
@@ -84,14 +84,14 @@ class TileMap(Observable):
     axes = ""
     backends = frozenset({Backend.HF, Backend.VLLM})
 
-    def obstacle(self, row: Family) -> str | None:
+    def find_obstacle(self, row: Family) -> str | None:
         alone = row.patches == "tiles" and row.square == "always"
         if row.patches == "packed" or alone:
             return None
         return "a thumbnail ahead of the tiles of an image"
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tiling:
-        return Tiling.of(source.patches(segments), segments.mask)
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tiling:
+        return Tiling.from_patches(source.patches(segments), segments.mask)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tiling:
         """One tile each."""

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tokenprune.kernels.drawn import uniform
+from tokenprune.kernels.host_random import uniform
 from tokenprune.models.families import Family
 from tokenprune.selection.observable import Backend, TowerBlock, TowerInput, TowerOutput, TowerScores
 from tokenprune.selection.observable_registry import register_observable
-from tokenprune.selection.segments import SeenAttention, Segments, Sizes
+from tokenprune.selection.segments import ObservedAttention, Segments, Sizes
 from tokenprune.selection.source import TokenSource
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class EncoderFeatures(TowerOutput):
     model reads, or of several joined. A token made of several patches gets their mean, and in a tower that merges them
     itself (GLM-4V) the output of the token. Tokens that are no patch get 0."""
 
-    def of_features(self, features: Tensor, protected: int) -> Tensor:
+    def compute_from_features(self, features: Tensor, protected: int) -> Tensor:
         return features[:, protected:]
 
 
@@ -37,7 +37,7 @@ class EncoderQueries(TowerBlock):
     layer: one of the method's `encoder_layers`.
     """
 
-    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
+    def compute_per_patch(self, seen: ObservedAttention, protected: int) -> Tensor:
         return seen.query[:, :, protected:]
 
 
@@ -49,7 +49,7 @@ class EncoderKeys(TowerBlock):
     layer: one of the method's `encoder_layers`.
     """
 
-    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
+    def compute_per_patch(self, seen: ObservedAttention, protected: int) -> Tensor:
         return seen.key[:, :, protected:]
 
 
@@ -61,20 +61,20 @@ class EncoderReceivedAttention(TowerScores):
     layer: one of the method's `encoder_layers`.
     """
 
-    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
+    def compute_per_patch(self, seen: ObservedAttention, protected: int) -> Tensor:
         return received(seen, protected)
 
 
-def received(seen: SeenAttention, protected: int) -> Tensor:
+def received(seen: ObservedAttention, protected: int) -> Tensor:
     """Return float32 `[rows, H, patches]`: the mean attention that each patch gets."""
     if seen.starts is not None:  # several sequences on one axis
-        whole: SeenAttention = replace(cast(Any, seen), mask=None, causal=False)  # engines give dataclasses
-        return whole.received(starts=seen.starts)
+        whole: ObservedAttention = replace(cast(Any, seen), mask=None, causal=False)  # engines give dataclasses
+        return whole.column_means(starts=seen.starts)
     rows, _, queries = seen.query.shape[:3]
     first = torch.zeros(rows, 1, dtype=torch.long, device=seen.query.device)
     # Patches of padding are keys that nobody sees, and their own rows do not count.
-    asking = seen.visible(first)[:, 0, 0].expand(rows, queries)
-    return seen.received(asking)[..., protected:]
+    asking = seen.visible_keys(first)[:, 0, 0].expand(rows, queries)
+    return seen.column_means(asking)[..., protected:]
 
 
 @register_observable("encoder_attention")
@@ -86,7 +86,7 @@ class EncoderAttention(TowerScores):
     frame. layer: one of the method's `encoder_layers`.
     """
 
-    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
+    def compute_per_patch(self, seen: ObservedAttention, protected: int) -> Tensor:
         if not protected or seen.starts is not None:
             return received(seen, protected)
         first = torch.zeros(seen.query.shape[0], 1, dtype=torch.long, device=seen.query.device)
@@ -102,18 +102,18 @@ class EncoderLogits(TowerScores):
     layer: one of the method's `encoder_layers`.
     """
 
-    def obstacle(self, row: Family) -> str | None:
+    def find_obstacle(self, row: Family) -> str | None:
         # Towers that lay the patches of several images on one axis would have to be asked by image.
         return "a row of the vision tower for each tile" if row.patches in ("runs", "sized") else None
 
-    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
+    def compute_per_patch(self, seen: ObservedAttention, protected: int) -> Tensor:
         query, key = seen.query.float(), seen.key[:, :, protected:].float()
         if protected:
             asking = query[:, :, :1]
         else:
             first = torch.zeros(query.shape[0], 1, dtype=torch.long, device=query.device)
             # Patches of padding are keys that nobody sees, and their own rows do not count.
-            real = seen.visible(first)[:, :1, 0, :, None].expand(query.shape[0], 1, query.shape[2], 1).float()
+            real = seen.visible_keys(first)[:, :1, 0, :, None].expand(query.shape[0], 1, query.shape[2], 1).float()
             asking = (query * real).sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)
         return (asking @ key.transpose(2, 3)).squeeze(2) * seen.scaling
 
@@ -131,7 +131,7 @@ class EncoderFlow(TowerScores):
 
     backends = frozenset({Backend.HF})
 
-    def of_patches(self, seen: SeenAttention, protected: int) -> Tensor:
+    def compute_per_patch(self, seen: ObservedAttention, protected: int) -> Tensor:
         classless = not protected or seen.starts is not None
         first = torch.zeros(seen.query.shape[0], 1, dtype=torch.long, device=seen.query.device)
         attention = received(seen, protected) if classless else seen.rows(first)[:, :, 0, protected:]
@@ -140,7 +140,7 @@ class EncoderFlow(TowerScores):
         attention, values = attention.mean(1), values.transpose(1, 2)  # [rows, H, tokens, Dv]
         if classless:
             return torch.stack([attention, torch.zeros_like(attention), strength], dim=1)
-        alike = (values[:, :, :1] @ values.transpose(2, 3)).masked_fill(~seen.visible(first), -torch.inf)
+        alike = (values[:, :, :1] @ values.transpose(2, 3)).masked_fill(~seen.visible_keys(first), -torch.inf)
         alike = alike.softmax(-1)[:, :, 0, protected:].mean(1)
         return torch.stack([attention, alike, strength], dim=1)
 
@@ -159,15 +159,15 @@ class PatchEntropy(TowerInput):
 
     axes = "SN"
 
-    def of_colours(self, colours: Tensor) -> Tensor:
+    def compute_from_colors(self, colours: Tensor) -> Tensor:
         red, green, blue = colours.mul(255).round().clamp(0, 255).unbind(2)
         grey = (0.299 * red + 0.587 * green + 0.114 * blue).long().flatten(1)
         count = colours.new_zeros(len(grey), 256).scatter_add_(1, grey, torch.ones_like(grey, dtype=colours.dtype))
         share = count / grey.shape[1] + 1e-10
         return -(share * share.log()).sum(1, keepdim=True)
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        return super().of_visual(source, segments).squeeze(-1)
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        return super().compute_visual(source, segments).squeeze(-1)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         return uniform(sizes.segments, sizes.tokens, generator=generator) * 5

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenprune.kernels.drawn import uniform
+from tokenprune.kernels.host_random import uniform
 from tokenprune.selection.observable import Observable, ObservedAt, Recorder
 from tokenprune.selection.observable_registry import register_observable
 from tokenprune.selection.segments import Segments, Sizes
@@ -26,8 +26,8 @@ class Transitions(Observable):
     def attach(self, adapter: Any, layer: int) -> Recorder:
         return Recorder(adapter.modules_of(layer - 1), _change)
 
-    def of_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
-        return source.at(torch.stack(source.recorded(self.name), dim=2), segments.position, segments)
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        return source.gather(torch.stack(source.get_recorded(self.name), dim=2), segments.position, segments)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
         made = uniform(sizes.segments, sizes.tokens, 2, 2, generator=generator)

@@ -16,7 +16,7 @@ def composition_key(method: Method) -> tuple[int, int]:
     return site.order, method.cut_layer
 
 
-def check_places(methods: Sequence[Method]) -> None:
+def check_sites(methods: Sequence[Method]) -> None:
     """Raise OptionError if two methods act at the same place."""
     seen: dict[tuple[int, int], Method] = {}
     for one in methods:

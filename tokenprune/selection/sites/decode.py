@@ -76,6 +76,6 @@ class DecodeMethod(Pruner):
         """Return True if `next_rate` is called at decode step 1, 2, ...; if not, the last rate stays."""
         return True
 
-    def fewest(self, visual: int) -> int:
+    def count_min_kept(self, visual: int) -> int:
         """Return how many of a row's `visual` tokens stay whatever the rate."""
         return max(1, math.ceil(self.k_min * visual - 1e-6))

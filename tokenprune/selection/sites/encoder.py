@@ -34,10 +34,10 @@ class Tower:
     tokens: int
     protected: int
     blocks: int
-    read: int
+    blocks_read: int
     module: nn.Module | None = None
     unit: int = 1
-    wanted: int | None = None
+    num_kept: int | None = None
 
     @property
     def patches(self) -> int:
@@ -48,19 +48,19 @@ class Tower:
         """Tells this tower, with its weights, from others."""
         assert self.module is not None  # engines give it
         facts = {"unit": self.unit} if self.unit > 1 else {}
-        return Fingerprint.of(self.module, read=self.read, protected=self.protected, **facts)
+        return Fingerprint.from_module(self.module, read=self.blocks_read, protected=self.protected, **facts)
 
-    def of(self, tokens: int, wanted: int | None = None) -> Tower:
+    def with_tokens(self, tokens: int, num_kept: int | None = None) -> Tower:
         """Return the same tower for images of which `tokens` enter."""
-        other = replace(self, tokens=tokens, wanted=wanted)
+        other = replace(self, tokens=tokens, num_kept=num_kept)
         if "fingerprint" in self.__dict__:  # it takes a look at all weights
             other.__dict__["fingerprint"] = self.fingerprint
         return other
 
-    def left(self, budget: Budget) -> int:
+    def count_kept(self, budget: Budget) -> int:
         """Return how many patches `budget` leaves of an image."""
-        if self.wanted is not None:
-            return self.wanted
+        if self.num_kept is not None:
+            return self.num_kept
         return budget.resolve_keep(self.patches)
 
 
@@ -121,6 +121,6 @@ class EncoderMethod(TowerMethod):
         A matcher takes the keys of a block's attention, float32 `[B, n, Dh]` (mean over the heads), and the number of
         real tokens in each row (the others are padding, after them), or None if all are real. It returns the `Merge`,
         or None if nothing merges (see `kernels.merging`). Called when the model is patched, and in each forward.
-        Blocks from `tower.read` on show no keys: theirs is None. Raises BudgetError for what cannot be reached.
+        Blocks from `tower.blocks_read` on show no keys: theirs is None. Raises BudgetError for what cannot be reached.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement plan()")

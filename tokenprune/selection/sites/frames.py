@@ -31,7 +31,7 @@ class FrameMix:
     weight: list[float]
 
     @staticmethod
-    def of(frames: Sequence[tuple[int, int, float]]) -> FrameMix:
+    def from_frames(frames: Sequence[tuple[int, int, float]]) -> FrameMix:
         """Return the mix of which `frames` lists (first, second, weight)."""
         first, second, weight = map(list, zip(*frames, strict=True))
         return FrameMix(first, second, weight)
@@ -47,7 +47,7 @@ class FrameMix:
         value = (weight * first + (1 - weight) * second).to(x.dtype)
         return out.index_copy(0, to_device(mixed, x.device), value)
 
-    def owners(self, frames: int) -> list[int]:
+    def find_owners(self, frames: int) -> list[int]:
         """Return, for each of the `frames` frames that there were, which of those left holds it; a lost one is with the
         frame before it."""
         return [bisect_right(self.first, frame) - 1 for frame in range(frames)]
@@ -65,7 +65,7 @@ class FrameMerger(TowerMethod):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"frames"})
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
     reads = "encoder_received_attention"
 
     def blocks(self, depth: int) -> list[int]:

@@ -35,14 +35,14 @@ class ResizeMethod(Method):
         return False
 
     @property
-    def by_content(self) -> bool:
+    def depends_on_content(self) -> bool:
         """True if one image may get another share than the next."""
         return False
 
-    def shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
+    def compute_shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
         """Return the share of its visual tokens, in (0, 1], that each image of a processor's call gets. per: see
         `Budget`."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement shares()")
+        raise NotImplementedError(f"{type(self).__name__} does not implement compute_shares()")
 
     def check_keep(self, keep: float) -> None:
         """Raise BudgetError if the method cannot reach the share `keep`."""

@@ -21,13 +21,13 @@ class UnitDropper(TowerMethod):
     A unit is the patches that become one visual token. A subclass implements `keep_units`: it sees one image or video
     and never a model. Places, attention's pieces, and what the decoder gets, are the engine's.
 
-    by_content_count: False in a subclass whose `keep_units` keeps exactly `most`, which vLLM asks of one that does not
+    chooses_count: False in a subclass whose `keep_units` keeps exactly `most`, which vLLM asks of one that does not
     see pixels.
-    removes: False in a subclass whose units come back by `guides` at the end of the tower; a frame of a video is an
-    image then. stabilise: for so many blocks they are still attended to; make it a field to offer the choice.
+    removes: False in a subclass whose units come back by `choose_guides` at the end of the tower; a frame of a video is
+    an image then. stabilise: for so many blocks they are still attended to; make it a field to offer the choice.
     """
 
-    by_content_count: ClassVar[bool] = True
+    chooses_count: ClassVar[bool] = True
     stabilise = 0  # not annotated: no option, unless a subclass makes it a field
 
     @property
@@ -60,7 +60,7 @@ class UnitDropper(TowerMethod):
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement keep_units()")
 
-    def guides(self, gone: Tensor, kept: Tensor) -> Tensor:
+    def choose_guides(self, gone: Tensor, kept: Tensor) -> Tensor:
         """Return for each patch of an image that left, float32 `[R, D]` at the block, T of those that stayed, `[n, D]`:
         long `[R, T]`. It comes back as it was, moved as far as these moved on average."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement guides()")
+        raise NotImplementedError(f"{type(self).__name__} does not implement choose_guides()")

@@ -26,6 +26,6 @@ class VideoPruner(Pruner):
 
     def select(self, tokens: VisualTokens) -> Selection:
         """Return which visual tokens stay."""
-        videos = Videos.of(tokens)
-        keep = tokens.mask if videos is None else videos.kept(self.choose(videos))
+        videos = Videos.from_tokens(tokens)
+        keep = tokens.mask if videos is None else videos.to_token_mask(self.choose(videos))
         return Selection(keep, counts=tokens.keep)

@@ -73,7 +73,7 @@ def main() -> None:
     processor = AutoProcessor.from_pretrained(args.checkpoint)
     by_image = defaultdict(list)
     for example in load_heldout(limit=args.images, folder=args.heldout):
-        by_image[example.number].append(example)
+        by_image[example.index].append(example)
     tally = {name: defaultdict(list) for name in ("kinds", "sizes", "backgrounds")}
     by_size, wrong, begin = defaultdict(lambda: defaultdict(list)), [], time.time()
     for number, examples in by_image.items():

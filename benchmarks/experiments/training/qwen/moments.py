@@ -19,7 +19,7 @@ from native_scenes import photographs
 from packing import Asked, Shown
 from qwen_model import CELL, FRAMES
 from qwen_vocabulary import ID
-from tokenprune_demo.drawn_videos import ANSWERS, DrawnVideo, Place, draw_video
+from tokenprune_demo.drawn_videos import ANSWERS, DrawnVideo, Region, draw_video
 
 IGNORE = -100
 SAID = ("direction", "when", "text", "order")  # kinds whose answers the visual tokens of their things should say
@@ -52,7 +52,7 @@ def said_by(video: DrawnVideo, h: int, w: int) -> np.ndarray:
     said = np.full((len(SAID), pairs, h, w), IGNORE, np.int64)
     left, top = np.arange(w) * CELL, np.arange(h) * CELL
 
-    def say(places: Iterable[Place], kind: str, answer: int) -> None:
+    def say(places: Iterable[Region], kind: str, answer: int) -> None:
         for frame, (x0, y0, x1, y1) in places:
             wide = np.clip(np.minimum(left + CELL, x1) - np.maximum(left, x0), 0, None)
             high = np.clip(np.minimum(top + CELL, y1) - np.maximum(top, y0), 0, None)

@@ -58,7 +58,7 @@ class BlockPlan:
                 ids = ids if layout.valid is None else ids.masked_fill(~layout.valid, PADDING)
             rows: dict[Parts, list[int]] = {}
             for row, of_row in enumerate(ids):
-                rows.setdefault(Parts.of(of_row), []).append(row)
+                rows.setdefault(Parts.from_ids(of_row), []).append(row)
             self._at[layer] = ids, rows
         return self._at[layer]
 
@@ -126,7 +126,7 @@ class BlockAttention(Part):
         if call.past:
             return "the cache holds an earlier part of the conversation" if call.outputs and length > 1 else None
         if not call.has_images:
-            return "it holds no video"
+            return "it contains no video"
         mask = call.arguments.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return "the attention mask is one of the caller's own, of more than two axes"
@@ -168,7 +168,7 @@ class BlockAttention(Part):
         ):
             # An image is one frame; of a video of which nothing is known, 0 make none.
             number = 1 if modality == "image" else next(frames) or 0
-            visual = Visual.of(modality, position[:count], number)
+            visual = Visual.from_positions(modality, position[:count], number)
             if visual is None:
                 rows[row] = "it is not known which tokens of its video are a frame: pass pixels to the patched model"
             elif isinstance(of_row := rows[row], list):

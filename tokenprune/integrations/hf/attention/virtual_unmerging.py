@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
-from tokenprune.integrations.shared.attachable import hidden_states, with_hidden_states, with_output
+from tokenprune.integrations.shared.attachable import change_output, get_hidden_states, replace_hidden_states
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import Selection
 from tokenprune.selection.segments import Segments
@@ -165,23 +165,23 @@ class VirtualUnmerging(Part):
 
     def _leave_decoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
         state = self.state()
-        return None if state is None else with_output(state.expand, output)
+        return None if state is None else change_output(state.expand, output)
 
     def _enter_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         state = self.state()
         if state is None:
             return None
         # Features of a group are equal, so their mean is the first of them, and no rounding comes in.
-        return with_hidden_states(state.first(hidden_states(args, kwargs)), args, kwargs)
+        return replace_hidden_states(state.first(get_hidden_states(args, kwargs)), args, kwargs)
 
     def _enter_attention(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         state = self.state()
         if state is None:
             return None
-        hidden = state.hidden = hidden_states(args, kwargs)
+        hidden = state.hidden = get_hidden_states(args, kwargs)
         # Takes no memory. Were anything but a shape read from it, the result would show.
         stand_in = hidden.new_full((1,), torch.nan).expand(hidden.shape[0], state.slot.shape[1], hidden.shape[2])
-        return with_hidden_states(stand_in, args, kwargs)
+        return replace_hidden_states(stand_in, args, kwargs)
 
     def _enter_projection(self, module: nn.Module, args: tuple) -> tuple | None:
         state = self.state()

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import is_quantized, slots_handed_out
-from tokenprune.integrations.shared.attachable import give_back_class, swap_class
+from tokenprune.integrations.shared.attachable import restore_class, swap_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -188,7 +188,7 @@ def attach(cache: Any, reduction: Reduction, kind: type = ReducedGrowing) -> Non
 def restore(cache: Reduced) -> None:
     """Make `cache` an ordinary one again (after it was emptied)."""
     del cache.tokenprune_reduction
-    give_back_class(cache, cache._tokenprune_original, Reduced)
+    restore_class(cache, cache._tokenprune_original, Reduced)
 
 
 def cached_tokens(cache: Cache | None, layer: int) -> int | None:

@@ -9,8 +9,8 @@ from tokenprune.errors import OptionError
 from tokenprune.integrations.hf.drafting.checks import check_pair, check_target
 from tokenprune.integrations.hf.drafting.copying import share_weights
 from tokenprune.integrations.hf.drafting.images import DraftImages, Target, needs_tower
-from tokenprune.integrations.shared.attachable import unwrap
-from tokenprune.integrations.shared.attachment import attachment_of, find_attachment
+from tokenprune.integrations.shared.attachable import remove_wrappers
+from tokenprune.integrations.shared.attachment import find_attachment, get_attachment
 from tokenprune.methods.registry import method_info
 from tokenprune.selection.method import Method, Site
 from tokenprune.settings.saved import read_config
@@ -34,13 +34,13 @@ def prepare_draft(model: Any, draft: Any, method: Any, options: dict[str, Any]) 
     draft = share_weights(model)
     if (attachment := find_attachment(draft)) is not None:
         attachment.detach()
-    unwrap(draft)
+    remove_wrappers(draft)
     return draft
 
 
 def connect_draft(model: Any, draft: Any, *, shares_weights: bool) -> None:
     """Attach the parts by which a patched draft takes encoded images from `model`."""
-    attachment = attachment_of(draft)
+    attachment = get_attachment(draft)
     shares = shares_weights and not any(map(needs_tower, attachment.engine.parts))
     attachment.add(DraftImages(draft, shares))
     attachment.add(Target(model, draft))

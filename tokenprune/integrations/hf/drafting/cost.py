@@ -55,7 +55,7 @@ class DraftCost:
         sides = []
         for one, patched in ((config, False), (config if draft is None else draft, True)):
             closed, weights = _closed(one)
-            cost = closed.predict(load, methods, budgets) if patched else closed.cost(load)
+            cost = closed.predict(load, methods, budgets) if patched else closed.compute_cost(load)
             sides.append(weight * weights + number * cost.cache)
         return cls(*sides)
 
@@ -94,4 +94,4 @@ def _closed(config: Any) -> tuple[CostModel, int]:
             "a run with the assistant instead"
         )
     shape = DecoderShape.from_config(text)
-    return CostModel(shape), shape.weights + text.vocab_size * text.hidden_size
+    return CostModel(shape), shape.num_weights + text.vocab_size * text.hidden_size

@@ -13,9 +13,9 @@ from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Plan
 from tokenprune.integrations.hf.sequence.packing import borders, unread
-from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachable import get_thread_states
 from tokenprune.selection.method import Method
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 
 logger = logging.getLogger("tokenprune")
 
@@ -31,7 +31,7 @@ class CallCheck(Part):
         self.adapter = adapter
         self.reading = [method.name for method in methods if method.query_aware]
         self.absolute = [
-            method.name for method in methods if any(seen.absolute for seen in observables_of(method.needs))
+            method.name for method in methods if any(seen.absolute for seen in select_observables(method.needs))
         ]
         self.logged: set[str] = set()
 
@@ -69,14 +69,14 @@ class CallCheck(Part):
         if not self.reading or call.arguments.get("use_cache") is not False:
             return
         rows, length = shape
-        if states().get(self) == (rows, length - 1):
+        if get_thread_states().get(self) == (rows, length - 1):
             names = " and ".join(self.reading)
             self._note(
                 call,
                 f"without a cache {names} chose anew for this step, by the token written last: the answer may be "
                 "another than with use_cache=True",
             )
-        states()[self] = shape
+        get_thread_states()[self] = shape
 
     def _note_padding(self, call: Call, inputs: DecoderInputs) -> None:
         """Note a left-padded prompt without position ids if a method reads values that depend on the positions."""

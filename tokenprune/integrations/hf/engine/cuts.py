@@ -111,7 +111,7 @@ def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> Mask
     # Prompts of this shape share the functions. They use the host's copy, because the caller may change its mask.
     real = partial(to_device, call.prompt.is_real, device)
     key = ("masks", dtype, mask is None, config._attn_implementation)
-    return call.state.segments.recent.get(key, lambda: functions(None if mask is None else real()))
+    return call.state.segments.cache.get(key, lambda: functions(None if mask is None else real()))
 
 
 def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Adapter) -> DecoderInputs:

@@ -24,7 +24,7 @@ from tokenprune.integrations.hf.engine.method_inputs import DecoderSource
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.integrations.shared.attachable import get_hidden_states
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.segments import Segments
@@ -61,8 +61,8 @@ class DecodePruning(Part):
         if step.layer != self.method.layer:
             return
         if call.cuts_at(step.layer):
-            hidden = self.adapter.flatten(hidden_states(args, kwargs))
-            query = DecoderSource(call, call.state, hidden, self.adapter).last_slot()
+            hidden = self.adapter.flatten(get_hidden_states(args, kwargs))
+            query = DecoderSource(call, call.state, hidden, self.adapter).get_last_slot()
             row = _row(call, observed, query, call.past + call.state.layout.length)
             self._prefill[call] = _Prefill(row, call.state.segments.to(hidden.device))
         elif (state := decides(call, self.method)) is not None:
@@ -116,7 +116,7 @@ def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, reco
     """Return the state after the prefill's cut. before: the visual tokens that reached it."""
     visual = call.prompt.is_visual
     batch = len(visual)
-    types = before.recent.get("types", partial(_types, visual, before.mask.device))
+    types = before.cache.get("types", partial(_types, visual, before.mask.device))
     position, kept = _places(before, call.state.segments, *visual.shape)
     available, previous = kept, _state(call)
     if call.past:
@@ -177,7 +177,7 @@ def _positions(segments: Segments, batch: int) -> Tensor:
 def _places(before: Segments, after: Segments, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Return the positions of each row's tokens before a cut (long `[B, N]`, -1 = none), and which of them are there
     after it, in rows of `length` tokens."""
-    position = before.recent.get("positions", partial(_positions, before, batch))
+    position = before.cache.get("positions", partial(_positions, before, batch))
     alive = torch.zeros(batch, length + 1, dtype=torch.bool, device=position.device)
     # Padding is written to a scratch entry at the end.
     alive.index_put_((after.row_index, torch.where(after.mask, after.position, length)), alive.new_ones(()))

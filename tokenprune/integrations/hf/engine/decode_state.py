@@ -113,7 +113,7 @@ class DecodeState:
         self.rate = torch.where(prunable, rate, 0.0)
         count = ((1 - self.rate) * self.visual - 1e-6).ceil().long()
         count = torch.maximum(
-            count, torch.tensor([method.fewest(number) for number in self.visual.tolist()], device="cpu")
+            count, torch.tensor([method.count_min_kept(number) for number in self.visual.tolist()], device="cpu")
         )
         count = torch.where(prunable, torch.minimum(count, self.start), self.start)
         if method.monotone:

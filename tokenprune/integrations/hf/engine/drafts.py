@@ -14,7 +14,7 @@ from transformers.generation import GenerationMixin
 
 from tokenprune.integrations.hf.engine.draft_prompts import hold_back
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachable import get_thread_states
 
 if TYPE_CHECKING:
     from transformers.generation import CandidateGenerator
@@ -49,7 +49,7 @@ class Drafts(Part):
                 self.wrap(module, _MAKES_DRAFTS, partial(partial, self._generator))
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
-        drafts = states().pop(self, None)
+        drafts = get_thread_states().pop(self, None)
         if not call.has_images:
             return
         if drafts is not None:
@@ -65,6 +65,6 @@ class Drafts(Part):
         if self.decides is not None:
             note = f"{self.decides} decides by one token after the other: drafts of assisted generation are not used"
             logger.warning(note)
-            states()[self] = note
+            get_thread_states()[self] = note
         hold_back(generator, always=self.decides is not None)
         return generator

@@ -40,12 +40,12 @@ from tokenprune.integrations.hf.towers.feature_hook import MODALITIES, EncoderHo
 from tokenprune.integrations.shared import eager
 from tokenprune.integrations.shared.attachable import (
     Attachable,
-    hidden_states,
+    change_output,
+    get_hidden_states,
     refuse_replica,
-    with_hidden_states,
-    with_output,
+    replace_hidden_states,
 )
-from tokenprune.kernels.values import lack_values
+from tokenprune.kernels.values import has_unreadable_values
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.statistics import Stats
 
@@ -106,7 +106,7 @@ class Engine(Attachable):
         self.on_detach(self.calls.clear)
         # A step with a reduced static cache stays in the graph of torch.compile that it is in: it is no call.
         hook = partial(self.hook, eager=False, with_kwargs=True)
-        in_call = partial(partial, eager.with_call, self.calls.current)
+        in_call = partial(partial, eager.run_with_call, self.calls.current)
         for part in self.parts:
             part.current = self.calls.current
             self.attach_part(part)
@@ -144,7 +144,7 @@ class Engine(Attachable):
         Raises:
             UnsupportedSetupError: If a method would have to read the missing values.
         """
-        if not lack_values(arguments.values()):
+        if not has_unreadable_values(arguments.values()):
             return True
         if self.reading:
             raise UnsupportedSetupError(
@@ -225,7 +225,7 @@ class Engine(Attachable):
         batch, length = embeds.shape[:2]
         counts = call.prompt.tokens_per_row if cutting else None
         full = partial(Layout.full, batch, length, embeds.device, counts)
-        layout = call.state.segments.recent.get(("layout", batch, length), full) if cutting else full()
+        layout = call.state.segments.cache.get(("layout", batch, length), full) if cutting else full()
         # Newer decoders of Gemma 4 leave queries out by this in their last layers; the model's head does it anyway.
         inputs.extras.pop("logits_to_keep", None)
         functions = extras = None
@@ -266,7 +266,7 @@ class Engine(Attachable):
             self._latest.set(stats)
         if not call.active or call.state.layout.whole:
             return None
-        return with_output(call.state.layout.scatter_back, output)
+        return change_output(call.state.layout.scatter_back, output)
 
     # -- decoder layers
 
@@ -286,8 +286,8 @@ class Engine(Attachable):
         if not call.groups:  # no tokens are missing
             return None
         if call.state.extras is not None:
-            hidden = self.adapter.before_layer(call.state.extras, index, hidden_states(args, kwargs))
-            args, kwargs = with_hidden_states(hidden, args, kwargs)
+            hidden = self.adapter.before_layer(call.state.extras, index, get_hidden_states(args, kwargs))
+            args, kwargs = replace_hidden_states(hidden, args, kwargs)
         if index:
             if (step := self.steps.get(index)) is not None:
                 args, kwargs = self._meet_step(call, step, args, kwargs)
@@ -311,7 +311,7 @@ class Engine(Attachable):
             before_cut(call, step, observed, args, kwargs)
         if not call.cuts_at(step.layer):
             return args, kwargs
-        arrived = hidden_states(args, kwargs)
+        arrived = get_hidden_states(args, kwargs)
         hidden = self.adapter.flatten(arrived)
         selection = select_tokens(call, step, observed, hidden, self.adapter)
         del observed  # free its memory before the cut
@@ -319,11 +319,11 @@ class Engine(Attachable):
         for after_cut in self._after_cut:
             after_cut(call, step.layer, hidden)
         call.trace.add_time(time.perf_counter() - start)
-        return with_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
+        return replace_hidden_states(self.adapter.unflatten(hidden, arrived), args, kwargs)
 
     def _leave_layer(
         self, index: int, call: Call, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> Any:
         if not call.active or call.state.extras is None:
             return None
-        return with_output(partial(self.adapter.after_layer, call.state.extras, index), output)
+        return change_output(partial(self.adapter.after_layer, call.state.extras, index), output)

@@ -14,11 +14,11 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.engine.layer_attention import LayerAttention
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
-from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.integrations.shared.attachable import get_hidden_states
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.method import Method
 from tokenprune.selection.observable import ObservedAt, Recorder
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 from tokenprune.selection.segments import LayerInput
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class KeptInputs(Part):
 
     def _readers(self, *where: ObservedAt) -> list[int]:
         """Return the layers whose cuts read what is observed at `where`."""
-        return sorted(layer for layer, step in self.steps.items() if observables_of(step.method.needs, *where))
+        return sorted(layer for layer, step in self.steps.items() if select_observables(step.method.needs, *where))
 
     def _attach(self) -> None:
         for layer, step in self.steps.items():
-            for one in observables_of(step.method.needs, ObservedAt.OWN):
+            for one in select_observables(step.method.needs, ObservedAt.OWN):
                 recorder = one.attach(self.adapter, layer)
                 for number, module in enumerate(recorder.modules):
                     record = partial(self._record, layer, one.name, recorder, number)
@@ -79,11 +79,11 @@ class KeptInputs(Part):
 
     def _keep(self, call: Call, method: Method, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """Keep what `layer` is called with in the current layout, as far as `method`, which cuts after it, reads it."""
-        needed = observables_of(method.needs, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED)
+        needed = select_observables(method.needs, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED)
         if not needed:
             return
         adapter = self.adapter
-        hidden = adapter.seen(call.state.extras, layer, adapter.flatten(hidden_states(args, kwargs)))
+        hidden = adapter.seen(call.state.extras, layer, adapter.flatten(get_hidden_states(args, kwargs)))
         rotation = rotation_of(args, kwargs)
         if rotation is None and any(one.rotary for one in needed):
             raise UnsupportedSetupError(

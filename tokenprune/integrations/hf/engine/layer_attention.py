@@ -21,7 +21,7 @@ from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.shared import eager
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 
 
 class _Stop(Exception):
@@ -38,14 +38,14 @@ class LayerAttention(Part):
         super().__init__()
         self.adapter, self.steps = adapter, steps
         needs = {layer: step.method.needs for layer, step in steps.items()}
-        self.before = {layer for layer, needed in needs.items() if observables_of(needed, *BEFORE)}
-        self.next = {layer for layer, needed in needs.items() if observables_of(needed, *AFTER)}
+        self.before = {layer for layer, needed in needs.items() if select_observables(needed, *BEFORE)}
+        self.next = {layer for layer, needed in needs.items() if select_observables(needed, *AFTER)}
         self._before: PerCall[Observation] = PerCall()
         self._trials: PerCall[list[Observation]] = PerCall()  # what a layer shows that is run for this alone
 
     def _attach(self) -> None:
         for layer in sorted({layer - 1 for layer in self.before} | self.next):
-            observe = partial(eager.in_call, self.current, partial(self._observe, layer))
+            observe = partial(eager.run_in_call, self.current, partial(self._observe, layer))
             self.attach_part(Observer(self.adapter.attention_of(layer), observe))
 
     def before_cut(self, call: Call, step: Step, observed: Observations, args: tuple, kwargs: dict[str, Any]) -> None:

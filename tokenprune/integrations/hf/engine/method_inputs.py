@@ -47,23 +47,23 @@ class DecoderSource(TokenSource):
         if text not in self.call.notes:
             self.call.notes.append(text)
 
-    def slots(self, position: Tensor, segments: Segments) -> Tensor:
+    def find_slots(self, position: Tensor, segments: Segments) -> Tensor:
         layout = self.state.layout
         return position if layout.whole else layout.inverse[segments.row_index, position].clamp(min=0)
 
-    def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
-        return super().at(values.to(self.hidden.device), position, segments)
+    def gather(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
+        return super().gather(values.to(self.hidden.device), position, segments)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         norm = getattr(self.adapter.decoder, self.adapter.family.norm_name)
         return hidden if norm is None else norm(hidden)  # some OPT models have none
 
     @property
-    def before(self) -> Observation:
+    def attention_before(self) -> Observation:
         return _shown(self.observed.get(ObservedAt.LAYER_BEFORE))
 
     @property
-    def after(self) -> Observation:
+    def attention_after(self) -> Observation:
         return _shown(self.observed.get(ObservedAt.NEXT_LAYER))
 
     @property
@@ -72,21 +72,21 @@ class DecoderSource(TokenSource):
         return super().input_before if value is None else value
 
     @property
-    def unrotated(self) -> Observation:
+    def unrotated_attention(self) -> Observation:
         return _shown(self.observed.get(ObservedAt.UNROTATED))
 
-    def recorded(self, name: str) -> list[Any]:
+    def get_recorded(self, name: str) -> list[Any]:
         values = self.observed.get(ObservedAt.OWN, {}).get(name, [None])
-        return super().recorded(name) if any(value is None for value in values) else values
+        return super().get_recorded(name) if any(value is None for value in values) else values
 
     @property
     def first_layer(self) -> nn.Module:
         return self.adapter.decoder.layers[0]
 
-    def entered(self, position: Tensor, segments: Segments) -> Tensor:
+    def get_embeddings(self, position: Tensor, segments: Segments) -> Tensor:
         entry = self.observed.get(ObservedAt.ENTRY)
         if entry is None:  # the cut is at the entry
-            return self.at(self.hidden, position, segments)
+            return self.gather(self.hidden, position, segments)
         embeds, layout = entry
         slots = layout.inverse.to(position.device)[segments.row_index, position].clamp(min=0)
         return embeds.to(position.device)[segments.row_index, slots]
@@ -95,19 +95,19 @@ class DecoderSource(TokenSource):
     def encoded(self) -> EncodedTokens:
         return EncodedTokens(self.call, self.hidden.device)
 
-    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
+    def read_tower(self, key: tuple, segments: Segments) -> Tensor:
         return self.encoded.values(key, segments)
 
     def patches(self, segments: Segments) -> Patches:
         return self.encoded.patches(segments)
 
-    def real(self) -> Tensor:
+    def get_token_mask(self) -> Tensor:
         layout = self.state.layout
         real = to_device(self.call.prompt.is_real, self.hidden.device).gather(1, layout.index)
         return real if layout.valid is None else real & layout.valid
 
-    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        return segments.recent.get("text", lambda: self._text_after(segments))
+    def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+        return segments.cache.get("text", lambda: self._text_after(segments))
 
     def _text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         # The same for all images of a row, as many as the host can tell: all text after the row's first placeholder.
@@ -119,10 +119,10 @@ class DecoderSource(TokenSource):
         # Removed visual tokens have no slot; point the padding at a token that is certainly there.
         return torch.where(mask, order, segments.position[:, :1]), mask
 
-    def last_slot(self) -> Tensor:
+    def get_last_slot(self) -> Tensor:
         layout, segments = self.state.layout, self.state.segments
         device = layout.index.device
-        last = segments.recent.get("last", lambda: to_device(self.call.prompt.last_index, device)[:, None])
+        last = segments.cache.get("last", lambda: to_device(self.call.prompt.last_index, device)[:, None])
         return last if layout.whole else layout.inverse.gather(1, last)
 
 

@@ -16,8 +16,8 @@ from tokenprune.integrations.hf.forward.plan import Step, plan_cuts
 from tokenprune.integrations.hf.forward.token_state import TokenState
 from tokenprune.integrations.hf.forward.trace import Trace
 from tokenprune.integrations.hf.sequence.segments import RunsPerImage, Tempo, encoding_key, find_segments
-from tokenprune.integrations.shared.towers.patch_grid import image_grid
-from tokenprune.kernels.transfer import Recent
+from tokenprune.integrations.shared.towers.patch_grid import find_image_grid
+from tokenprune.kernels.transfer import FIFOCache
 from tokenprune.models.decoder_shape import DecoderShape
 
 
@@ -32,9 +32,9 @@ class Planner:
         self._on_plan = acting(part.on_plan for part in parts)
         self.per = steps[0].budget.per if steps else "image"
         self._has_video_budget = any(step.budget.video is not None for step in steps)
-        self._image_grid = partial(image_grid, adapter.family, config=adapter.config)
-        self._segments = Recent()
-        self._plans = Recent()
+        self._image_grid = partial(find_image_grid, adapter.family, config=adapter.config)
+        self._segments = FIFOCache()
+        self._plans = FIFOCache()
 
     def find_segments(self, call: Call, embeds: Tensor) -> None:
         """Set `call.state.segments` and `call.trace` where the call has visual tokens. embeds: `[B, L, D]`."""

@@ -17,7 +17,7 @@ from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.shared import eager
-from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.integrations.shared.attachable import get_hidden_states
 
 
 class StaticSteps(Part):
@@ -53,6 +53,6 @@ class StaticSteps(Part):
             return None
         reduction, layer = cache.tokenprune_reduction, cache.layers[index]
         held = layer.cumulative_length_int if layer.is_sliding else 0  # else all slots are seen
-        columns = span_of(layer, held, hidden_states(args, kwargs).shape[-2]).of(reduction.of_layer(index))
+        columns = span_of(layer, held, get_hidden_states(args, kwargs).shape[-2]).of(reduction.of_layer(index))
         # The model made it for the caller's lengths: `[B or 1, 1 or H, tokens, capacity]`.
         return args, kwargs | {"attention_mask": masks.gather_mask(kwargs["attention_mask"], None, columns)}

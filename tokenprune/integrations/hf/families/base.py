@@ -24,7 +24,7 @@ from tokenprune.integrations.hf.sequence.layout import Layout
 from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.integrations.shared.towers.patch_grid import PatchSource
 from tokenprune.kernels.transfer import to_device
-from tokenprune.models.families import FAMILIES, SUPPORTED, UNCUT, Family, family_of, family_of_config
+from tokenprune.models.families import FAMILIES, PIXELS_ONLY, SUPPORTED, Family, get_config_family, get_family
 
 # Layers that keep a key and a value for each token.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -61,13 +61,13 @@ class Adapter(PatchSource):
         # Wrappers (an adapter library) come and go; what is said of the patch stands in the model itself.
         self.model = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), model)
         self.config = self.model.config
-        self.family = family_of_config(self.config)
+        self.family = get_config_family(self.config)
         self.base, self.decoder = self._find(self.model)
         self.text_config = self.decoder.config
         self.sliding = sliding_layers(self.text_config)  # the decoder layers that attend in a window
         kinds = getattr(self.text_config, "layer_types", None) or ()
         unknown = set(kinds) - _ATTENDING - STATEFUL - _POINTWISE
-        if unknown and self.family.name not in UNCUT:
+        if unknown and self.family.name not in PIXELS_ONLY:
             raise UnsupportedModelError(
                 f"model type {self.config.model_type!r} has decoder layers of kind {', '.join(sorted(unknown))}: it is "
                 f"not known what they do with tokens that are gone. {how_to_add(self.config.model_type)}"
@@ -81,7 +81,7 @@ class Adapter(PatchSource):
                 f"video_token_id. {how_to_add(self.config.model_type)}"
             )
         row = self.family
-        videos: Any = "none" if "video" not in self.placeholders else "frames" if row.tells_frames else "whole"
+        videos: Any = "none" if "video" not in self.placeholders else "frames" if row.has_known_frames else "whole"
         static = row.static_cache and self.caches_keys and not self.shares_keys and set(kinds) <= _STATIC
         self.family = replace(row, videos=videos, stateful=bool(self.stateful), static_cache=static)
 
@@ -89,7 +89,7 @@ class Adapter(PatchSource):
 
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         """Return the module that merges images into text, and the decoder inside it."""
-        names, norm, uncut = self.family.decoder_names, self.family.norm_name, self.family.name in UNCUT
+        names, norm, uncut = self.family.decoder_names, self.family.norm_name, self.family.name in PIXELS_ONLY
         # Top down, so that wrappers (a causal LM head, an adapter library) are passed through.
         for base in model.modules():
             for name in names:
@@ -268,7 +268,7 @@ def register_adapter(*families: str | Family) -> Callable[[type[_A]], type[_A]]:
     """
 
     def register(cls: type[_A]) -> type[_A]:
-        rows = [one if isinstance(one, Family) else family_of(one) for one in families]
+        rows = [one if isinstance(one, Family) else get_family(one) for one in families]
         FAMILIES.update((row.name, row) for row in rows)
         ADAPTERS.update((row.name, cls) for row in rows)
         return cls

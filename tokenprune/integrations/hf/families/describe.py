@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.base import STATEFUL, placeholder_ids
-from tokenprune.models.families import FAMILIES, REFUSED, Family, tower_kind
+from tokenprune.models.families import FAMILIES, REFUSED, Family, get_tower_type
 
 _TEMPLATES = Path(__file__).parents[3] / "cli/templates/new_family"
 _KNOWN = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "kwargs", *compat.CACHE_NAMES}
@@ -86,7 +86,7 @@ def describe(model: str | Path) -> Description:
     )
     found = {
         "decoder": f"{type(decoder).__name__} at {path} of {type(base).__name__}, its last norm is {norm}",
-        "tower": f"{tower_kind(config)} at {tower}" if tower else "not found",
+        "tower": f"{get_tower_type(config)} at {tower}" if tower else "not found",
         "placeholders": str(ids),
         "images": ", ".join(_parameters(base, "get_image_features")) or "no get_image_features",
     }

@@ -7,12 +7,12 @@ import os
 
 from torch import nn
 
-from tokenprune.errors import UnsupportedModelError, short
+from tokenprune.errors import UnsupportedModelError, shorten
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, how_to_add
 from tokenprune.integrations.hf.families.retrieval import whole_model
 from tokenprune.integrations.shared.versions import check_tested
-from tokenprune.models.families import REFUSED, SUPPORTED, UNCUT
+from tokenprune.models.families import PIXELS_ONLY, REFUSED, SUPPORTED
 
 
 def adapter_for(model: nn.Module) -> Adapter:
@@ -30,7 +30,7 @@ def adapter_for(model: nn.Module) -> Adapter:
         )
     if isinstance(model, (str, os.PathLike)):
         raise UnsupportedModelError(
-            f"{short(str(model))} is a name or a path, not a model. Load it first, for example with "
+            f"{shorten(str(model))} is a name or a path, not a model. Load it first, for example with "
             "AutoModelForImageTextToText.from_pretrained(...)."
         )
     if kind is None:
@@ -44,7 +44,7 @@ def adapter_for(model: nn.Module) -> Adapter:
             f"Model type {kind!r} needs transformers {since} or later, and this is transformers {compat.VERSION}. "
             f"Run pip install 'transformers>={since}'."
         )
-    if kind in REFUSED and kind not in UNCUT and kind not in ADAPTERS:
+    if kind in REFUSED and kind not in PIXELS_ONLY and kind not in ADAPTERS:
         raise UnsupportedModelError(f"model type {kind!r} is not supported: {REFUSED[kind]}. {how_to_add(kind)}")
     try:
         return ADAPTERS.get(kind, Adapter)(model)

@@ -24,7 +24,7 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.base import Adapter, embed_ids, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.record import start_record
-from tokenprune.integrations.shared.attachable import refuse_replica, states
+from tokenprune.integrations.shared.attachable import get_thread_states, refuse_replica
 from tokenprune.integrations.shared.frames import find_module_frame, is_running
 
 
@@ -125,9 +125,9 @@ class PromptsAhead(Part):
 
     def current_prompt(self) -> PromptArguments | None:
         """Return the prompt of this thread's call of the model; None outside of one."""
-        prompt: PromptArguments | None = states().get(self)
+        prompt: PromptArguments | None = get_thread_states().get(self)
         if prompt is not None and prompt.frame is not None and not is_running(prompt.frame):
-            del states()[self]  # the call was interrupted
+            del get_thread_states()[self]  # the call was interrupted
             return None
         return prompt
 
@@ -141,10 +141,10 @@ class PromptsAhead(Part):
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         refuse_replica(module, self.outer)
         arguments = dict(zip(self._parameters, args, strict=False)) | kwargs
-        states()[self] = PromptArguments(arguments, frame=find_module_frame())
+        get_thread_states()[self] = PromptArguments(arguments, frame=find_module_frame())
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        states().pop(self, None)
+        get_thread_states().pop(self, None)
 
     def _project(self, module: nn.Module, args: tuple, output: Tensor) -> None:
         if (prompt := self.current_prompt()) is not None:
@@ -160,11 +160,11 @@ class PromptsAhead(Part):
                 "transformers cannot split embeddings into chunks, and this model's generate() hands its images to "
                 "the language model as such: leave out prefill_chunk_size"
             )
-        states()[self] = PromptArguments(arguments)
+        get_thread_states()[self] = PromptArguments(arguments)
         try:
             yield
         finally:
-            states().pop(self, None)
+            get_thread_states().pop(self, None)
 
 
 class WatchedGenerate:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.shared.attachable import refuse_replica, states
+from tokenprune.integrations.shared.attachable import get_thread_states, refuse_replica
 from tokenprune.integrations.shared.frames import find_module_frame, is_running
 from tokenprune.statistics import Stats
 
@@ -120,9 +120,9 @@ class Pages(Part):
 
     def ahead(self) -> Ahead | None:
         """Return this thread's call of the holder; None outside of one."""
-        ahead: Ahead | None = states().get(self)
+        ahead: Ahead | None = get_thread_states().get(self)
         if ahead is not None and not is_running(ahead.frame):
-            del states()[self]  # the call was interrupted
+            del get_thread_states()[self]  # the call was interrupted
             return None
         return ahead
 
@@ -136,7 +136,7 @@ class Pages(Part):
         refuse_replica(module, self.holder)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         ahead = Ahead(given.get("input_ids"), given.get("attention_mask"), find_module_frame())
-        states()[self] = ahead
+        get_thread_states()[self] = ahead
         grids, pixels = given.get("image_grid_thw"), given.get("pixel_values")
         if grids is None or pixels is None or given.get("inputs_embeds") is not None:
             return (), given
@@ -158,7 +158,7 @@ class Pages(Part):
             call.trace.stats.defer(partial(_note_vectors, *counts))
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        ahead = states().pop(self, None)
+        ahead = get_thread_states().pop(self, None)
         if ahead is None or output is None:
             return None
         embeddings, kept = output[0] if isinstance(output, tuple) else output.embeddings, ahead.kept

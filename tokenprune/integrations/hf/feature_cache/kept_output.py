@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf.sequence.record import KEY, EncoderRecord, record_of
-from tokenprune.integrations.shared.towers.patch_grid import Placed
-from tokenprune.integrations.shared.towers.tower_scores import Encoded
+from tokenprune.integrations.shared.towers.patch_grid import TracedTokens
+from tokenprune.integrations.shared.towers.tower_scores import TowerValues
 from tokenprune.kernels.transfer import AsyncValues, JoinedValues
 
 # What the tower's blocks gave, and the projector alone reads: many times as large as what it made of them.
@@ -83,7 +83,7 @@ class OfImage(KeptOutput):
             return None
         made = []
         for number, features in enumerate(zip(*parts, strict=True)):
-            seen = EncoderRecord(encoded=encoded[number], looks=None if looks is None else looks.only(number))
+            seen = EncoderRecord(encoded=encoded[number], looks=None if looks is None else looks.select(number))
             made.append(cls(type(output), {"features": [_alone(one) for one in features]}, seen, containers))
         return made
 
@@ -97,7 +97,7 @@ class OfImage(KeptOutput):
             for kind, part in zip(first.containers, parts, strict=True)
         ]
         if first.record.encoded is not None:
-            record = replace(record, encoded=_joined(cast(list[Encoded], [one.record.encoded for one in images])))
+            record = replace(record, encoded=_joined(cast(list[TowerValues], [one.record.encoded for one in images])))
         if first.record.looks is not None:
             record = replace(record, looks=JoinedValues(cast(list[AsyncValues], [one.record.looks for one in images])))
         values = {"pooler_output": features} | ({"deepstack_features": depths} if depths else {})
@@ -117,29 +117,29 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
-def _split(encoded: Encoded | None, counts: list[int]) -> list[Encoded | None] | None:
+def _split(encoded: TowerValues | None, counts: list[int]) -> list[TowerValues | None] | None:
     """Return what was read of the visual tokens of each image, `counts` of them; None where these are others."""
     if encoded is None:
         return [None] * len(counts)
-    placed = encoded.placed
+    placed = encoded.tokens
     if len(placed.cells) != sum(counts):
         return None
-    made: list[Encoded | None] = []
+    made: list[TowerValues | None] = []
     for number, cells in enumerate(placed.cells.split(counts)):
         values = {key: _alone(value.split(counts)[number]) for key, value in encoded.values.items()}
         tiles = cells[cells[:, 0] >= 0, 0]
         first, end = (int(tiles.min()), int(tiles.max()) + 1) if len(tiles) else (0, 0)
-        made.append(Encoded(values, Placed(placed.scores.new_empty(0), _shifted(cells, -first), end - first)))
+        made.append(TowerValues(values, TracedTokens(placed.scores.new_empty(0), _shifted(cells, -first), end - first)))
     return made
 
 
-def _joined(parts: list[Encoded]) -> Encoded:
+def _joined(parts: list[TowerValues]) -> TowerValues:
     values = {key: torch.cat([part.values[key] for part in parts]) for key in parts[0].values}
     cells, tiles = [], 0
     for part in parts:
-        cells.append(_shifted(part.placed.cells, tiles))
-        tiles += part.placed.tiles
-    return Encoded(values, Placed(parts[0].placed.scores, torch.cat(cells), tiles))
+        cells.append(_shifted(part.tokens.cells, tiles))
+        tiles += part.tokens.tiles
+    return TowerValues(values, TracedTokens(parts[0].tokens.scores, torch.cat(cells), tiles))
 
 
 def _shifted(cells: Tensor, by: int) -> Tensor:

@@ -16,7 +16,7 @@ from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.sequence import masks
 from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunction, MaskFunctions
-from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.integrations.shared.attachable import get_hidden_states
 from tokenprune.models.families import Family
 
 
@@ -102,7 +102,7 @@ class LayerInputs:
             elif keys is None:
                 mask = None
             else:
-                mask = self.attention_mask(mask, keys, adapter, hidden_states(args, kwargs).dtype, layer)
+                mask = self.attention_mask(mask, keys, adapter, get_hidden_states(args, kwargs).dtype, layer)
             kwargs["attention_mask"] = mask
         if self.rows is not None:
             placed = list(args)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.integrations.shared.eager import in_call
+from tokenprune.integrations.shared.eager import run_in_call
 from tokenprune.selection.observable import ObservedAt
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Part(Attachable):
 
     def hook_in_call(self, register: Callable[..., Any], function: Callable, **options: Any) -> None:
         """Register a hook like `hook`, of a function that does nothing where this thread is in no call."""
-        self.hook(register, partial(in_call, self.current, function), eager=False, **options)
+        self.hook(register, partial(run_in_call, self.current, function), eager=False, **options)
 
 
 def acting(moments: Iterable[T | None]) -> list[T]:

@@ -37,7 +37,7 @@ class Step:
         """True if the stage runs, because it may drop tokens or stores values for a later stage."""
         if not self.budget.is_identity():
             return True
-        return self.method.by_content_count and not (self.whole or self.budget).is_identity()
+        return self.method.chooses_count and not (self.whole or self.budget).is_identity()
 
 
 # (step, tokens of each segment that arrive, tokens that it would keep) -> tokens that it keeps.
@@ -87,7 +87,7 @@ class Plan:
     @cached_property
     def cuts(self) -> frozenset[int]:
         """The layers at whose input a method selects tokens."""
-        asked = (one for one in self.stages if one.kept != one.arrived or one.step.method.by_content_count)
+        asked = (one for one in self.stages if one.kept != one.arrived or one.step.method.chooses_count)
         return frozenset(stage.step.layer for stage in asked)
 
     @property
@@ -152,7 +152,7 @@ class Plan:
 
 def allowed(method: Method, count: int, asked: int) -> int:
     """Return how many of a segment's `count` tokens `method` keeps where its budget asks for `asked`."""
-    return min(count, max(method.least, method.budget(count, asked)))
+    return min(count, max(method.min_tokens, method.resolve_count(count, asked)))
 
 
 def plan_cuts(

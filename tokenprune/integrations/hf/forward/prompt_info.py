@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.kernels.transfer import Recent
+from tokenprune.kernels.transfer import FIFOCache
 
-_PROMPTS = Recent()
+_PROMPTS = FIFOCache()
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,7 +86,7 @@ class TokenState:
         """Return the index of each visual token in the flattened batch, shape (segments, tokens), int64."""
         segments, layout = self.segments, self.layout
         if layout.whole:
-            return segments.places(layout.width)
+            return segments.flat_indices(layout.width)
         row = segments.row_index
         return layout.inverse[row, segments.position] + row * layout.width
 
@@ -108,7 +108,7 @@ class TokenState:
         segments, layout = self.segments, self.layout
         if layout.whole:
             shape = layout.index.shape
-            token_index, kind = segments.recent.get(
+            token_index, kind = segments.cache.get(
                 ("slots", shape), lambda: _classify_slots(segments, flat_indices, shape, padding)
             )
             # PADDING > True, VISUAL > False, and TEXT is never greater: one comparison drops both kinds.

@@ -36,9 +36,9 @@ def warm_up(model: Any, lengths: Sequence[int], *, batch: int = 1) -> None:
     that is patched without graphs, and OptionError for lengths below 2.
     """
     from tokenprune.integrations.hf.graphs.prefill import GraphedPrefill
-    from tokenprune.integrations.shared.attachment import attachment_of
+    from tokenprune.integrations.shared.attachment import get_attachment
 
-    parts = getattr(attachment_of(model).engine, "parts", ())
+    parts = getattr(get_attachment(model).engine, "parts", ())
     part = next((part for part in parts if isinstance(part, GraphedPrefill)), None)
     if part is None:
         raise NotPatchedError("the model is patched without graphs: pass graphs=True to patch")

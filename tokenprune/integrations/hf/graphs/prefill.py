@@ -24,7 +24,7 @@ from tokenprune.integrations.hf.graphs.modules import KnownModules
 from tokenprune.integrations.hf.graphs.replay import Buckets, NotGraphedError
 from tokenprune.integrations.hf.graphs.settings import Graphs
 from tokenprune.integrations.hf.graphs.walk import Groups, Walk
-from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachable import get_thread_states
 from tokenprune.statistics import GraphCounts, Stats
 
 # Arguments of a decoder that put nothing between its layers.
@@ -79,7 +79,7 @@ class GraphedPrefill(Part):
         except NotGraphedError as error:
             self._count(str(error))
             return forward(*args, **kwargs)
-        found = states()
+        found = get_thread_states()
         found[self] = walk
         try:
             output = forward(*args, **self._without_mask(kwargs))
@@ -90,7 +90,7 @@ class GraphedPrefill(Part):
         return output
 
     def _layer(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        walk: Walk | None = None if torch.compiler.is_compiling() else states().get(self)
+        walk: Walk | None = None if torch.compiler.is_compiling() else get_thread_states().get(self)
         return forward(*args, **kwargs) if walk is None else walk.layer(index, forward, args, kwargs)
 
     def _walk(self, args: tuple, kwargs: dict[str, Any]) -> Walk:

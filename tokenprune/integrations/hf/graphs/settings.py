@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from tokenprune.errors import OptionError
-from tokenprune.selection.options import fits, in_words
+from tokenprune.selection.options import describe_type, matches_type
 
 _COUNT = Annotated[int, Ge(1)]
 
@@ -36,8 +36,8 @@ class Graphs:
 
     def __post_init__(self) -> None:
         for name in ("step", "most", "number", "bytes"):
-            if not fits(value := getattr(self, name), _COUNT):
-                raise OptionError(f"graphs: {name}={value!r} must be {in_words(_COUNT)}")
+            if not matches_type(value := getattr(self, name), _COUNT):
+                raise OptionError(f"graphs: {name}={value!r} must be {describe_type(_COUNT)}")
         if not isinstance(self.static, bool):
             raise OptionError(f"graphs: static={self.static!r} must be True or False")
         if self.most < self.step:

@@ -16,7 +16,7 @@ from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
 from tokenprune.integrations.hf.cache.static_cache import is_static
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.graphs.replay import Buckets, LayerCall, NotGraphedError, States
-from tokenprune.integrations.shared.attachable import hidden_states
+from tokenprune.integrations.shared.attachable import get_hidden_states
 
 LEARNING = "the first prompt of its kind shows which layers follow each other"
 # transformers 5.17 hands its models' encoded images on to layers, none of which reads them.
@@ -107,7 +107,7 @@ class Walk:
         """Return whether a layer gets what the one before it returned, and the same arguments beside."""
         beside = _beside(kwargs)
         same = len(beside) == len(self._beside) and all(map(_same, beside, self._beside))
-        return same and hidden_states(args, kwargs) is self._handed
+        return same and get_hidden_states(args, kwargs) is self._handed
 
     def _pass_on(self, index: int, kwargs: dict[str, Any]) -> Any:
         cache = compat.cache_in(kwargs)
@@ -133,7 +133,7 @@ class Walk:
 
     def _call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> LayerCall:
         """Return a layer's call as it can be graphed; raise NotGraphedError where it cannot."""
-        hidden, cache, most = hidden_states(args, kwargs), compat.cache_in(kwargs), self.buckets.graphs.most
+        hidden, cache, most = get_hidden_states(args, kwargs), compat.cache_in(kwargs), self.buckets.graphs.most
         if len(args) > 1 or hidden.ndim != 3:
             raise NotGraphedError("layers are called in a form of their own")
         if hidden.shape[1] > most:

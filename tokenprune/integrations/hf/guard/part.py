@@ -25,7 +25,7 @@ from tokenprune.integrations.hf.guard.prompts import KindReader
 from tokenprune.integrations.hf.guard.settings import KINDS, Guard
 from tokenprune.integrations.hf.guard.verdict import Verdict, Watch, Watched, share_of
 from tokenprune.integrations.hf.sequence.record import open_record
-from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachable import get_thread_states
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.statistics import Stats
@@ -147,8 +147,8 @@ class GuardPart(Part):
         verdict.conclude(plan)
         call.trace.stats.defer(partial(self._fill, verdict))
         if self.settings.mode == "warn":
-            if not looks.ready():
-                states()[self] = verdict  # of this thread, until it is reported
+            if not looks.is_ready():
+                get_thread_states()[self] = verdict  # of this thread, until it is reported
             self._say(verdict)
         return plan
 
@@ -166,14 +166,14 @@ class GuardPart(Part):
     # -- what is said
 
     def _say_late(self) -> None:
-        verdict = states().get(self)
-        if verdict is not None and verdict.looks.ready():
-            del states()[self]
+        verdict = get_thread_states().get(self)
+        if verdict is not None and verdict.looks.is_ready():
+            del get_thread_states()[self]
             self._say(verdict)
 
     def _say(self, verdict: Verdict) -> None:
         """Log what was not said before, as far as it is known."""
-        values = verdict.looks.read() if verdict.looks.ready() else [None] * len(verdict.rows)
+        values = verdict.looks.read() if verdict.looks.is_ready() else [None] * len(verdict.rows)
         for place, (row, value) in enumerate(zip(verdict.rows, values, strict=True)):
             for source, kind in verdict.reasons(row, value):
                 if (place, kind) in verdict.low and (source, kind) not in self._said:

@@ -79,8 +79,8 @@ class SegmentLooks:
 
     parts: list[list[tuple[AsyncValues, Sequence[int]]]]
 
-    def ready(self) -> bool:
-        return all(late.ready() for late in {id(one[0]): one[0] for parts in self.parts for one in parts}.values())
+    def is_ready(self) -> bool:
+        return all(late.is_ready() for late in {id(one[0]): one[0] for parts in self.parts for one in parts}.values())
 
     def read(self) -> list[float | None]:
         """Return the largest value of each segment's pieces, None where it has none; wait for values on their way."""

@@ -14,7 +14,7 @@ from tokenprune.integrations.hf.guard.pixels import SegmentLooks
 from tokenprune.integrations.hf.guard.settings import KINDS, is_tokens
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.selection.method import Method, Site
-from tokenprune.statistics import Guarded
+from tokenprune.statistics import GuardFinding
 
 
 def share_of(budget: Budget, count: int | None = None) -> float | None:
@@ -153,12 +153,12 @@ class Verdict:
     def kinds(self, row: int, value: float | None) -> set[str]:
         return {kind for _, kind in self.reasons(row, value)}
 
-    def findings(self) -> list[Guarded]:
+    def findings(self) -> list[GuardFinding]:
         """One for each row with visual tokens; waits for what has not arrived."""
-        found: dict[int, Guarded] = {}
+        found: dict[int, GuardFinding] = {}
         for place, (row, value) in enumerate(zip(self.rows, self.looks.read(), strict=True)):
             asked = None if self.prompts is None else self.prompts[row]
-            one = found.setdefault(row, Guarded(row=row, prompt=asked))
+            one = found.setdefault(row, GuardFinding(row=row, prompt=asked))
             one.tokens, one.kept = one.tokens + self.counts[place], one.kept + self.kept[place]
             one.raised = one.raised or place in self.raised
             if value is not None:

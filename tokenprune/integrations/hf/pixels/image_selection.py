@@ -16,7 +16,7 @@ from tokenprune.integrations.hf.pixels.marker import MARK, refuse_second_patch
 from tokenprune.integrations.hf.pixels.prompts import PromptReader, intercepted, is_nested
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.pixel_counts import PixelCounts
-from tokenprune.models.token_counts import Reader, Rule, rule_for
+from tokenprune.models.token_counts import CountRule, SettingsReader, find_rule
 from tokenprune.selection.images import InputImage
 from tokenprune.selection.sites.pixels import ImageChooser
 
@@ -34,7 +34,7 @@ class ViewPatch(Attachable):
         if budget.keep is None or budget.per != "image":
             raise BudgetError(f"{method.name} takes keep as a share (a float) or a number of images, not {budget}")
         self.reader = PromptReader(processor, method.name)
-        self.rule, self.counts = rule_for(processor), PixelCounts()
+        self.rule, self.counts = find_rule(processor), PixelCounts()
 
     def _attach(self) -> None:
         refuse_second_patch(self.processor)
@@ -58,7 +58,7 @@ class ViewPatch(Attachable):
         left = [[row[number] for number in chosen] for row, chosen in zip(rows, kept, strict=True)]
         # An image that is still an address is not fetched only to be counted.
         if self.rule is not None and not any(isinstance(image, str) for row in rows for image in row):
-            self.counts.note(self._tokens(self.rule, left), self._tokens(self.rule, rows))
+            self.counts.record(self._tokens(self.rule, left), self._tokens(self.rule, rows))
         if all(len(chosen) == len(row) for chosen, row in zip(kept, rows, strict=True)):
             return images, text
         written = [prompt.keeping(chosen) for prompt, chosen in zip(prompts, kept, strict=True)]
@@ -67,9 +67,9 @@ class ViewPatch(Attachable):
             written[0] if isinstance(text, str) else written,
         )
 
-    def _tokens(self, rule: Rule, rows: list[list[Any]]) -> int:
+    def _tokens(self, rule: CountRule, rows: list[list[Any]]) -> int:
         """Return how many visual tokens the processor makes of the images of each prompt, all together."""
-        read = Reader(self.processor)
+        read = SettingsReader(self.processor)
         return sum(rule.count(read, *InputImage(image).size, len(row)) for row in rows for image in row)
 
     def _most(self, count: int) -> int:

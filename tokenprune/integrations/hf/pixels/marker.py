@@ -6,14 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from tokenprune.errors import AlreadyPatchedError
-from tokenprune.models.token_counts import image_processor_of
+from tokenprune.models.token_counts import get_image_processor
 
 MARK = "_tokenprune_patch"
 
 
 def patch_on(processor: Any) -> Any:
     """Return the patch that a processor, or its image processor, carries; None if there is none."""
-    return getattr(type(image_processor_of(processor)), MARK, None) or getattr(type(processor), MARK, None)
+    return getattr(type(get_image_processor(processor)), MARK, None) or getattr(type(processor), MARK, None)
 
 
 def refuse_second_patch(processor: Any) -> None:

@@ -54,7 +54,7 @@ class PixelPatch(Attachable):
 
         @functools.wraps(before.preprocess)
         def preprocess(self: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
-            images, kwargs = patch.resizer.change(images, kwargs, _QUESTIONS.get() or ())
+            images, kwargs = patch.resizer.resize(images, kwargs, _QUESTIONS.get() or ())
             return before.preprocess(self, images, *args, **kwargs)
 
         # A subclass of the same name, not an attribute of the instance: that would end up in what it prints and saves.
@@ -64,7 +64,7 @@ class PixelPatch(Attachable):
             return
         method, videos = self.resizer.method, getattr(self.processor, "video_processor", None)
         if method.videos and videos is not None:
-            share = self.resizer.share if self.resizer.most is None else None
+            share = self.resizer.share if self.resizer.max_tokens is None else None
             self.swap_class(videos, smaller_videos(type(videos), method.name, share))
         if self.prompts is not None:
             self.swap_class(self.processor, intercepted(self.processor, partial(self._around, self.prompts), {}))
@@ -109,4 +109,4 @@ class FullCounts(Part):
         for row, count in zip(call.state.segments.row, call.state.segments.counts, strict=True):
             rows[row] += count
         for patch in self.patches:
-            call.trace.stats.visual_tokens_full = patch.counts.full(rows)
+            call.trace.stats.visual_tokens_full = patch.counts.find_unpruned(rows)

@@ -8,7 +8,7 @@ import inspect
 from typing import Any
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.shared.resizing import token_grid
+from tokenprune.integrations.shared.resizing import find_token_grid
 
 
 def smaller_videos(before: Any, name: str, share: float | None) -> type:
@@ -41,7 +41,7 @@ def smaller_videos(before: Any, name: str, share: float | None) -> type:
         full = before.resize(self, videos=videos, size=size, resample=resample, factor=factor, **kwargs)
         assert share is not None  # see `preprocess`
         rows, columns = (side // factor for side in full.shape[-2:])
-        small = tuple(side * factor for side in token_grid(rows, columns, share))
+        small = tuple(side * factor for side in find_token_grid(rows, columns, share))
         if small == tuple(full.shape[-2:]):
             return full
         # From the frames as they came in, by what any processor resizes with.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tokenprune.kernels import compact
-from tokenprune.kernels.transfer import Recent, to_device
+from tokenprune.kernels.transfer import FIFOCache, to_device
 
-_RIGHT_ENDS = Recent()
+_RIGHT_ENDS = FIFOCache()
 
 
 def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.models.per_layer import per_layer
+from tokenprune.models.per_layer import get_layer_values
 
 _ROWS = 512  # of a mask that are gathered at once
 
@@ -115,4 +115,4 @@ def sliding_layers(config: Any) -> list[int]:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return [layer for layer, kind in enumerate(kinds) if "sliding" in kind or "chunked" in kind]
-    return [layer for layer, window in enumerate(per_layer(config, "sliding_window")) if window is not None]
+    return [layer for layer, window in enumerate(get_layer_values(config, "sliding_window")) if window is not None]

@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenprune.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
-    from tokenprune.integrations.shared.towers.tower_scores import Encoded
+    from tokenprune.integrations.shared.towers.tower_scores import TowerValues
     from tokenprune.kernels.transfer import AsyncValues
 
 KEY = "tokenprune_record"
@@ -51,7 +51,7 @@ class EncoderRecord:
     groups: list[Tensor] | None = None
     kept: list[Tensor] | None = None
     attention: dict[tuple[str, int], list[Tensor]] | None = None
-    encoded: Encoded | None = None
+    encoded: TowerValues | None = None
     looks: AsyncValues | None = None
 
     def to(self, device: Any, non_blocking: bool = False) -> EncoderRecord:

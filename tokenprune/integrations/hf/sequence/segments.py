@@ -20,7 +20,7 @@ from tokenprune.integrations.hf.sequence.alignment import align_per_image
 from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune.kernels.compact import partition
 from tokenprune.kernels.transfer import to_device
-from tokenprune.selection.frames import frame_counts, tokens_per_frame
+from tokenprune.selection.frames import count_tokens_per_frame, split_into_frames
 from tokenprune.selection.segments import Segments
 
 RunsPerImage = Callable[[int, list[tuple[int, int]]], list[int]]
@@ -165,7 +165,7 @@ def pieces_of(
         count = end - start
         if grid is None or math.prod(grid) != count:
             grid = grid_of(count) if grid_of is not None and modality == "image" else None
-        frames = [count] if modality == "image" else tokens_per_frame(count, number or 0, behind_video)
+        frames = [count] if modality == "image" else count_tokens_per_frame(count, number or 0, behind_video)
         pieces.append(Piece(row, columns[start:end], grid, modality, frames))
     return pieces
 
@@ -183,7 +183,7 @@ def _by_frame(pieces: list[Piece], output: Any, tempo: Tempo, split: bool) -> li
         if not split:
             found.append(piece._replace(clip=clip))
             continue
-        counts = frame_counts(len(piece.columns), number or 0)
+        counts = split_into_frames(len(piece.columns), number or 0)
         if counts is None:
             raise UnsupportedSetupError(
                 f"nothing tells which of a video's {len(piece.columns)} tokens belong to which frame: use a Budget "

@@ -24,8 +24,8 @@ from tokenprune.integrations.hf.sessions.prompts import Words, as_frames
 from tokenprune.integrations.hf.sessions.proxy import proxy_of
 from tokenprune.integrations.hf.sessions.results import Answer, HeldEntries, SessionStats, held_of, stats_of
 from tokenprune.integrations.hf.sessions.stream import Stream
-from tokenprune.integrations.shared.attachment import attachment_of, is_patched
-from tokenprune.selection.options import fits, in_words
+from tokenprune.integrations.shared.attachment import get_attachment, is_patched
+from tokenprune.selection.options import describe_type, matches_type
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +59,7 @@ class Session:
         """
         if (frames is None) == (not inputs):
             raise SessionError("nothing to see: hand over frames, or input_ids and pixel_values")
-        if not fits(fps, Annotated[float, Gt(0)] | None):
+        if not matches_type(fps, Annotated[float, Gt(0)] | None):
             raise OptionError(f"fps={fps!r} must be a number of frames a second, or None")
         with self._inside(), self._stream.whole():
             if inputs:
@@ -102,7 +102,7 @@ class Session:
         another cache, BudgetError for an `attend` out of range or below a sliding window, UnsupportedSetupError past
         the horizon.
         """
-        if not fits(max_new_tokens, Annotated[int, Ge(1)]):
+        if not matches_type(max_new_tokens, Annotated[int, Ge(1)]):
             raise OptionError(f"max_new_tokens={max_new_tokens!r} must be an int >= 1")
         if self._said is None and not return_dict:
             raise SessionError("without a processor nothing turns ids into words: pass return_dict=True")
@@ -218,7 +218,7 @@ class Session:
 
     def _read(self, attend: float | int, options: dict[str, Any]) -> int | None:
         """Return how many visual entries an answer reads, None for all."""
-        if not (fits(attend, Annotated[int, Ge(1)]) or fits(attend, Annotated[float, Gt(0), Le(1)])):
+        if not (matches_type(attend, Annotated[int, Ge(1)]) or matches_type(attend, Annotated[float, Gt(0), Le(1)])):
             raise BudgetError(f"attend={attend!r} must be a share of the visual tokens in (0, 1], or a number of them")
         held = self._stream.memory.visual
         read = attend if isinstance(attend, int) else max(1, round(attend * held))
@@ -266,17 +266,17 @@ def session(
     Raises BudgetError, OptionError, UnknownPolicyError, SessionError, UnsupportedModelError or UnsupportedSetupError.
     """
     chosen = policy_of(policy)
-    if not fits(target, Annotated[float, Gt(0), Le(1)]):
+    if not matches_type(target, Annotated[float, Gt(0), Le(1)]):
         raise BudgetError(f"target={target!r} must be a share of the memory, in (0, 1]")
     for name, value in (("block", block), ("horizon", horizon)):
-        if not fits(value, Annotated[int, Ge(1)] | None):
+        if not matches_type(value, Annotated[int, Ge(1)] | None):
             raise OptionError(f"{name}={value!r} must be an int >= 1, or None")
     for name, value, kind in (("seed", seed, int), ("reanchor", reanchor, bool | None)):
-        if not fits(value, kind):
-            raise OptionError(f"{name}={value!r} must be {in_words(kind)}")
+        if not matches_type(value, kind):
+            raise OptionError(f"{name}={value!r} must be {describe_type(kind)}")
     adapter = adapter_of(model)
     if is_patched(model):
-        check_patch(attachment_of(model), adapter)
+        check_patch(get_attachment(model), adapter)
     horizon = horizon or adapter.text_config.max_position_embeddings - 1
     entries = entries_of(memory, adapter, place_of(model)[1])
     limits = Limits(memory, entries, target, horizon, why_fixed(adapter, reanchor))
@@ -294,7 +294,7 @@ def session(
 
 def _patch_of(model: Any) -> str:
     """Return what a model is patched with, "" for nothing."""
-    return "; ".join(attachment_of(model).lines()) if is_patched(model) else ""
+    return "; ".join(get_attachment(model).format_lines()) if is_patched(model) else ""
 
 
 def _row(ids: Any) -> Tensor:

@@ -84,8 +84,8 @@ def check_patch(attachment: Any, adapter: Adapter) -> None:
     entry. attachment: what `tokenprune.patch` left on the model."""
     for method, budget in zip(attachment.methods, attachment.budgets, strict=True):
         if method.site is not Site.PRE_LLM:
-            reason = f"{method.name} acts {method.site.words}"
-        elif method.weighs:
+            reason = f"{method.name} acts {method.site.description}"
+        elif method.weighs_attention:
             reason = f"{method.name} weighs attention by what was merged, of which a session forgets a part"
         elif method.query_aware:
             reason = f"{method.name} reads the question, which a session hears after its frames"

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from tokenprune.errors import BudgetError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.models.decoder_shape import DecoderShape
-from tokenprune.selection.options import fits, in_words
+from tokenprune.selection.options import describe_type, matches_type
 
 _BYTES = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])iB", re.IGNORECASE)
 
@@ -87,13 +87,13 @@ def entries_of(memory: int | str, adapter: Adapter, of: dtype) -> int:
 
     of: the dtype of keys and values. Layers with a sliding window take what a full window does, whatever is seen.
     """
-    if fits(memory, Annotated[int, Ge(1)]):
+    if matches_type(memory, Annotated[int, Ge(1)]):
         return int(memory)
     match = _BYTES.fullmatch(memory.strip()) if isinstance(memory, str) else None
     if match is None:
         raise BudgetError(
-            f"memory={memory!r} must be a number of visual tokens, {in_words(Annotated[int, Ge(1)])}, or bytes as in "
-            "'64MiB' or '2GiB'"
+            f"memory={memory!r} must be a number of visual tokens, {describe_type(Annotated[int, Ge(1)])}, or bytes as "
+            "in '64MiB' or '2GiB'"
         )
     most = int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
     shape, layers = DecoderShape.from_config(adapter.text_config), DynamicCache(config=adapter.text_config).layers

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf.families import Adapter
-from tokenprune.selection.frames import tokens_per_frame
+from tokenprune.selection.frames import count_tokens_per_frame
 
 _TYPES = {"image": 1, "video": 2}
 
@@ -74,7 +74,7 @@ def frames_and_cells(adapter: Adapter, ids: Tensor, inputs: Mapping[str, Any]) -
         which = next(index for index, run in enumerate(alike) if run[1][0] == start)
         frames = units[which] if len(units) == len(alike) else sum(units) if len(alike) == 1 else 1
         behind = adapter.family.after_video if modality == "video" else 0
-        for size in tokens_per_frame(end - start, frames, behind) or [end - start]:
+        for size in count_tokens_per_frame(end - start, frames, behind) or [end - start]:
             found[0, start : start + size], found[1, start : start + size] = number, torch.arange(size, device="cpu")
             number, start = number + 1, start + size
         before = end - behind

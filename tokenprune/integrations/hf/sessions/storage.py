@@ -19,8 +19,8 @@ from tokenprune.errors import ConfigError
 from tokenprune.integrations.hf.sessions.memory import FRAME, Memory
 from tokenprune.integrations.hf.sessions.positions import axes
 from tokenprune.integrations.hf.sessions.stream import Progress, Stream
-from tokenprune.models.fingerprint import fingerprint
-from tokenprune.selection.files import reason
+from tokenprune.models.fingerprint import compute_fingerprint
+from tokenprune.selection.files import describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def save(stream: Stream, path: str | Path, settings: dict[str, Any]) -> None:
         tensors[f"table.{place}"] = table
     facts = {
         "schema": _SCHEMA,
-        "fingerprint": fingerprint(stream.model),
+        "fingerprint": compute_fingerprint(stream.model),
         "transformers": transformers.__version__,
         "settings": settings,
         "progress": dataclasses.asdict(stream.progress),
@@ -53,7 +53,7 @@ def save(stream: Stream, path: str | Path, settings: dict[str, Any]) -> None:
         draft.replace(path)
     except (OSError, SafetensorError) as error:
         draft.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {path}: {reason(error)}") from error
+        raise ConfigError(f"cannot write {path}: {describe_error(error)}") from error
 
 
 def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -63,7 +63,7 @@ def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             facts = json.loads((opened.metadata() or {}).get(_KEY, "null"))
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no dict
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {path}: {reason(error)}") from error
+        raise ConfigError(f"cannot read {path}: {describe_error(error)}") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("settings"), dict):
         raise ConfigError(f"{path} holds no session: Session.save writes one")
     if facts.get("schema") != _SCHEMA:
@@ -76,7 +76,7 @@ def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def fill(stream: Stream, facts: dict[str, Any], tensors: dict[str, Tensor], name: str) -> None:
     """Have an empty stream go on where the one in a file was; raises ConfigError for a file of another model, or one
     that is damaged."""
-    if facts.get("fingerprint") != fingerprint(stream.model):
+    if facts.get("fingerprint") != compute_fingerprint(stream.model):
         raise ConfigError(
             f"{name} is of a session with another model, or with this one in another dtype: load that one"
         )

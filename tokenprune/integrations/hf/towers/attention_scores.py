@@ -26,22 +26,22 @@ from tokenprune.integrations.hf.sequence.record import open_record, record_of
 from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.hf.towers.blocks import attention_of, find_blocks
 from tokenprune.integrations.hf.towers.unit_dropping import coloured, colours_of
-from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachable import get_thread_states
 from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
-from tokenprune.integrations.shared.towers.packed_features import PackRecorder, take_packed
-from tokenprune.integrations.shared.towers.patch_grid import image_sizes, place
+from tokenprune.integrations.shared.towers.packed_features import PackRecorder, pop_packed_features
+from tokenprune.integrations.shared.towers.patch_grid import image_sizes, trace_tokens
 from tokenprune.integrations.shared.towers.tower_scores import (
     OUTPUT,
-    Blocks,
-    Encoded,
-    Seen,
-    as_patches,
-    blocks_read,
-    empty,
-    read_of_pixels,
-    take_patches,
-    tower_features,
-    without_tower,
+    BlockIndices,
+    BlockScores,
+    TowerValues,
+    build_patches,
+    create_block_scores,
+    find_observed_blocks,
+    find_options_without_tower,
+    find_pixel_observables,
+    get_tower_features,
+    record_patches,
 )
 from tokenprune.kernels.observation import Observation
 from tokenprune.kernels.transfer import to_device
@@ -74,12 +74,12 @@ class BlockReader(Part):
         self.tower, _, blocks = find_blocks(adapter, _CLASS_TOKENS, knows, _instead(methods))
         self.protected = _CLASS_TOKENS[type(blocks[0]).__name__]
         self.attentions = [attention_of(block) for block in blocks]
-        self.blocks: Blocks = {}
+        self.blocks: BlockIndices = {}
         for method in methods:
-            self.blocks |= blocks_read(method, len(blocks), adapter.config)
+            self.blocks |= find_observed_blocks(method, len(blocks), adapter.config)
         for index in set(self.blocks.values()) - {OUTPUT}:
             Observer(self.attentions[index], partial(self._record, index))  # raises what cannot be observed
-        self.of_pixels = {one for method in methods for one in read_of_pixels(method)}
+        self.of_pixels = {one for method in methods for one in find_pixel_observables(method)}
         self.colours = colours_of(processor)
         if self.of_pixels and self.colours is None:
             raise OptionError(f"{self.name} reads colours, and the model gets normalised pixels. Pass processor=.")
@@ -95,33 +95,33 @@ class BlockReader(Part):
             self.wrap(self.adapter.base, "pack_image_features", PackRecorder)
 
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        take_packed()  # what a call that failed may have left
+        pop_packed_features()  # what a call that failed may have left
         lengths = None
         if self.adapter.family.patches == "sized":
             given = dict(zip(("pixel_values", "image_sizes"), args, strict=False)) | kwargs
             patch = self.adapter.config.vision_config.patch_size
             lengths = [(height // patch) * (width // patch) for height, width in image_sizes(given)]
-        states()[self] = _Reading(empty(self.blocks), lengths)
+        get_thread_states()[self] = _Reading(create_block_scores(self.blocks), lengths)
 
     def _record(self, index: int, observation: Observation) -> None:
-        state = states().get(self)
+        state = get_thread_states().get(self)
         if state is not None:  # else gradient checkpointing runs the block again
             if observation.starts is None and state.lengths is not None:
                 ends = [0, *accumulate(state.lengths)]
                 observation = replace(observation, starts=torch.tensor(ends, device=observation.query.device))
-            take_patches(state.seen, index, observation, self.protected)
+            record_patches(state.seen, index, observation, self.protected)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
-        state = states().pop(self, None)
+        state = get_thread_states().pop(self, None)
         if state is None:
             return
         record = open_record(output)
         for name, index in state.seen:
             if index == OUTPUT:
-                features = tower_features(output, self.adapter.config).detach().float()
+                features = get_tower_features(output, self.adapter.config).detach().float()
                 features = features if features.ndim == 3 else features[None]
                 observable = cast(TowerOutput, find_observable(name))
-                state.seen[name, index].append(observable.of_features(features, self.protected))
+                state.seen[name, index].append(observable.compute_from_features(features, self.protected))
         record.attention = state.seen
 
     # -- after the tower
@@ -133,7 +133,7 @@ class BlockReader(Part):
 
     def _leave_observed(self, encoding: Encoding, output: Any) -> None:
         """Write the observables of the encoded visual tokens into the record on `output`."""
-        state, packed = record_of(output).take_attention(), take_packed()
+        state, packed = record_of(output).take_attention(), pop_packed_features()
         if state is None:
             return
         # Each (rows of the tower, patches, channels); a tower that lays images end to end has one row of all patches.
@@ -146,8 +146,8 @@ class BlockReader(Part):
             torch.cat([piece.flatten(0, 1) for piece in pieces])[None] if on_one_axis else torch.cat(pieces)
             for pieces in state.values()
         ]
-        placed = place(self.adapter, encoding.modality, encoding.on_host, feature_total(output), layers, packed)
-        encoded = Encoded.of(placed, self.blocks, state, [x.shape[-1] for x in layers])
+        placed = trace_tokens(self.adapter, encoding.modality, encoding.on_host, feature_total(output), layers, packed)
+        encoded = TowerValues.from_scores(placed, self.blocks, state, [x.shape[-1] for x in layers])
         if self.of_pixels:
             pixels = encoding.arguments["pixel_values_videos" if encoding.modality == "video" else "pixel_values"]
             units = pixels.float().unflatten(0, (len(placed.cells), -1)).split(_TOKENS)
@@ -161,7 +161,7 @@ class BlockReader(Part):
         """Return what an observable makes of pixels, `[tokens, patches, channels * P]`."""
         assert self.colours is not None  # else refused
         shown = coloured(pixels.flatten(0, 1), self.colours)
-        return observable.of_colours(shown.view(*pixels.shape[:2], len(self.colours[0]), -1))
+        return observable.compute_from_colors(shown.view(*pixels.shape[:2], len(self.colours[0]), -1))
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class _Reading:
     """One forward of a tower. seen: see `empty`. lengths: of the images, if all are on one axis and only a mask tells
     them apart."""
 
-    seen: Seen
+    seen: BlockScores
     lengths: list[int] | None
 
 
@@ -186,7 +186,7 @@ class EncodedTokens:
                     f"These {modality} features were not encoded by the patched model, so values of its vision tower "
                     "are missing. Pass pixels."
                 )
-            self.masks.append((modality, mask, len(encoded.placed.cells)))
+            self.masks.append((modality, mask, len(encoded.tokens.cells)))
             self.parts.append(encoded)
 
     def values(self, key: tuple, segments: Segments) -> Tensor:
@@ -197,19 +197,19 @@ class EncodedTokens:
                 "method's encoder_layers, and pass pixels if the features were encoded under another patch."
             )
         found = self._of([part.values[key] for part in self.parts], segments)
-        return found.masked_fill(~segments.mask.unsqueeze(-1), 0) if segments.padded else found
+        return found.masked_fill(~segments.mask.unsqueeze(-1), 0) if segments.has_padding else found
 
     def patches(self, segments: Segments) -> Patches:
         def make() -> Patches:
-            cells = self._of([part.placed.cells for part in self.parts], segments)
-            return as_patches(cells, segments.mask, sum(part.placed.tiles for part in self.parts))
+            cells = self._of([part.tokens.cells for part in self.parts], segments)
+            return build_patches(cells, segments.mask, sum(part.tokens.tiles for part in self.parts))
 
-        keys = [part.placed.key for part in self.parts]
-        return make() if None in keys else segments.recent.get(("patches", *keys), make)
+        keys = [part.tokens.key for part in self.parts]
+        return make() if None in keys else segments.cache.get(("patches", *keys), make)
 
     def _of(self, parts: list[Tensor], segments: Segments) -> Tensor:
         """Return `[S, N, ...]` of the visual tokens of all modalities, one part each."""
-        numbers = segments.recent.get(("numbers", *map(len, parts)), partial(self._numbers, segments))
+        numbers = segments.cache.get(("numbers", *map(len, parts)), partial(self._numbers, segments))
         found = [part.to(self.device) for part in parts]
         return (found[0] if len(found) == 1 else torch.cat(found))[numbers]
 
@@ -223,5 +223,7 @@ class EncodedTokens:
 
 def _instead(methods: Sequence[Pruner]) -> str:
     """Return what to do where the tower cannot be read."""
-    less = [f", or {method.name} with {options}" for method in methods if (options := without_tower(method))]
+    less = [
+        f", or {method.name} with {options}" for method in methods if (options := find_options_without_tower(method))
+    ]
     return "Use a method that acts after the tower" + "".join(less) + "."

@@ -28,11 +28,11 @@ from tokenprune.integrations.hf.sequence.record import open_record
 from tokenprune.integrations.hf.sequence.segments import feature_total
 from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, find_blocks
-from tokenprune.integrations.shared.attachable import hidden_states, states, with_output
-from tokenprune.integrations.shared.towers.patch_grid import place
+from tokenprune.integrations.shared.attachable import change_output, get_hidden_states, get_thread_states
+from tokenprune.integrations.shared.towers.patch_grid import trace_tokens
 from tokenprune.integrations.shared.towers.reducer import Host, TowerLayout, TowerReducer, check_checkpointing
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
-from tokenprune.integrations.shared.towers.tower_scores import block_observable
+from tokenprune.integrations.shared.towers.tower_scores import get_block_observable
 from tokenprune.integrations.shared.towers.units import Units
 from tokenprune.kernels.observation import Observation
 from tokenprune.kernels.transfer import to_device
@@ -66,22 +66,22 @@ class FramesRun(TowerRun):
         rows: list[int] = []  # that hold the rows so far
         left = [len(mix.first) for mix in mixes]
         for number, (mix, before) in enumerate(zip(mixes, self.left, strict=True)):
-            rows += [sum(left[:number]) + own for own in mix.owners(before)]
+            rows += [sum(left[:number]) + own for own in mix.find_owners(before)]
         owner = to_device(rows, self.units.owner.device)[self.units.owner]
-        self.units, self.left = replace(self.units, owner=owner, left=[sum(left)]), left
+        self.units, self.left = replace(self.units, owner=owner, num_units=[sum(left)]), left
 
 
 class FrameLayout(TowerLayout):
     """One frame per row. `frames` returns the number of frames of each video of a forward."""
 
-    begins = True
+    starts_at_first_block = True
 
     def __init__(self, method: FrameMerger, blocks: Sequence[Block], frames: Callable[[], list[int]]) -> None:
         self.method, self.blocks, self.frames = method, blocks, frames
 
     def begin(self, hidden: Tensor) -> TowerRun:
         frames, (rows, width) = self.frames(), hidden.shape[:2]
-        units, plan = Units.packed(rows, 1, torch.device("cpu")), [None] * len(self.blocks)
+        units, plan = Units.from_packed(rows, 1, torch.device("cpu")), [None] * len(self.blocks)
         return FramesRun(units, plan, sizes=frames, width=width, left=frames)
 
 
@@ -118,19 +118,19 @@ class FrameMerging(TowerPart):
         self.attach_part(self.observer)
         self.attach_part(self.reducer)
         for index in self.mixed:
-            self.reducer.around(self.layers[index], self._enter_mixed, partial(self._leave_mixed, index))
+            self.reducer.add_hooks(self.layers[index], self._enter_mixed, partial(self._leave_mixed, index))
         self.hook(self.encoder.register_forward_hook, self._leave_encoder)
         self.hook(self.tower.register_forward_hook, self._leave_tower)
 
     def _state(self) -> FramesRun | None:
-        run = self.reducer.state()
+        run = self.reducer.get_run()
         assert run is None or isinstance(run, FramesRun)
         return run
 
     # -- inside the tower
 
     def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
-        self.reducer.end()  # what a call that failed may have left
+        self.reducer.pop_run()  # what a call that failed may have left
         frames = self.adapter.video_frames(encoding.on_host) if encoding.modality == "video" else []
         if frames is None:
             raise UnsupportedSetupError(
@@ -138,28 +138,28 @@ class FrameMerging(TowerPart):
                 "processor."
             )
         check_layer(self.method.name, self.layer, encoding.on_host)
-        states()[self] = frames  # until the tower begins
+        get_thread_states()[self] = frames  # until the tower begins
         try:
             output = encode(encoding)
         finally:
-            states().pop(self, None)
+            get_thread_states().pop(self, None)
         self._leave_frames(encoding, output)
         return output
 
     def _take_frames(self) -> list[int]:
         """Return the number of frames of each video; empty if the tower is called outside of the encoder."""
-        return states().pop(self, None) or []
+        return get_thread_states().pop(self, None) or []
 
     def _enter_mixed(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         run = self._state()
         if run is not None and run.sizes:
-            check_checkpointing(module, hidden_states(args, kwargs))
+            check_checkpointing(module, get_hidden_states(args, kwargs))
 
     def _observe(self, observation: Observation) -> None:
         run = self._state()
         if run is not None and run.sizes:
             with torch.no_grad():
-                shown = block_observable(self.method.reads).of_patches(observation, self.protected)
+                shown = get_block_observable(self.method.reads).compute_per_patch(observation, self.protected)
             run.received = shown.float().mean(1)
 
     def _leave_mixed(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -181,11 +181,11 @@ class FrameMerging(TowerPart):
         if last:
             with torch.no_grad():
                 run.groups = [self.method.groups(rows[:, self.protected :]) for rows in mixed.split(run.left)]
-        return with_output(lambda _: mixed, output)
+        return change_output(lambda _: mixed, output)
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
         run = self._state()
-        return None if run is None else with_output(run.units.full, output)
+        return None if run is None else change_output(run.units.expand, output)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
         open_record(output)  # raises what cannot have one
@@ -199,7 +199,7 @@ class FrameMerging(TowerPart):
     def _leave_frames(self, encoding: Encoding, output: Any) -> None:
         """Write to the encoder's output what became of frames and tokens."""
         run = self._state()
-        self.reducer.end()
+        self.reducer.pop_run()
         if run is None:
             return
         self.leave_tokens(output, [left * run.width for (left,) in run.counts])
@@ -207,11 +207,11 @@ class FrameMerging(TowerPart):
             return
         # On the host from here on: how many tokens stay is what it has to know.
         assert run.received is not None  # see `_leave_mixed`
-        received = run.units.full(run.received).cpu()
+        received = run.units.expand(run.received).cpu()
         total = feature_total(output)
-        placed = place(self.adapter, encoding.modality, encoding.on_host, total, [received.unsqueeze(-1)], None)
+        placed = trace_tokens(self.adapter, encoding.modality, encoding.on_host, total, [received.unsqueeze(-1)], None)
         size = len(placed.cells) // len(run.sizes)  # videos of one call have as many frames
-        groups, pieces = [], zip(run.owners(), placed.cells.split(size), placed.scores.split(size), strict=True)
+        groups, pieces = [], zip(run.get_owners(), placed.cells.split(size), placed.scores.split(size), strict=True)
         for number, (rows, cells, scores) in enumerate(pieces):
             found = self._groups_of(rows.tolist(), cells[:, 0], scores[:, 0], run.groups[number])
             groups.append(to_device(found, run.received.device))

@@ -15,11 +15,11 @@ from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.blocks import find_blocks
 from tokenprune.integrations.hf.towers.unit_dropping import check_drops
-from tokenprune.integrations.shared.attachable import with_output
+from tokenprune.integrations.shared.attachable import change_output
 from tokenprune.integrations.shared.towers.reducer import Host, TowerLayout, TowerReducer
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
-from tokenprune.integrations.shared.towers.squares import by_units
-from tokenprune.integrations.shared.towers.unit_dropping import Grids, choose_units, choosing
+from tokenprune.integrations.shared.towers.squares import order_by_units
+from tokenprune.integrations.shared.towers.unit_dropping import Grids, choose_units, plan_drops
 from tokenprune.integrations.shared.towers.units import Units
 from tokenprune.kernels.merging import Merge
 from tokenprune.kernels.transfer import to_device
@@ -58,7 +58,8 @@ class GridTower(TowerPart):
         super().__init__(adapter, method, budget)
         knows = f"{method.name} knows SigLIP 2 of images of any shape"
         self.tower, self.encoder, layers = find_blocks(adapter, ("Siglip2EncoderLayer",), knows)
-        self.side, self.decoder = adapter.family.side(adapter.config), DecoderShape.from_config(adapter.text_config)
+        self.side = adapter.family.get_unit_side(adapter.config)
+        self.decoder = DecoderShape.from_config(adapter.text_config)
         self.blocks = [Block(one, one.get_submodule("layer_norm2"), one.get_submodule("mlp")) for one in layers]
         check_drops(method, budget, len(self.blocks))
         self.reducer = TowerReducer(GridLayout(method, self.blocks), GridHost())
@@ -90,9 +91,9 @@ class GridTower(TowerPart):
         owner = torch.arange(width, device=device).expand(len(grids), -1)
         run = TowerRun(Units(owner, [patches * size for size in sizes]), [None] * len(self.blocks))
         run.kept = [torch.ones(size, dtype=torch.bool, device="cpu") for size in sizes]
-        run.acts = any(left < size for left, size in zip(most, sizes, strict=True))
+        run.is_active = any(left < size for left, size in zip(most, sizes, strict=True))
         host = torch.device("cpu")
-        of_rows = [row * width + by_units(h, w, self.side, host) for row, (h, w) in enumerate(shapes)]
+        of_rows = [row * width + order_by_units(h, w, self.side, host) for row, (h, w) in enumerate(shapes)]
         places = torch.cat(of_rows)  # flat indices of patches, unit by unit
 
         def fold(hidden: Tensor) -> Tensor:
@@ -104,18 +105,18 @@ class GridTower(TowerPart):
             own = torch.zeros(len(grids) * width, dtype=torch.bool, device="cpu")
             own[places] = stays.repeat_interleave(patches)
             left = [patches * int(image.sum()) for image in run.kept]
-            return Merge.dropping(to_device(own.view(-1, width), x.device), left)
+            return Merge.from_kept(to_device(own.view(-1, width), x.device), left)
 
-        run.drops = choosing(self.method, self.method.block(len(self.blocks)), fold, choose) if run.acts else {}
+        run.drops = plan_drops(self.method, self.method.block(len(self.blocks)), fold, choose) if run.is_active else {}
         return run
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = self.reducer.state()
-        return with_output(run.units.full, output) if run is not None and run.acts else None
+        run = self.reducer.get_run()
+        return change_output(run.units.expand, output) if run is not None and run.is_active else None
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
-        run = self.reducer.end()
+        run = self.reducer.pop_run()
         assert run is not None  # `_enter_tower` made it
-        counts = [sum(left) for left in run.counts] or [sum(run.units.left)] * len(self.blocks)
+        counts = [sum(left) for left in run.counts] or [sum(run.units.num_units)] * len(self.blocks)
         self.leave_tokens(output, counts, kept=run.kept)
         run.restore_states(output)

@@ -10,7 +10,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
 from tokenprune.integrations.hf.sequence.segments import feature_total
-from tokenprune.integrations.shared.attachable import states
+from tokenprune.integrations.shared.attachable import get_thread_states
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
@@ -32,11 +32,11 @@ class ChunkedPrefillCheck(Part):
     def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
         output = encode(encoding)
         if self.current() is None:  # ahead of any forward, as `generate` does
-            states().setdefault(self, {})[encoding.modality] = weakref.ref(output)
+            get_thread_states().setdefault(self, {})[encoding.modality] = weakref.ref(output)
         return output
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
-        waiting = states().pop(self, None)
+        waiting = get_thread_states().pop(self, None)
         if waiting is None:
             return
         ahead = {modality: output for modality, ref in waiting.items() if (output := ref()) is not None}
@@ -45,7 +45,7 @@ class ChunkedPrefillCheck(Part):
             return  # another prompt, with pixels
         masks = self.adapter.visual_mask(call.arguments) if ahead else {}
         if ahead and not call.outputs and not any(bool(mask.any()) for mask in masks.values()):
-            states()[self] = waiting  # text before the images
+            get_thread_states()[self] = waiting  # text before the images
             return
         for modality, output in ahead.items():
             if modality in call.outputs:

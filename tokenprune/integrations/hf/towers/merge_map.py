@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf.sequence.alignment import placeholder_to_feature
-from tokenprune.integrations.shared.towers.packed_features import first_of_group, take_packed
+from tokenprune.integrations.shared.towers.packed_features import find_first_of_group, pop_packed_features
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import Selection
 from tokenprune.selection.segments import Segments
@@ -23,10 +23,10 @@ def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor
     (Idefics from transformers 5.24 on). protected: class tokens, which the features may leave out. None if the features
     are not the patches.
     """
-    packed = take_packed()
+    packed = pop_packed_features()
     if packed is not None:
-        groups = first_of_group(owners[:, owners.shape[1] - packed.tokens :], owners.shape[1])
-        return [packed.follow(groups, image) for image in packed.images]
+        groups = find_first_of_group(owners[:, owners.shape[1] - packed.tokens_per_tile :], owners.shape[1])
+        return [packed.map_groups(groups, image) for image in packed.images]
     if not isinstance(features, (list, tuple)) and getattr(features, "ndim", 0) != 3:
         return None
     if any(one.ndim != 2 for one in features):
@@ -40,9 +40,9 @@ def feature_groups(owners: Tensor, features: Any, protected: int) -> list[Tensor
     if any(not 0 <= owners.shape[1] - count <= protected for count in counts):
         return None
     if len({*counts}) == 1:
-        return list(first_of_group(owners[:, owners.shape[1] - counts[0] :], owners.shape[1]))
+        return list(find_first_of_group(owners[:, owners.shape[1] - counts[0] :], owners.shape[1]))
     pairs = zip(owners, counts, strict=True)
-    return [first_of_group(row[None, len(row) - count :], len(row))[0] for row, count in pairs]
+    return [find_first_of_group(row[None, len(row) - count :], len(row))[0] for row, count in pairs]
 
 
 def keep_one_per_group(

@@ -22,12 +22,12 @@ from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.sequence.record import record_of
 from tokenprune.integrations.hf.towers.base import ThreadKey, TowerPart, check_bias
 from tokenprune.integrations.hf.towers.unit_dropping import check_drops, coloured, colours_of
-from tokenprune.integrations.shared.attachable import hidden_states, states
-from tokenprune.integrations.shared.towers.packed import Order, PackedLayout, first_units
+from tokenprune.integrations.shared.attachable import get_hidden_states, get_thread_states
+from tokenprune.integrations.shared.towers.packed import Order, PackedLayout, find_first_units
 from tokenprune.integrations.shared.towers.reducer import Host, TowerReducer
 from tokenprune.integrations.shared.towers.run import TowerRun
 from tokenprune.integrations.shared.towers.unit_dropping import Grids, choose_units
-from tokenprune.integrations.shared.towers.units import mean_of_groups
+from tokenprune.integrations.shared.towers.units import average_groups
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.selection.sites.encoder import TowerMethod
 from tokenprune.selection.sites.units import UnitDropper
@@ -93,14 +93,14 @@ class PackedTower(TowerPart):
 
     def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
         # GLM's towers get each frame of a video as a separate image.
-        states()[self.key] = self.adapter.grids(encoding.modality, encoding.on_host)
+        get_thread_states()[self.key] = self.adapter.grids(encoding.modality, encoding.on_host)
         try:
             output = encode(encoding)
         finally:
-            states().pop(self.key, None)
+            get_thread_states().pop(self.key, None)
         if self.leaves == "groups":
             owners = record_of(output).owners
-            self.leave_groups(output, None if owners is None else first_units(list(owners)))
+            self.leave_groups(output, None if owners is None else find_first_units(list(owners)))
         return output
 
     # -- input and output of the tower
@@ -108,11 +108,11 @@ class PackedTower(TowerPart):
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         grids = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
         order = partial(self._order, grids, kwargs.get("window_index"))
-        pixels, weight = hidden_states(args, kwargs), next(self.tower.merger.parameters())
+        pixels, weight = get_hidden_states(args, kwargs), next(self.tower.merger.parameters())
         device = pixels.device if weight.is_meta else weight.device  # offloaded weights have no device yet
-        known = states().pop(self.key, None)
+        known = get_thread_states().pop(self.key, None)
         if known is None or sum(map(math.prod, known)) * self.layout.patches != len(pixels):
-            known = self.layout.grids(grids)
+            known = self.layout.to_unit_grids(grids)
         if isinstance(self.method, UnitDropper):
             self.reducer.start(self._begin_dropping(self.method, pixels, known, order, device))
             return
@@ -139,24 +139,24 @@ class PackedTower(TowerPart):
         return self.layout.begin_dropping(method, grids, num_kept, order, device, chosen)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = self.reducer.end()
+        run = self.reducer.pop_run()
         assert run is not None  # `_enter_tower` made it
-        counts = [left for (left,) in run.counts] or run.units.left * len(self.layout.blocks)
-        owners = run.owners() if self.leaves == "groups" else None
+        counts = [left for (left,) in run.counts] or run.units.num_units * len(self.layout.blocks)
+        owners = run.get_owners() if self.leaves == "groups" else None
         self.leave_tokens(output, [count * self.layout.patches for count in counts], owners, run.kept)
-        if run.acts:
-            output.last_hidden_state = run.units.full(output.last_hidden_state)
+        if run.is_active:
+            output.last_hidden_state = run.units.expand(output.last_hidden_state)
             run.restore_states(output)
         features = getattr(output, "deepstack_features", None)
         if owners and features and self.merges:  # of blocks before all members of a group were merged
-            output.deepstack_features = [mean_of_groups(x, torch.cat(owners)) for x in features]
+            output.deepstack_features = [average_groups(x, torch.cat(owners)) for x in features]
         return output
 
     # -- hooks of the blocks
 
     def _note_keys(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
         """Record the keys before the rotary embedding, so that units are compared by content, not by position."""
-        run = self.reducer.state()
+        run = self.reducer.get_run()
         if run is not None and run.plan[index] is not None:
             attention = self.tower.blocks[index].attn
             heads, first = output.view(len(output), -1, attention.head_dim), attention.num_heads
@@ -166,7 +166,7 @@ class PackedTower(TowerPart):
 
     def _bias(self, observation: Any) -> Tensor | None:
         """Return the bias of the next image, frame or window that attends to itself."""
-        run = self.reducer.state()
+        run = self.reducer.get_run()
         if run is None or run.bias is None:
             return None
         width = observation.key.shape[2]

@@ -24,15 +24,15 @@ from tokenprune.integrations.hf.towers.base import TowerPart, check_bias, not_tr
 from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, find_blocks
 from tokenprune.integrations.hf.towers.merge_map import feature_groups
 from tokenprune.integrations.hf.towers.tiles import TileGoals
-from tokenprune.integrations.shared.attachable import with_output
+from tokenprune.integrations.shared.attachable import change_output
 from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
-from tokenprune.integrations.shared.towers.packed_features import PackRecorder, take_packed
-from tokenprune.integrations.shared.towers.patch_grid import patches_of
+from tokenprune.integrations.shared.towers.packed_features import PackRecorder, pop_packed_features
+from tokenprune.integrations.shared.towers.patch_grid import count_patches
 from tokenprune.integrations.shared.towers.reducer import Host, TowerReducer
 from tokenprune.integrations.shared.towers.rows import RowLayout, TileLayout
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
 from tokenprune.integrations.shared.towers.squares import Squares
-from tokenprune.integrations.shared.towers.tower_scores import block_observable
+from tokenprune.integrations.shared.towers.tower_scores import get_block_observable
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.sites.encoder import EncoderMethod, Tower, TowerMethod
 from tokenprune.selection.sites.units import UnitDropper
@@ -77,11 +77,12 @@ class RowTower(TowerPart):
         blocks = [
             Block(layer, getattr(layer, block.norm), getattr(layer, block.end), scale=block.scale) for layer in layers
         ]
-        tokens, side = patches_of(adapter.config.vision_config) + block.protected, adapter.family.side(adapter.config)
+        tokens = count_patches(adapter.config.vision_config) + block.protected
+        side = adapter.family.get_unit_side(adapter.config)
         shape, squares = Tower(tokens, block.protected, len(layers), read, self.tower), None
         if side > 1:
             squares = Squares(side, block.protected)
-            shape = Tower(squares.count(tokens), 0, len(layers), read, self.tower, squares.size)
+            shape = Tower(squares.count_units(tokens), 0, len(layers), read, self.tower, squares.size)
         self.packs = hasattr(adapter.base, "pack_image_features")
         self.goals: TileGoals | None = None
         if self.packs and isinstance(method, EncoderMethod):
@@ -115,7 +116,7 @@ class RowTower(TowerPart):
     # -- attention
 
     def _observe(self, index: int, observation: Observation) -> Tensor | None:
-        run = self.reducer.state()
+        run = self.reducer.get_run()
         if run is None:
             return None
         if run.plan[index] is not None:
@@ -130,7 +131,8 @@ class RowTower(TowerPart):
             padding = padding.expand(-1, -1, observation.query.shape[2], -1)
             observation = replace(observation, mask=padding, causal=False)
         with torch.no_grad():
-            return block_observable(self.method.reads).of_patches(observation, self.layout.shape.protected).float()
+            scores = get_block_observable(self.method.reads)
+            return scores.compute_per_patch(observation, self.layout.shape.protected).float()
 
     def _note_masked(self, run: TowerRun, observation: Observation, mask: Tensor) -> None:
         """Give masked patches the weight 0, so that they do not count in a mean, and stay masked."""
@@ -146,26 +148,26 @@ class RowTower(TowerPart):
             )
         rows, device = len(observation.query), observation.query.device
         first = torch.zeros(1, 1, dtype=torch.long, device=device)
-        seen = observation.visible(first.expand(rows, 1))[:, 0, 0]
+        seen = observation.visible_keys(first.expand(rows, 1))[:, 0, 0]
         run.units = replace(run.units, weight=seen.float().expand(rows, -1), masked=True)
 
     # -- input and output of the tower
 
     def _enter_tower(self, module: nn.Module, args: tuple) -> None:
         self._check_attention()  # it may have been changed after the patch
-        take_packed()  # a failed call may have left some
-        self.reducer.end()
+        pop_packed_features()  # a failed call may have left some
+        self.reducer.pop_run()
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = self.reducer.state()
+        run = self.reducer.get_run()
         assert run is not None  # the first block made it
-        return with_output(run.units.full, output)
+        return change_output(run.units.expand, output)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = self.reducer.end()
+        run = self.reducer.pop_run()
         assert run is not None  # see `_leave_encoder`
-        squares, owners = self.layout.squares, [*run.history, run.units][self.layout.shape.read].owner
-        owners = owners if squares is None else squares.owners(owners)
+        squares, owners = self.layout.squares, [*run.history, run.units][self.layout.shape.blocks_read].owner
+        owners = owners if squares is None else squares.find_unit_owners(owners)
         self.leave_tokens(output, [sum(rows) for rows in run.counts], owners)
         run.restore_states(output)
         return output

@@ -14,9 +14,9 @@ from tokenprune.budgets import Budget
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encoding
 from tokenprune.integrations.hf.towers.base import ThreadKey
-from tokenprune.integrations.shared.attachable import states
-from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, newline_number, numbered
-from tokenprune.integrations.shared.towers.tile_goals import Goal, goals_of
+from tokenprune.integrations.shared.attachable import get_thread_states
+from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, build_feature_ids, build_newline_id
+from tokenprune.integrations.shared.towers.tile_goals import Goal, compute_tile_goals
 from tokenprune.selection.sites.encoder import EncoderMethod, Tower
 
 
@@ -38,11 +38,11 @@ class TileGoals:
         Raises:
             BudgetError: If a tile would keep no patch beside the newlines.
         """
-        states().pop(self.key, None)
+        get_thread_states().pop(self.key, None)
         if encoding.modality != "image" or not self.exact or encoding.on_host.get("image_sizes") is None:
             return
         counts, packed = pack_numbers(self.adapter, encoding.on_host, self.shape.patches)
-        states()[self.key] = [
+        get_thread_states()[self.key] = [
             goal
             for count, image in zip(counts, packed.images, strict=True)
             for goal in self._goals(packed, image, count)
@@ -50,12 +50,12 @@ class TileGoals:
 
     def take(self, rows: int) -> list[Goal] | None:
         """Return the goals of `rows` tiles and forget them; None if there are none."""
-        goals = states().pop(self.key, None)
+        goals = get_thread_states().pop(self.key, None)
         return None if goals is None or len(goals) != rows else goals
 
     def _goals(self, packed: PackedFeatures, image: Tensor, tiles: int) -> list[Goal]:
-        left, asked = self.budget.resolve_keep(len(image)), f"{self.method.name}: {self.budget.short()}"
-        return goals_of(packed, image, tiles, left, self.shape.read, asked)
+        left, asked = self.budget.resolve_keep(len(image)), f"{self.method.name}: {self.budget.format_short()}"
+        return compute_tile_goals(packed, image, tiles, left, self.shape.blocks_read, asked)
 
 
 def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> tuple[list[int], PackedFeatures]:
@@ -64,11 +64,11 @@ def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> tu
     base, sizes = adapter.base, torch.as_tensor(arguments["image_sizes"], device="cpu")
     numbers, start, counts = [], 0, tiles_of(adapter, arguments, sizes)
     for tiles in counts:
-        numbers.append(numbered(tiles, tokens, torch.device("cpu"), start))
+        numbers.append(build_feature_ids(tiles, tokens, torch.device("cpu"), start))
         start += tiles * tokens
     given = {"image_features": numbers, "image_sizes": sizes, "image_newline": None}
     if base.image_newline is not None:
-        given["image_newline"] = newline_number(numbers[0].device)
+        given["image_newline"] = build_newline_id(numbers[0].device)
     for name in ("vision_feature_select_strategy", "vision_aspect_ratio"):
         if hasattr(adapter.config, name):
             asked = arguments.get(name)

@@ -16,7 +16,7 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.checks import hf, vllm
 from tokenprune.integrations.shared.checks.hf import DYNAMIC, STATIC, Cache
 from tokenprune.integrations.shared.checks.reading import AFTER_THE_TOWER, reads_tower
-from tokenprune.integrations.shared.checks.vllm import refusal, unserved, unserved_family
+from tokenprune.integrations.shared.checks.vllm import describe_unserved_family, find_unserved_reason, format_refusal
 from tokenprune.models.families import Family
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.observable import Backend
@@ -29,15 +29,15 @@ __all__ = [
     "check",
     "check_cache",
     "check_together",
+    "describe_unserved_family",
+    "find_unserved_reason",
+    "find_unsupported_reason",
+    "format_refusal",
     "reads_tower",
-    "refusal",
-    "unserved",
-    "unserved_family",
-    "unsupported",
 ]
 
 
-def unsupported(
+def find_unsupported_reason(
     method: Method, family: Family | str | None = None, engine: Backend = Backend.HF, cache: Cache = DYNAMIC,
     config: Any = None,
 ) -> str | None:  # fmt: skip
@@ -54,7 +54,7 @@ def unsupported(
         error = _find_error(method, family, engine, cache, config, acts=True)
         return None if error is None else str(error)
     preferred = method.preferred
-    if preferred != method and unsupported(preferred, family, engine, cache, config) is None:
+    if preferred != method and find_unsupported_reason(preferred, family, engine, cache, config) is None:
         return None
     stages = [stage for stage, _ in method.stages(Budget.from_keep(0.5), 32)]
     errors = (_find_error(stage, family, engine, cache, config, acts=True) for stage in stages)
@@ -64,7 +64,7 @@ def unsupported(
 def check(
     method: Method, family: Family | str, engine: Backend = Backend.HF, config: Any = None, acts: bool = True
 ) -> None:
-    """Raise an error if one stage of a method is not supported; see `unsupported`.
+    """Raise an error if one stage of a method is not supported; see `find_unsupported_reason`.
 
     acts: False for a stage whose budget removes nothing. It then needs nothing from the family.
     """

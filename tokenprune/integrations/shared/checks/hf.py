@@ -15,10 +15,10 @@ from tokenprune.integrations.shared.checks.reading import (
     find_reading_error,
 )
 from tokenprune.methods.registry import find_missing_base
-from tokenprune.models.families import FAMILIES, REFUSED, UNCUT, Family, family_of
+from tokenprune.models.families import FAMILIES, PIXELS_ONLY, REFUSED, Family, get_family
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import Backend, ObservedAt
-from tokenprune.selection.observable_registry import compares_frames, not_served, observables_of
+from tokenprune.selection.observable_registry import compares_frames, list_unserved, select_observables
 from tokenprune.selection.sites.encoder import VTU_FORMS, EncoderMethod
 from tokenprune.selection.sites.frames import FrameMerger
 from tokenprune.selection.sites.pixels import ResizeMethod
@@ -55,8 +55,8 @@ def find_error(method: Method, family: Family | str | None, config: Any, acts: b
     """Return an error if `method` is not supported on `family` in transformers; see `checks.check`."""
     if (error := _find_declared_error(method)) is not None or family is None:
         return error
-    row = family if isinstance(family, Family) else family_of(family)
-    uncut = row.name in UNCUT and row.name not in FAMILIES  # a user's adapter may register a row for it
+    row = family if isinstance(family, Family) else get_family(family)
+    uncut = row.name in PIXELS_ONLY and row.name not in FAMILIES  # a user's adapter may register a row for it
     if (acts and method.site is not Site.PRE_ENCODER) if uncut else family in REFUSED:
         return UnsupportedModelError(f"Model type {row.name!r} is not supported: {REFUSED[row.name]}.")
     if row.since is None:
@@ -72,9 +72,9 @@ def find_error(method: Method, family: Family | str | None, config: Any, acts: b
 def _find_declared_error(method: Method) -> TokenPruneError | None:
     """Return an error if the declarations or options of a method exclude every model."""
     name = method.name
-    if missing := not_served(method.needs, Backend.HF):
+    if missing := list_unserved(method.needs, Backend.HF):
         return OptionError(f"{name} needs {', '.join(missing)}, which models of transformers do not provide.")
-    if method.site is Site.PRE_LLM and (seen := [one.name for one in observables_of(method.needs, *_LATER)]):
+    if method.site is Site.PRE_LLM and (seen := [one.name for one in select_observables(method.needs, *_LATER)]):
         return OptionError(f"{name}: a PRE_LLM method cannot need {seen}, because no layer has run yet.")
     if problem := find_missing_base(type(method), method.site):
         return OptionError(f"{name}: {problem}")
@@ -142,7 +142,7 @@ def find_cache_error(site: Site, family: Family | str | None, cache: Cache, name
         decoding = f"{name} drops tokens while decoding, and a {cache.name} cache keeps its slots."
         in_blocks = f"Pruning with a {cache.name} cache and attention in blocks is not supported."
         return UnsupportedSetupError(f"{decoding if site is Site.DECODE else in_blocks} {cache.fix}")
-    row = family_of(family) if isinstance(family, str) else family
+    row = get_family(family) if isinstance(family, str) else family
     if row is not None and not (cache.every_family or row.static_cache):
         return UnsupportedSetupError(
             f"Pruning with a {cache.name} cache is not supported in the decoder of {row.name!r}. {cache.fix}"
@@ -160,7 +160,7 @@ def find_combination_error(methods: Sequence[Method]) -> TokenPruneError | None:
                 'decoder attends to other tokens than its layers hold. Use vtu="off".'
             )
         inside = [other.name for other in methods if other.site.order > Site.PRE_LLM.order]
-        if isinstance(method, Pruner) and method.weighs and inside:
+        if isinstance(method, Pruner) and method.weighs_attention and inside:
             return OptionError(
                 f"{method.name} weighs attention by the tokens that enter the language model, and {inside[0]} acts "
                 "inside it. Use one of the two, or calibrate=False."
@@ -169,7 +169,7 @@ def find_combination_error(methods: Sequence[Method]) -> TokenPruneError | None:
     if len(decoding) > 1:
         return OptionError(f"{decoding[0]}: only one of the composed methods can act while decoding.")
     blocks = [method.name for method in methods if method.site is Site.ATTENTION]
-    if blocks and (ranks := [one.name for one in methods if any(of.all_rows for of in observables_of(one.needs))]):
+    if blocks and (ranks := [one.name for one in methods if any(of.all_rows for of in select_observables(one.needs))]):
         return OptionError(
             f"{ranks[0]} ranks tokens by the attention they receive from all others, but with {blocks[0]} the tokens "
             "of a block never see another block. Use a method that reads the last token's attention, or none."

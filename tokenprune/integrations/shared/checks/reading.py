@@ -10,7 +10,7 @@ from tokenprune.errors import TokenPruneError, UnsupportedSetupError
 from tokenprune.models.families import Family
 from tokenprune.selection.method import Method
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 
 AFTER_THE_TOWER = "Use a method that acts after the tower, such as divprune."
 ON_IMAGES_TOO = "Use a method that also acts on images, such as divprune."
@@ -21,9 +21,9 @@ def reads_tower(method: Method | None) -> bool:
     return method is not None and bool(_tower_observables(method))
 
 
-def missing_observable(method: Method, row: Family) -> str | None:
+def find_missing_observable(method: Method, row: Family) -> str | None:
     """Return the first value that a method needs and a family does not have, in words; None if it has all."""
-    return next((why for seen in observables_of(method.needs) if (why := seen.obstacle(row))), None)
+    return next((why for seen in select_observables(method.needs) if (why := seen.find_obstacle(row))), None)
 
 
 def find_reading_error(
@@ -41,7 +41,7 @@ def find_reading_error(
             f"{method.name} reads the vision tower, and how the patches of {row.name!r}{tower} become visual tokens is "
             f"not known. {fix}."
         )
-    if missing := missing_observable(method, row):
+    if missing := find_missing_observable(method, row):
         fix = "reads only the tower, such as fastervlm" if reads_tower(method) else "does not, such as divprune"
         return UnsupportedSetupError(
             f"{method.name} needs {missing}, which {name} does not have. Use a method that {fix}."
@@ -60,4 +60,4 @@ def find_joined_layers_error(method: Method, config: Any) -> TokenPruneError | N
 
 
 def _tower_observables(method: Method) -> list[str]:
-    return [seen.name for seen in observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)]
+    return [seen.name for seen in select_observables(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)]

@@ -15,10 +15,10 @@ from tokenprune.integrations.shared.checks.reading import (
     find_joined_layers_error,
     find_reading_error,
 )
-from tokenprune.models.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, tower_kind, tower_of
+from tokenprune.models.families import FAMILIES, REFUSED_IN_VLLM, SERVED, Family, get_tower, get_tower_type
 from tokenprune.selection.method import Method, Pruner, Site
 from tokenprune.selection.observable import Backend
-from tokenprune.selection.observable_registry import compares_frames, not_served
+from tokenprune.selection.observable_registry import compares_frames, list_unserved
 from tokenprune.selection.sites.encoder import EncoderMethod
 from tokenprune.selection.sites.pixels import ImageChooser, ResizeMethod
 from tokenprune.selection.sites.units import UnitDropper
@@ -27,14 +27,14 @@ from tokenprune.settings import IN_LLM
 
 def find_error(method: Method, family: Family | str | None, in_llm: bool, config: Any) -> TokenPruneError | None:
     """Return an error if `method` is not supported on `family` in vLLM; see `checks.check`."""
-    if reason := unserved(method, in_llm):
+    if reason := find_unserved_reason(method, in_llm):
         return OptionError(reason)
     if family is None:
         return None
     row = family if isinstance(family, Family) else SERVED.get(family) or FAMILIES.get(family)
     if row is None or not row.vllm.architecture:
         return UnsupportedModelError(
-            f"tokenprune {unserved_family(family if isinstance(family, str) else family.name)}."
+            f"tokenprune {describe_unserved_family(family if isinstance(family, str) else family.name)}."
         )
     served = row.vllm.architecture
     if in_llm and not row.vllm.in_llm:
@@ -47,12 +47,12 @@ def find_error(method: Method, family: Family | str | None, in_llm: bool, config
             f"{method.name} compares the frames of a video, and for {served} the tokens of a frame are not known, or "
             f"its prompts hold no videos. {ON_IMAGES_TOO}"
         )
-    tower = None if _traced(row, config) else "" if config is None else f" with the tower {tower_kind(config)!r}"
+    tower = None if _traced(row, config) else "" if config is None else f" with the tower {get_tower_type(config)!r}"
     error = find_reading_error(method, row, served, tower, json.dumps)
     return error or _find_merging_error(method, row, config) or _find_dropping_error(method, row, config)
 
 
-def unserved_family(architecture: str) -> str:
+def describe_unserved_family(architecture: str) -> str:
     """Return that an architecture is not served, with the reason where one is known."""
     reason = REFUSED_IN_VLLM.get(architecture)
     return f"does not serve {architecture}" + (f", because {reason}" if reason else "")
@@ -61,7 +61,7 @@ def unserved_family(architecture: str) -> str:
 def _traced(row: Family, config: Any) -> bool:
     if config is None:
         return row.patches is not None
-    return row.layout(config) is not None and tower_of(config) is not None
+    return row.layout(config) is not None and get_tower(config) is not None
 
 
 def _find_merging_error(method: Method, row: Family, config: Any) -> TokenPruneError | None:
@@ -105,7 +105,7 @@ def _in_rows(row: Family, config: Any, *layouts: str) -> bool:
 
 def _shows_patches(config: Any) -> bool:
     """Return True where visual tokens are made of all patches of a tower that can merge, and not of a class token."""
-    tower, chosen = tower_of(config), getattr(config, "vision_feature_select_strategy", None)
+    tower, chosen = get_tower(config), getattr(config, "vision_feature_select_strategy", None)
     if tower is None or tower.merging is None:
         return False
     return chosen is None or (chosen == "full") == (not tower.class_tokens)  # None: the model has no such choice
@@ -114,16 +114,16 @@ def _shows_patches(config: Any) -> bool:
 # -- declarations of a method, for which vLLM cannot serve it on any model
 
 
-def unserved(method: Method, in_llm: bool = False) -> str | None:
+def find_unserved_reason(method: Method, in_llm: bool = False) -> str | None:
     """Return why vLLM cannot serve a method on any model, or None if its declarations allow it.
 
     The method does not run, so torch is not loaded.
     """
     reason = _uncounted(method) or (_unserved_in_llm(method) if in_llm else _unserved(method))
-    return None if reason is None else refusal(method, reason, in_llm)
+    return None if reason is None else format_refusal(method, reason, in_llm)
 
 
-def refusal(method: Method, reason: str, in_llm: bool = False) -> str:
+def format_refusal(method: Method, reason: str, in_llm: bool = False) -> str:
     """Return the message that vLLM cannot serve a method for `reason`."""
     return f"{method.name} cannot be served by vLLM{f' with {IN_LLM}' if in_llm else ''}: {reason}"
 
@@ -132,7 +132,7 @@ def _uncounted(method: Method) -> str | None:
     """Return why vLLM cannot know the number of kept tokens before the tower runs; None if it can."""
     if isinstance(method, UnitDropper) and method.sees == "pixels":
         return None  # the front end has the pixels
-    if method.by_content_count or not method.least:
+    if method.chooses_count or not method.min_tokens:
         return "the content decides how many tokens stay, and vLLM must know before. Use transformers."
     return None
 
@@ -174,9 +174,9 @@ def _unserved(method: Method) -> str | None:
         options = _written(method.query_free)
         fix = f"{method.name} with {options}" if options else "its options that switch the later stages off"
         return f"it acts at several stages, and only the entry of the language model is supported. Use {fix}."
-    if isinstance(method, Pruner) and method.weighs:
+    if isinstance(method, Pruner) and method.weighs_attention:
         return f"it weighs attention inside the language model. Use {_written(method.fallback_options)}."
-    if missing := not_served(method.needs, Backend.VLLM):
+    if missing := list_unserved(method.needs, Backend.VLLM):
         less = method.fallback_hint(missing, json.dumps)
         fix = f"{method.name} with {less}" if less else "a method that does not need it, such as divprune"
         return f"it needs {', '.join(missing)}, which the fused layers of vLLM do not provide. Use {fix}."

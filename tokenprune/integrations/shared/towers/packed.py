@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.budgets import Budget
-from tokenprune.integrations.shared.towers.packed_features import first_of_group
-from tokenprune.integrations.shared.towers.parts import Plan, frames_apart
+from tokenprune.integrations.shared.towers.packed_features import find_first_of_group
+from tokenprune.integrations.shared.towers.parts import Plan, build_frame_matcher
 from tokenprune.integrations.shared.towers.reducer import TowerLayout, TowerReducer
 from tokenprune.integrations.shared.towers.rows import check_method
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
-from tokenprune.integrations.shared.towers.unit_dropping import Grids, choosing_packed, come_back, dropping
+from tokenprune.integrations.shared.towers.unit_dropping import Grids, add_restoration, build_drop, plan_packed_drops
 from tokenprune.integrations.shared.towers.units import Units
 from tokenprune.kernels.merging import Merge
 from tokenprune.selection.sites.encoder import Matcher, Tower, TowerMethod
@@ -51,16 +51,16 @@ class PackedLayout(TowerLayout):
         self.blocks = [Block(block, block.norm2, block.mlp) for block in tower.blocks]
         self.mergers = (tower.merger, *getattr(tower, "deepstack_merger_list", ()))
         if isinstance(method, UnitDropper):
-            self.middle = not method.removes
+            self.acts_mid_block = not method.removes
             return
         # The number of units depends on the image: 1 is a placeholder.
         self.budget = keep if isinstance(keep, Budget) else Budget.from_number(keep)
         self.shape = Tower(1, 0, len(self.blocks), len(self.blocks), tower) if shape is None else shape
         check_method(method, self.budget, self.shape.unit, shows=False)
-        self.proportional, self.middle = method.proportional, True
+        self.proportional, self.acts_mid_block = method.proportional, True
         method.plan(self.budget, self.shape)  # raises for a budget that cannot be reached
 
-    def grids(self, grid_thw: Any) -> Grids:
+    def to_unit_grids(self, grid_thw: Any) -> Grids:
         """Convert the grids of images and videos, (frames, height, width), from patches to units."""
         rows = torch.as_tensor(grid_thw, device="cpu").tolist()
         return [(t, h // self.side, w // self.side) for t, h, w in rows]
@@ -72,11 +72,11 @@ class PackedLayout(TowerLayout):
         sizes = [math.prod(grid) for grid in grids]
 
         def plan_of_frame(count: int, keep: float | int) -> Plan:
-            return method.plan(Budget.from_number(keep), self.shape.of(count))
+            return method.plan(Budget.from_number(keep), self.shape.with_tokens(count))
 
         assert self.budget.keep is not None  # see `check_method`
-        parts = frames_apart(grids, self.budget.keep, plan_of_frame)
-        units = Units.packed(sum(sizes), self.patches, device)
+        parts = build_frame_matcher(grids, self.budget.keep, plan_of_frame)
+        units = Units.from_packed(sum(sizes), self.patches, device)
         return TowerRun(units, parts.plan(len(self.blocks)), sizes=sizes, order=order)
 
     def begin_dropping(
@@ -95,21 +95,21 @@ class PackedLayout(TowerLayout):
                 the tower.
         """
         sizes, depth = [math.prod(grid) for grid in grids], len(self.blocks)
-        run = TowerRun(Units.packed(sum(sizes), self.patches, device), [None] * depth, sizes=sizes)
+        run = TowerRun(Units.from_packed(sum(sizes), self.patches, device), [None] * depth, sizes=sizes)
         if chosen is None:
             run.order = order()
-            run.drops = choosing_packed(run, method, grids, num_kept, self.patches)
+            run.drops = plan_packed_drops(run, method, grids, num_kept, self.patches)
         else:
-            run.kept, run.acts = list(chosen.split(sizes)), not bool(chosen.all())
-            if run.acts:
+            run.kept, run.is_active = list(chosen.split(sizes)), not bool(chosen.all())
+            if run.is_active:
                 run.order = order()
-                run.drops = {method.block(depth): lambda hidden: dropping(chosen, run.order, hidden.device)}
-        if run.acts and not method.removes:
-            come_back(run, method, method.block(depth), depth, [size * self.patches for size in sizes])
+                run.drops = {method.block(depth): lambda hidden: build_drop(chosen, run.order, hidden.device)}
+        if run.is_active and not method.removes:
+            add_restoration(run, method, method.block(depth), depth, [size * self.patches for size in sizes])
         return run
 
-    def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
-        return match(keys.view(1, run.units.left[0], -1), None)
+    def find_merge(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
+        return match(keys.view(1, run.units.num_units[0], -1), None)
 
     # -- the mergers, which turn units into visual tokens
 
@@ -117,23 +117,23 @@ class PackedLayout(TowerLayout):
         """Let `reducer` expand the inputs or outputs of the mergers to all units."""
         for merger in self.mergers:
             if self.fills:
-                reducer.around(merger, partial(self._enter_merger, reducer))
+                reducer.add_hooks(merger, partial(self._enter_merger, reducer))
             else:
-                reducer.around(merger, None, partial(self._leave_merger, reducer), last=True)
+                reducer.add_hooks(merger, None, partial(self._leave_merger, reducer), last=True)
 
     def _enter_merger(self, reducer: TowerReducer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        run = reducer.state()
-        return ((run.units.full(args[0]), *args[1:]), kwargs) if run is not None and run.acts else None
+        run = reducer.get_run()
+        return ((run.units.expand(args[0]), *args[1:]), kwargs) if run is not None and run.is_active else None
 
     def _leave_merger(self, reducer: TowerReducer, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-        run = reducer.state()
-        return run.units.full(output) if run is not None and run.acts else None
+        run = reducer.get_run()
+        return run.units.expand(output) if run is not None and run.is_active else None
 
 
-def first_units(owners: Sequence[Tensor]) -> list[Tensor]:
+def find_first_units(owners: Sequence[Tensor]) -> list[Tensor]:
     """Return, per image of a packed tower, the index of the first unit in each unit's group; long `[units]`.
 
     For `owners` see `TowerRun.owners`.
     """
     units = sum(map(len, owners))  # at least the number of groups
-    return [first_of_group(of_image[None], units)[0] for of_image in owners]
+    return [find_first_of_group(of_image[None], units)[0] for of_image in owners]

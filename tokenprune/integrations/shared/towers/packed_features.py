@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _thread = threading.local()
 
 
-def first_of_group(owner: Tensor, groups: int) -> Tensor:
+def find_first_of_group(owner: Tensor, groups: int) -> Tensor:
     """long `[B, N]` of group numbers below `groups` -> long `[B, N]`: the lowest place with the same number; -1 stays
     (dropped)."""
     places = torch.arange(owner.shape[1], device=owner.device).expand_as(owner)
@@ -28,7 +28,7 @@ def first_of_group(owner: Tensor, groups: int) -> Tensor:
     return first.scatter_reduce(1, group, places, "amin").gather(1, group).masked_fill(out, -1)
 
 
-def take_packed() -> PackedFeatures | None:
+def pop_packed_features() -> PackedFeatures | None:
     """Return what this thread's last `PackRecorder` noted, and forget it."""
     packed, _thread.packed = getattr(_thread, "packed", None), None
     return packed
@@ -52,12 +52,12 @@ class PackRecorder:
         numbers, start = [], 0
         for image in bound.arguments["image_features"]:
             tiles, tokens = image.shape[:2]
-            numbers.append(numbered(tiles, tokens, torch.device("cpu"), start))
+            numbers.append(build_feature_ids(tiles, tokens, torch.device("cpu"), start))
             start += tiles * tokens
         bound.arguments["image_features"] = numbers
         bound.arguments["image_sizes"] = torch.as_tensor(bound.arguments["image_sizes"], device="cpu")
         if bound.arguments.get("image_newline") is not None:
-            bound.arguments["image_newline"] = newline_number(numbers[0].device)
+            bound.arguments["image_newline"] = build_newline_id(numbers[0].device)
         images = self.original(*bound.args, **bound.kwargs)[0]
         _thread.packed = PackedFeatures(list(images), numbers[0].shape[1])
         return result
@@ -67,24 +67,26 @@ class PackedFeatures:
     """images: float64 `[features, 2]` each, the numbers of the features that were packed, on the host; tokens:
     features a tile."""
 
-    def __init__(self, images: list[Tensor], tokens: int) -> None:
-        self.images, self.tokens = images, tokens
+    def __init__(self, images: list[Tensor], tokens_per_tile: int) -> None:
+        self.images, self.tokens_per_tile = images, tokens_per_tile
 
-    def follow(self, groups: Tensor, packed: Tensor) -> Tensor:
+    def map_groups(self, groups: Tensor, packed: Tensor) -> Tensor:
         """Return long `[features]`, the first feature of each feature's group in an image as it was packed; -1 stays.
 
         groups: long `[tiles, tokens]`, first of each feature's group in its tile. packed: the image's numbers.
         """
-        ids = to_device(self.numbers(packed), groups.device)
-        tile, token = ids // self.tokens, ids % self.tokens
+        ids = to_device(self.get_feature_ids(packed), groups.device)
+        tile, token = ids // self.tokens_per_tile, ids % self.tokens_per_tile
         places = torch.arange(len(ids), dtype=torch.long, device=ids.device)
         own = groups[tile.clamp(min=0), token]
         # Newlines: each for itself.
-        group = torch.where(ids < 0, groups.numel() + places, torch.where(own < 0, -1, tile * self.tokens + own))
-        return first_of_group(group[None], groups.numel() + len(ids))[0]
+        group = torch.where(
+            ids < 0, groups.numel() + places, torch.where(own < 0, -1, tile * self.tokens_per_tile + own)
+        )
+        return find_first_of_group(group[None], groups.numel() + len(ids))[0]
 
     @staticmethod
-    def numbers(packed: Tensor) -> Tensor:
+    def get_feature_ids(packed: Tensor) -> Tensor:
         """long `[features]`: for each feature of an image the number of the one that was packed, -1 for a newline."""
         ids = packed[:, 0].round().long()
         if not torch.equal(packed[:, 1], _check(ids.double())):
@@ -95,14 +97,14 @@ class PackedFeatures:
         return ids
 
 
-def numbered(tiles: int, tokens: int, device: torch.device, start: int = 0) -> Tensor:
+def build_feature_ids(tiles: int, tokens: int, device: torch.device, start: int = 0) -> Tensor:
     """float64 `[tiles, tokens, 2]`: what stands for the features of an image while it is packed."""
     ids = torch.arange(start, start + tiles * tokens, dtype=torch.float64, device=device)
     # A second channel, so that interpolated numbers do not pass for numbers.
     return torch.stack([ids, _check(ids)], -1).view(tiles, tokens, 2)
 
 
-def newline_number(device: torch.device) -> Tensor:
+def build_newline_id(device: torch.device) -> Tensor:
     """float64 `[2]`: what stands for a newline."""
     return torch.tensor([-1, _check(-1)], dtype=torch.float64, device=device)
 

@@ -35,17 +35,17 @@ class PartMatcher:
     """
 
     def __init__(
-        self, counts: Sequence[int], goals: Sequence[Goal], plan_of: Callable[[int, Goal], Plan],
-        row: Sequence[int] | None = None, place: Tensor | None = None, protected: int = 0,
+        self, counts: Sequence[int], goals: Sequence[Goal], build_plan: Callable[[int, Goal], Plan],
+        row_index: Sequence[int] | None = None, part_index: Tensor | None = None, protected: int = 0,
     ) -> None:  # fmt: skip
-        """goals: of each part, what `plan_of` gets with its number of units, and answers with what finds the merge of
+        """goals: of each part; `build_plan` gets it with the number of units, and returns what finds the merge of
         each block."""
-        self.left, self.row = list(counts), row or [0] * len(counts)
-        self.place, self.protected = place, protected
+        self.num_units, self.row_index = list(counts), row_index or [0] * len(counts)
+        self.part_index, self.protected = part_index, protected
         kinds: dict[tuple[int, Goal], list[int]] = defaultdict(list)
         for part, kind in enumerate(zip(counts, goals, strict=True)):
             kinds[kind].append(part)
-        self.kinds = [(parts, plan_of(*kind)) for kind, parts in kinds.items()]
+        self.kinds = [(parts, build_plan(*kind)) for kind, parts in kinds.items()]
 
     def plan(self, blocks: int) -> Plan:
         """Return what finds the merge of each of a tower's blocks."""
@@ -55,7 +55,7 @@ class PartMatcher:
     def match(self, index: int, keys: Tensor, counts: list[int] | None) -> Merge | None:
         """Return the merge of a block; see `Matcher`. Units that stay keep their order."""
         rows, width = keys.shape[:2]
-        keys, device, before = keys.flatten(0, 1), keys.device, list(self.left)
+        keys, device, before = keys.flatten(0, 1), keys.device, list(self.num_units)
         starts, order = list(accumulate(before, initial=0)), self._order(device)
         # For each unit the one that it joins (itself: it stays), or -1; what is for padding goes to the last entry.
         into, drops = torch.arange(len(keys) + 1, device=device), False
@@ -68,48 +68,52 @@ class PartMatcher:
             places = to_device([starts[part] for part in parts], device)[:, None] + steps
             if order is not None:
                 ahead = torch.arange(self.protected, device=device)
-                first = to_device([self.row[part] * width for part in parts], device)[:, None]
+                first = to_device([self.row_index[part] * width for part in parts], device)[:, None]
                 places = torch.cat([first + ahead, order[places.clamp(max=len(order) - 1)]], dim=1)
             # What lies behind a shorter part is padding to the matcher, whatever it holds.
             merge = matcher(keys[places.clamp(max=len(keys) - 1)], sizes if ragged else None)
             if merge is None:
                 continue
-            drops = merge.drops
+            drops = merge.is_drop
             target = places.gather(1, merge.keep.gather(1, merge.assign.clamp(min=0) if drops else merge.assign))
             target = target.masked_fill(merge.assign < 0, -1) if drops else target
             if ragged:
                 real = torch.arange(max(sizes), device=device) < to_device(sizes, device)[:, None]
                 places = torch.where(real, places, len(keys))
             into[places] = target
-            for part, left in zip(parts, merge.left or [merge.keep.shape[1]] * len(parts), strict=True):
-                self.left[part] = left - self.protected
-        if self.left == before:
+            for part, left in zip(parts, merge.num_kept or [merge.keep.shape[1]] * len(parts), strict=True):
+                self.num_units[part] = left - self.protected
+        if self.num_units == before:
             return None
-        into, rest = into[:-1].view(rows, width), self._of_rows(self.left, rows)
-        merge = Merge.dropping(into >= 0, rest) if drops else joining(into % width, self._of_rows(before, rows), rest)
-        if self.place is not None:
-            self.place = self.place.gather(1, merge.keep)
-            if merge.left and min(merge.left) < self.place.shape[1]:
-                padding = torch.arange(self.place.shape[1], device=device) >= to_device(merge.left, device)[:, None]
-                self.place = self.place.masked_fill(padding, -1)
+        into, rest = into[:-1].view(rows, width), self._of_rows(self.num_units, rows)
+        merge = (
+            Merge.from_kept(into >= 0, rest) if drops else build_merge(into % width, self._of_rows(before, rows), rest)
+        )
+        if self.part_index is not None:
+            self.part_index = self.part_index.gather(1, merge.keep)
+            if merge.num_kept and min(merge.num_kept) < self.part_index.shape[1]:
+                padding = (
+                    torch.arange(self.part_index.shape[1], device=device) >= to_device(merge.num_kept, device)[:, None]
+                )
+                self.part_index = self.part_index.masked_fill(padding, -1)
         return merge
 
     def _order(self, device: torch.device) -> Tensor | None:
         """Return the units of all rows, laid end to end, part by part; None where they stand so."""
-        if self.place is None:
+        if self.part_index is None:
             return None
-        self.place = self.place.to(device)
-        return torch.where(self.place < 0, len(self.left), self.place).flatten().argsort(stable=True)
+        self.part_index = self.part_index.to(device)
+        return torch.where(self.part_index < 0, len(self.num_units), self.part_index).flatten().argsort(stable=True)
 
     def _of_rows(self, left: Sequence[int], rows: int) -> list[int]:
         """Return how many units of each row there are, where `left` are those of parts."""
         total = [self.protected] * rows
-        for row, count in zip(self.row, left, strict=True):
+        for row, count in zip(self.row_index, left, strict=True):
             total[row] += count
         return total
 
 
-def joining(into: Tensor, before: list[int], left: list[int]) -> Merge:
+def build_merge(into: Tensor, before: list[int], left: list[int]) -> Merge:
     """Return the merge in which each unit joins another one of its row: long `[B, n]`, itself: it stays. before, left:
     units in each row, before it and after it. Those that stay keep their order."""
     width = into.shape[1]
@@ -126,11 +130,11 @@ def joining(into: Tensor, before: list[int], left: list[int]) -> Merge:
     return merge
 
 
-def frames_apart(
-    grids: Sequence[Sequence[int]], keep: float | int, plan_of: Callable[[int, float | int], Plan]
+def build_frame_matcher(
+    grids: Sequence[Sequence[int]], keep: float | int, build_plan: Callable[[int, float | int], Plan]
 ) -> PartMatcher:
     """Return what merges the frames of images and videos apart, of which (frames, height, width) in units are known.
-    plan_of: what finds the merges in a frame of so many units that keeps so much."""
+    build_plan: what finds the merges in a frame of so many units that keeps so much."""
     counts: list[int] = []
     goals: list[float | int] = []
     for frames, height, width in grids:
@@ -140,4 +144,4 @@ def frames_apart(
             goals += [share + (frame < over) for frame in range(frames)]
         else:
             goals += [keep] * frames
-    return PartMatcher(counts, goals, plan_of)
+    return PartMatcher(counts, goals, build_plan)

@@ -12,8 +12,8 @@ import torch
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.towers.packed_features import PackedFeatures
-from tokenprune.kernels.transfer import Recent, to_device
-from tokenprune.models.families import Family, family_of_config
+from tokenprune.kernels.transfer import FIFOCache, to_device
+from tokenprune.models.families import Family, get_config_family
 from tokenprune.selection.segments import square_grid
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class PatchSource:
     """
 
     def __init__(self, base: nn.Module, config: Any) -> None:
-        self.base, self.config, self.family = base, config, family_of_config(config)
+        self.base, self.config, self.family = base, config, get_config_family(config)
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         """Return (frames, height, width) in tokens of each image, from the arguments of `get_image_features` or
@@ -40,7 +40,7 @@ class PatchSource:
         return [(t, h // merge, w // merge) for t, h, w in torch.as_tensor(sizes, device="cpu").tolist()]
 
 
-def image_grid(row: Family, count: int, config: Any, whole_image: bool = False) -> tuple[int, int, int] | None:
+def find_image_grid(row: Family, count: int, config: Any, whole_image: bool = False) -> tuple[int, int, int] | None:
     """Return (1, height, width) of an image of `count` tokens whose data tells none; None where it is not known.
 
     config: of the model. whole_image: see `Family.is_square`.
@@ -48,14 +48,14 @@ def image_grid(row: Family, count: int, config: Any, whole_image: bool = False) 
     return square_grid(count) if row.is_square(count, config, whole_image) else None
 
 
-def patches_of(vision: Any) -> int:
+def count_patches(vision: Any) -> int:
     """Return the patches of an image of the size that a tower's config names."""
     image, patch = ((of, of) if isinstance(of, int) else tuple(of) for of in (vision.image_size, vision.patch_size))
     return math.prod(pixels // of for pixels, of in zip(image, patch, strict=True))
 
 
 @dataclass(frozen=True)
-class Placed:
+class TracedTokens:
     """Visual tokens of all images of a call, end to end.
 
     scores: `[tokens, C]`, means over each token's patches, 0 for what is no patch.
@@ -69,14 +69,14 @@ class Placed:
     key: tuple[int, ...] | None = None
 
 
-def place(
+def trace_tokens(
     source: PatchSource,
     modality: str,
     arguments: dict[str, Any],
     total: int | None,
     layers: Sequence[Tensor],
     packed: PackedFeatures | None,
-) -> Placed:
+) -> TracedTokens:
     """Average scores of patches over the visual tokens that the patches become.
 
     Args:
@@ -113,7 +113,7 @@ def place(
     return placed
 
 
-_CELLS = Recent()
+_CELLS = FIFOCache()
 
 
 def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.device, first: int = 0) -> Tensor:
@@ -145,7 +145,7 @@ def _patch_grid(source: PatchSource, arguments: dict[str, Any], patches: int) ->
     return (side, side) if side * side == patches else None
 
 
-def _tiles(source: PatchSource, arguments: dict[str, Any], total: int | None, scores: Tensor) -> Placed | None:
+def _tiles(source: PatchSource, arguments: dict[str, Any], total: int | None, scores: Tensor) -> TracedTokens | None:
     rows, patches, channels = scores.shape
     grid = _patch_grid(source, arguments, patches)
     if not total or total % rows or grid is None:
@@ -161,25 +161,27 @@ def _tiles(source: PatchSource, arguments: dict[str, Any], total: int | None, sc
     if leading:
         mean = torch.nn.functional.pad(mean, (0, 0, 1, 0))
         cells = torch.cat([_no_patch(cells[0]).expand(rows, 1, 6), cells], dim=1)
-    return Placed(mean.flatten(0, 1), cells.flatten(0, 1), rows, (rows, height, width, side, leading))
+    return TracedTokens(mean.flatten(0, 1), cells.flatten(0, 1), rows, (rows, height, width, side, leading))
 
 
 def _packed(
     source: PatchSource, arguments: dict[str, Any], scores: Tensor, packed: PackedFeatures | None
-) -> Placed | None:
+) -> TracedTokens | None:
     tiles, patches, channels = scores.shape
     grid = _patch_grid(source, arguments, patches)
-    if packed is None or packed.tokens != patches or grid is None:
+    if packed is None or packed.tokens_per_tile != patches or grid is None:
         return None
     cells = _grid_cells(tiles, *grid, 1, scores.device)
-    ids = to_device(packed.numbers(torch.cat(packed.images)), scores.device)
+    ids = to_device(packed.get_feature_ids(torch.cat(packed.images)), scores.device)
     newline = (ids < 0).unsqueeze(-1)
     ids = ids.clamp(min=0)
     flat = scores.reshape(-1, channels)[ids].masked_fill(newline, 0)
-    return Placed(flat, torch.where(newline, _no_patch(cells), cells[ids]), tiles)
+    return TracedTokens(flat, torch.where(newline, _no_patch(cells), cells[ids]), tiles)
 
 
-def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, layers: Sequence[Tensor]) -> Placed | None:
+def _runs(
+    source: PatchSource, grids: list[tuple[int, int, int]] | None, layers: Sequence[Tensor]
+) -> TracedTokens | None:
     """layers: scores of each layer, shape (patches or visual tokens, channels)."""
     vision = source.config.vision_config
     size = vision.spatial_merge_size**2
@@ -202,11 +204,11 @@ def _runs(source: PatchSource, grids: list[tuple[int, int, int]] | None, layers:
         for key in keys:
             order = order[key[order].argsort(stable=True)]
         tokens = torch.empty_like(tokens).index_copy(0, order, tokens)
-    return Placed(tokens, cells, start)
+    return TracedTokens(tokens, cells, start)
 
 
-def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
-    side = getattr(source.config, "spatial_merge_size", source.family.side(source.config))
+def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> TracedTokens | None:
+    side = getattr(source.config, "spatial_merge_size", source.family.get_unit_side(source.config))
     grids = arguments.get("image_grid_hws")
     if grids is None:
         patch = source.config.vision_config.patch_size
@@ -219,7 +221,7 @@ def _sized(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Pl
         whole = own.view(height, width, -1)[: down * side, : across * side]
         means.append(whole.reshape(down, side, across, side, -1).mean((1, 3)).flatten(0, 1))
         cells.append(_grid_cells(1, down, across, side * side, scores.device, number))
-    return Placed(torch.cat(means), torch.cat(cells), len(grids))
+    return TracedTokens(torch.cat(means), torch.cat(cells), len(grids))
 
 
 def image_sizes(arguments: dict[str, Any]) -> list[tuple[int, int]]:
@@ -228,7 +230,7 @@ def image_sizes(arguments: dict[str, Any]) -> list[tuple[int, int]]:
     return [tuple(pixels.shape[-2:])] * len(pixels) if sizes is None else torch.as_tensor(sizes, device="cpu").tolist()
 
 
-def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> Placed | None:
+def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> TracedTokens | None:
     """Videos, whose frames are pooled: of LLaVA-NeXT-Video ahead of the projector, of LLaVA-OneVision like images, and
     a newline follows each video there."""
     pool, stride = getattr(source.base, "apply_pooling", None), getattr(source.config, "spatial_pool_stride", None)
@@ -238,7 +240,7 @@ def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> P
     if stride is not None:
         mean = _squares(scores, side, stride)
         height = side // stride
-        return Placed(mean, _grid_cells(len(scores), height, height, stride**2, scores.device), len(scores))
+        return TracedTokens(mean, _grid_cells(len(scores), height, height, stride**2, scores.device), len(scores))
     if pool is None:
         return None
     pooled = pool(scores)
@@ -248,7 +250,7 @@ def _pooled(source: PatchSource, arguments: dict[str, Any], scores: Tensor) -> P
     cells = _grid_cells(len(scores), side, side, 4, scores.device).view(len(videos), -1, 6)
     newline = _no_patch(cells[0]).expand(len(videos), 1, 6)
     flat = torch.nn.functional.pad(pooled.reshape(len(videos), frames * side * side, -1), (0, 0, 0, 1))
-    return Placed(flat.flatten(0, 1), torch.cat([cells, newline], dim=1).flatten(0, 1), len(scores))
+    return TracedTokens(flat.flatten(0, 1), torch.cat([cells, newline], dim=1).flatten(0, 1), len(scores))
 
 
 def _squares(scores: Tensor, side: int, stride: int) -> Tensor:

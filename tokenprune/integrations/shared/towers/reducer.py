@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import (
     Attachable,
-    hidden_states,
-    states,
-    with_hidden_states,
-    with_output,
+    change_output,
+    get_hidden_states,
+    get_thread_states,
+    replace_hidden_states,
 )
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
 from tokenprune.kernels.merging import Merge
@@ -38,16 +38,16 @@ class TowerLayout:
         shape: Facts about the tower that a method may read.
         blocks: The blocks of the tower, in order.
         proportional: Whether attention weighs a merged unit by its number of members.
-        middle: Whether units merge or leave between attention and MLP.
-        begins: Whether the first block begins a forward. If not, the engine calls `TowerReducer.start`.
+        acts_mid_block: Whether units merge or leave between attention and MLP.
+        starts_at_first_block: Whether the first block begins a forward. If not, the engine calls `TowerReducer.start`.
     """
 
     method: Any
     shape: Tower
     blocks: Sequence[Block]
     proportional = False
-    middle = False
-    begins = False
+    acts_mid_block = False
+    starts_at_first_block = False
 
     def begin(self, hidden: Tensor) -> TowerRun:
         """Return the state of a forward from the input of its first block."""
@@ -56,7 +56,7 @@ class TowerLayout:
     def attach(self, reducer: TowerReducer) -> None:
         """Put further functions of `reducer` around modules of the tower."""
 
-    def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
+    def find_merge(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
         """Return the merge of the current block from the keys of its attention."""
         raise NotImplementedError
 
@@ -72,10 +72,10 @@ class Host:
     takes_bias = False
     adds_in_place = False
 
-    def around(
+    def add_hooks(
         self, part: Attachable, module: nn.Module, before: Callable | None, after: Callable | None, last: bool
     ) -> None:
-        """Call `before` and `after` around `module` until `part` is detached; see `TowerReducer.around`."""
+        """Call `before` and `after` around `module` until `part` is detached; see `TowerReducer.add_hooks`."""
         if before is not None:
             part.hook(module.register_forward_pre_hook, before, with_kwargs=True)
         if after is not None:
@@ -99,16 +99,16 @@ class TowerReducer(Attachable):
     # -- attaching
 
     def _attach(self) -> None:
-        middle = self.layout.middle
+        middle = self.layout.acts_mid_block
         for index, block in enumerate(self.layout.blocks):
             leave = partial(self._leave_block, index) if middle else None
-            self.around(block.module, partial(self._enter_block, index), leave)
+            self.add_hooks(block.module, partial(self._enter_block, index), leave)
             if middle:
-                self.around(block.norm, partial(self._merge, index))
-                self.around(block.end, None, partial(self._leave_branch, block), last=True)
+                self.add_hooks(block.norm, partial(self._merge, index))
+                self.add_hooks(block.end, None, partial(self._leave_branch, block), last=True)
         self.layout.attach(self)
 
-    def around(
+    def add_hooks(
         self, module: nn.Module, before: Callable | None, after: Callable | None = None, last: bool = False
     ) -> None:
         """Call functions before and after a module.
@@ -119,41 +119,41 @@ class TowerReducer(Attachable):
             after: Gets (module, args, output) and returns a changed output, or None.
             last: Whether `after` runs after the hooks of others, instead of before them.
         """
-        self.host.around(self, module, before, after, last)
+        self.host.add_hooks(self, module, before, after, last)
 
     def detach(self) -> None:
         """Remove everything that `attach` installed."""
-        self.end()
+        self.pop_run()
         super().detach()
 
     # -- the state of this thread
 
     def start(self, run: TowerRun) -> None:
         """Set this thread's state."""
-        states()[self] = run
+        get_thread_states()[self] = run
 
-    def state(self) -> TowerRun | None:
-        return states().get(self)
+    def get_run(self) -> TowerRun | None:
+        return get_thread_states().get(self)
 
-    def end(self) -> TowerRun | None:
+    def pop_run(self) -> TowerRun | None:
         """Forget this thread's state and return it."""
-        return states().pop(self, None)
+        return get_thread_states().pop(self, None)
 
     # -- hooks
 
     def _enter_block(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        before = hidden_states(args, kwargs)
-        if index == 0 and self.layout.begins:
-            states()[self] = self.layout.begin(before)
-        run = states().get(self)
-        if run is None or not run.acts:
+        before = get_hidden_states(args, kwargs)
+        if index == 0 and self.layout.starts_at_first_block:
+            get_thread_states()[self] = self.layout.begin(before)
+        run = get_thread_states().get(self)
+        if run is None or not run.is_active:
             return None  # checkpointing runs the block again, or all units stay
         if index in run.drops or run.plan[index] is not None:
             check_checkpointing(module, before)
         hidden = run.enter(index, before, self.layout.proportional)
-        changed = run.carry(kwargs) if run.sizes else {}
+        changed = run.update_arguments(kwargs) if run.sizes else {}
         if hidden is not before:
-            args, kwargs = with_hidden_states(hidden, args, kwargs)
+            args, kwargs = replace_hidden_states(hidden, args, kwargs)
         if self.host.takes_bias and (run.bias is not None or run.units.drops):
             args, kwargs = self.host.pass_bias(run.bias, args, kwargs)
         elif hidden is before and not changed:
@@ -161,7 +161,7 @@ class TowerReducer(Attachable):
         return args, kwargs | changed
 
     def _merge(self, index: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        run = states().get(self)
+        run = get_thread_states().get(self)
         if run is None:
             return None
         with torch.no_grad():
@@ -172,38 +172,42 @@ class TowerReducer(Attachable):
             # Qwen2.5-VL in vLLM: the norm adds the residual and returns the sum, to which the block adds the MLP.
             merged = run.apply(merge, args[0] + residual)
             return (merged,), {"residual": torch.zeros_like(merged)}
-        run.entered, run.merged = args[0].shape, run.apply(merge, args[0])
+        run.shape_before_merge, run.merged = args[0].shape, run.apply(merge, args[0])
         return (run.merged, *args[1:]), kwargs
 
     def _find_merge(self, index: int, run: TowerRun) -> Merge | None:
         """Return the merge between attention and MLP of the block at `index`, or None."""
-        if run.back is not None and index in run.back.attending:
-            return run.back.drop
+        if run.restoration is not None and index in run.restoration.attending:
+            return run.restoration.drop
         if (match := run.plan[index]) is None:
             return None
         if run.keys is None:
             name = self.layout.method.name
             raise UnsupportedSetupError(f"{name}: block {index} of the tower did not call its attention function.")
         keys, run.keys = run.keys, None
-        return self.layout.find(match, keys, run)
+        return self.layout.find_merge(match, keys, run)
 
     def _leave_branch(self, block: Block, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-        run = states().get(self)
+        run = get_thread_states().get(self)
         if run is None or run.merged is None:
             return None
         scale = getattr(block.module, block.scale, None) if block.scale else None
         run.output = run.merged + (output if scale is None else scale * output)
         run.merged = None
-        return output.new_zeros(run.entered if self.host.adds_in_place else 1)
+        return output.new_zeros(run.shape_before_merge if self.host.adds_in_place else 1)
 
     def _leave_block(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
-        run = states().get(self)
+        run = get_thread_states().get(self)
         if run is None:
             return None
         if run.output is not None:
             output = (run.output, *output[1:]) if isinstance(output, tuple) else run.output
             run.output = None
-        return with_output(run.restore, output) if run.back is not None and run.back.after(index) else output
+        return (
+            change_output(run.restore, output)
+            if run.restoration is not None and run.restoration.is_due(index)
+            else output
+        )
 
 
 def check_checkpointing(block: nn.Module, hidden: Tensor) -> None:

@@ -15,8 +15,8 @@ from tokenprune.integrations.shared.towers.parts import Plan
 from tokenprune.integrations.shared.towers.reducer import TowerLayout
 from tokenprune.integrations.shared.towers.run import Block, TowerRun
 from tokenprune.integrations.shared.towers.squares import Squares
-from tokenprune.integrations.shared.towers.tile_goals import Goal, parts_of_tiles
-from tokenprune.integrations.shared.towers.unit_dropping import choose_units, choosing, come_back
+from tokenprune.integrations.shared.towers.tile_goals import Goal, build_tile_matcher
+from tokenprune.integrations.shared.towers.unit_dropping import add_restoration, choose_units, plan_drops
 from tokenprune.integrations.shared.towers.units import Units
 from tokenprune.kernels.merging import Merge
 from tokenprune.kernels.transfer import to_device
@@ -66,7 +66,7 @@ class RowLayout(TowerLayout):
         UnsupportedSetupError: See `check_method`.
     """
 
-    begins = True
+    starts_at_first_block = True
 
     def __init__(
         self,
@@ -82,32 +82,32 @@ class RowLayout(TowerLayout):
         self.method, self.budget, self.blocks, self.shape, self.squares = method, budget, list(blocks), shape, squares
         self.num_kept = self._num_kept if num_kept is None else num_kept
         self.proportional = method.proportional
-        self.middle = not (isinstance(method, UnitDropper) and method.removes)
+        self.acts_mid_block = not (isinstance(method, UnitDropper) and method.removes)
         self.plan(shape.tokens)  # raises for a budget that cannot be reached
 
     def plan(self, count: int) -> Plan:
         """Return the matcher of each block for `count` tokens per row; None if a block merges nothing."""
-        shape = self.shape if count == self.shape.tokens else self.shape.of(count)
+        shape = self.shape if count == self.shape.tokens else self.shape.with_tokens(count)
         return self.method.plan(self.budget, shape)
 
     def begin(self, hidden: Tensor) -> TowerRun:
         rows, count = hidden.shape[:2]
-        run = TowerRun(Units.of(rows, count, hidden.device), [None] * len(self.blocks))
+        run = TowerRun(Units.from_rows(rows, count, hidden.device), [None] * len(self.blocks))
         if isinstance(self.method, UnitDropper):
             self._plan_drops(run, self.method, rows, count)
         else:
             self._plan_merges(run, rows, count)
         return run
 
-    def find(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
-        left = run.units.left if run.units.padded else None
+    def find_merge(self, match: Matcher, keys: Tensor, run: TowerRun) -> Merge | None:
+        left = run.units.num_units if run.units.has_padding else None
         if self.method.reads:
             return match(keys, left)
         keys = keys.float().mean(dim=1)
         if self.squares is None:
             return match(keys, left)
-        order = None if run.ordered else self.squares.order(keys.shape[1], keys.device)
-        merge = match(self.squares.fold(keys, order), self.squares.left(left))
+        order = None if run.ordered else self.squares.build_order(keys.shape[1], keys.device)
+        merge = match(self.squares.fold(keys, order), self.squares.to_unit_counts(left))
         if merge is None:
             return None
         run.ordered = True
@@ -115,33 +115,33 @@ class RowLayout(TowerLayout):
 
     def _plan_merges(self, run: TowerRun, rows: int, count: int) -> None:
         """Set the matchers of a forward with `rows` images of `count` tokens."""
-        run.plan = self.plan(count if self.squares is None else self.squares.count(count))
+        run.plan = self.plan(count if self.squares is None else self.squares.count_units(count))
 
     def _num_kept(self, rows: int, shape: Tower) -> Sequence[int]:
-        return [shape.left(self.budget)] * rows
+        return [shape.count_kept(self.budget)] * rows
 
     def _plan_drops(self, run: TowerRun, method: UnitDropper, rows: int, count: int) -> None:
         """Set the drops of a forward. Rows lose equally many units, so none is padded; class tokens stay."""
         squares = self.squares or Squares(1, self.shape.protected)
-        shape = self.shape.of(count if self.squares is None else squares.count(count))
+        shape = self.shape.with_tokens(count if self.squares is None else squares.count_units(count))
         units, kept = shape.patches, self.num_kept(rows, shape)
         side = math.isqrt(units)
         if min(kept) >= units:
             return
 
         def fold(hidden: Tensor) -> Tensor:
-            order = squares.order(count, hidden.device)
+            order = squares.build_order(count, hidden.device)
             return squares.fold(hidden, order).reshape(rows * units, squares.size, -1)
 
         def choose(x: Tensor, size: int) -> Merge:
             stays = choose_units(method, x, [(1, side, units // side)] * rows, kept, size)
-            merge = Merge.dropping(to_device(stays.view(rows, units), x.device), list(kept))
-            return squares.spread(merge, squares.order(count, x.device))
+            merge = Merge.from_kept(to_device(stays.view(rows, units), x.device), list(kept))
+            return squares.spread(merge, squares.build_order(count, x.device))
 
-        block = method.block(shape.read)
-        run.drops = choosing(method, block, fold, choose)
+        block = method.block(shape.blocks_read)
+        run.drops = plan_drops(method, block, fold, choose)
         if not method.removes:
-            come_back(run, method, block, shape.read, [count] * rows)
+            add_restoration(run, method, block, shape.blocks_read, [count] * rows)
 
 
 class TileLayout(RowLayout):
@@ -169,5 +169,5 @@ class TileLayout(RowLayout):
         if goals is None or count != self.shape.tokens:
             super()._plan_merges(run, rows, count)
             return
-        run.parts = parts_of_tiles(goals, self.shape, partial(self.method.plan, self.budget))
+        run.parts = build_tile_matcher(goals, self.shape, partial(self.method.plan, self.budget))
         run.plan = run.parts.plan(len(self.blocks))

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.shared.towers.packed_features import first_of_group
+from tokenprune.integrations.shared.towers.packed_features import find_first_of_group
 from tokenprune.kernels.merging import Merge
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def by_units(height: int, width: int, side: int, device: torch.device) -> Tensor:
+def order_by_units(height: int, width: int, side: int, device: torch.device) -> Tensor:
     """Return the places of a grid's patches unit by unit, long `[height * width]`. Units, and the patches in each, are
     in order of rows."""
     places = torch.arange(height * width, device=device).view(height // side, side, -1, side)
@@ -36,19 +36,19 @@ class Squares:
     """
 
     side: int
-    ahead: int
+    num_leading: int
 
     @property
     def size(self) -> int:
         """Patches in a unit."""
         return self.side**2
 
-    def count(self, tokens: int) -> int:
+    def count_units(self, tokens: int) -> int:
         """Return how many units an image has of which `tokens` enter the tower.
 
         Raises UnsupportedSetupError if its patches are no square grid of whole units.
         """
-        patches = tokens - self.ahead
+        patches = tokens - self.num_leading
         height = math.isqrt(max(0, patches))
         if not patches or height * height != patches or height % self.side:
             raise UnsupportedSetupError(
@@ -57,21 +57,21 @@ class Squares:
             )
         return patches // self.size
 
-    def left(self, tokens: list[int] | None) -> list[int] | None:
+    def to_unit_counts(self, tokens: list[int] | None) -> list[int] | None:
         """Return how many units these numbers of tokens are."""
-        return None if tokens is None else [(number - self.ahead) // self.size for number in tokens]
+        return None if tokens is None else [(number - self.num_leading) // self.size for number in tokens]
 
-    def order(self, tokens: int, device: torch.device) -> Tensor:
-        """Return the places of the patches unit by unit, counted from the first patch, see `by_units`."""
-        height = math.isqrt(self.count(tokens) * self.size)
-        return by_units(height, height, self.side, device)
+    def build_order(self, tokens: int, device: torch.device) -> Tensor:
+        """Return the places of the patches unit by unit, counted from the first patch, see `order_by_units`."""
+        height = math.isqrt(self.count_units(tokens) * self.size)
+        return order_by_units(height, height, self.side, device)
 
     def fold(self, x: Tensor, order: Tensor | None) -> Tensor:
         """`[B, n, D]` -> `[B, units, size * D]`: what is known of a unit's patches, end to end.
 
         order: see `order`; None where the patches stand unit by unit already.
         """
-        patches = x[:, self.ahead :]
+        patches = x[:, self.num_leading :]
         patches = patches if order is None else patches[:, order]
         return patches.reshape(len(x), -1, self.size * x.shape[-1])
 
@@ -86,22 +86,22 @@ class Squares:
         keep, source = patches(merge.keep), patches(merge.source)
         if order is not None:
             keep, source = order[keep], order[source]
-        ahead = torch.arange(self.ahead, device=keep.device).expand(len(keep), -1)
+        ahead = torch.arange(self.num_leading, device=keep.device).expand(len(keep), -1)
         return Merge(
-            torch.cat([ahead, keep + self.ahead], dim=1),
-            source + self.ahead,
-            patches(merge.target) + self.ahead,
-            merge.count * self.size + self.ahead,
-            None if merge.left is None else [number * self.size + self.ahead for number in merge.left],
-            None if merge.gone is None else merge.gone * self.size,
-            merge.drops,
+            torch.cat([ahead, keep + self.num_leading], dim=1),
+            source + self.num_leading,
+            patches(merge.target) + self.num_leading,
+            merge.num_tokens * self.size + self.num_leading,
+            None if merge.num_kept is None else [number * self.size + self.num_leading for number in merge.num_kept],
+            None if merge.num_merged is None else merge.num_merged * self.size,
+            merge.is_drop,
         )
 
-    def owners(self, owner: Tensor) -> Tensor:
+    def find_unit_owners(self, owner: Tensor) -> Tensor:
         """long `[B, tokens]`, for each token that entered the one that it is part of -> long `[B, units]`.
 
         What is returned is for each unit the first that is part of the same.
         """
         tokens = owner.shape[1]
-        first = self.order(tokens, owner.device)[:: self.size]
-        return first_of_group(owner[:, self.ahead :][:, first], tokens)
+        first = self.build_order(tokens, owner.device)[:: self.size]
+        return find_first_of_group(owner[:, self.num_leading :][:, first], tokens)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tokenprune.errors import BudgetError
 from tokenprune.integrations.shared.towers.packed_features import PackedFeatures
 from tokenprune.integrations.shared.towers.parts import PartMatcher, Plan
-from tokenprune.kernels.merging import most
+from tokenprune.kernels.merging import max_merges
 from tokenprune.selection.sites.encoder import Tower
 
 # Of a tile: which of its patches are cropped, bool `[patches]`, and how many of those that are not, and of those that
@@ -26,18 +26,20 @@ from tokenprune.selection.sites.encoder import Tower
 Goal = tuple[Tensor, list[int]]
 
 
-def goals_of(packed: PackedFeatures, image: Tensor, tiles: int, left: int, read: int, asked: str) -> list[Goal]:
+def compute_tile_goals(
+    packed: PackedFeatures, image: Tensor, tiles: int, left: int, read: int, asked: str
+) -> list[Goal]:
     """Return the goal of each of an image's tiles.
 
     image: the numbers of the image, of `packed`. tiles: how many it has. left: tokens to be left of the image, newlines
     included. read: blocks in which a tile can merge. asked: the method and its budget, for errors.
     Raises BudgetError where the newlines leave a tile nothing.
     """
-    ids = packed.numbers(image)
+    ids = packed.get_feature_ids(image)
     patches = ids[ids >= 0]
-    first = int(patches.min()) // packed.tokens
-    shown = torch.zeros(tiles, packed.tokens, dtype=torch.bool, device="cpu")
-    shown.view(-1)[patches - first * packed.tokens] = True
+    first = int(patches.min()) // packed.tokens_per_tile
+    shown = torch.zeros(tiles, packed.tokens_per_tile, dtype=torch.bool, device="cpu")
+    shown.view(-1)[patches - first * packed.tokens_per_tile] = True
     counts = shown.sum(1).tolist()
     wanted = left - int((ids < 0).sum())
     if wanted < sum(map(bool, counts)):
@@ -45,20 +47,20 @@ def goals_of(packed: PackedFeatures, image: Tensor, tiles: int, left: int, read:
             f"{asked} of an image of {len(ids)} tokens leaves {max(0, wanted)} beside its {len(ids) - sum(counts)} "
             f"newlines, and each of its {sum(map(bool, counts))} tiles needs one: keep more"
         )
-    shares = share_out(wanted, counts)
+    shares = distribute(wanted, counts)
     return [
-        (~row, [share, _cropped(packed.tokens - count, wanted / sum(counts), read)])
+        (~row, [share, _cropped(packed.tokens_per_tile - count, wanted / sum(counts), read)])
         for row, count, share in zip(shown, counts, shares, strict=True)
     ]
 
 
-def parts_of_tiles(goals: Sequence[Goal], tower: Tower, plan: Callable[[Tower], Plan]) -> PartMatcher:
+def build_tile_matcher(goals: Sequence[Goal], tower: Tower, plan: Callable[[Tower], Plan]) -> PartMatcher:
     """Return what merges the tiles of a forward so that each reaches its goal: of each what is shown, then what is
     cropped. plan: of a tile's part, which it sees as the tower of an image. Raises BudgetError for goals that cannot be
     reached."""
 
     def plan_of(patches: int, wanted: int) -> Plan:
-        return plan(tower.of(patches + tower.protected, wanted)) if wanted < patches else [None] * tower.blocks
+        return plan(tower.with_tokens(patches + tower.protected, wanted)) if wanted < patches else [None] * tower.blocks
 
     cropped = torch.stack([row for row, _ in goals]).long()
     place = cropped + 2 * torch.arange(len(goals), device="cpu")[:, None]
@@ -73,11 +75,11 @@ def _cropped(count: int, share: float, read: int) -> int:
     come."""
     least = count
     for _ in range(read):
-        least -= most(least)
+        least -= max_merges(least)
     return max(least, round(share * count))
 
 
-def share_out(total: int, counts: list[int]) -> list[int]:
+def distribute(total: int, counts: list[int]) -> list[int]:
     """Share `total` out in proportion to `counts`: at least 1 to each that is not 0, at most as much as there is."""
     shares = [min(count, max(1, total * count // sum(counts))) if count else 0 for count in counts]
     while (missing := total - sum(shares)) != 0:

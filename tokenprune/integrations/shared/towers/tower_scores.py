@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tokenprune.errors import OptionError
-from tokenprune.integrations.shared.towers.patch_grid import Placed
+from tokenprune.integrations.shared.towers.patch_grid import TracedTokens
 from tokenprune.selection.method import Method, Pruner
 from tokenprune.selection.observable import ObservedAt, TowerBlock, TowerInput, TowerOutput
-from tokenprune.selection.observable_registry import find_observable, observables_of
+from tokenprune.selection.observable_registry import find_observable, select_observables
 from tokenprune.selection.segments import Patches
 
 if TYPE_CHECKING:
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from tokenprune.kernels.observation import Observation
 
 # The block in which an observable is read, by its name and the layer that a method named.
-Blocks = dict[tuple, int]
+BlockIndices = dict[tuple, int]
 
 
-Seen = dict[tuple[str, int], list["Tensor"]]
+BlockScores = dict[tuple[str, int], list["Tensor"]]
 
 
 OUTPUT = -1  # in the place of a block: the tower's output
 
 
-Heads = Callable[["Tensor"], "Tensor"]
+GatherHeads = Callable[["Tensor"], "Tensor"]
 
 
 @dataclass(frozen=True)
-class Encoded:
+class TowerValues:
     """Values read of visual tokens, all images of a call end to end.
 
     values: `[tokens, C]`, float32, by name of the observable, with the layer that a method named if it is read by
@@ -44,16 +44,16 @@ class Encoded:
     """
 
     values: dict[tuple, Tensor]
-    placed: Placed
+    tokens: TracedTokens
 
     @staticmethod
-    def of(placed: Placed, blocks: Blocks, seen: Seen, channels: list[int]) -> Encoded:
+    def from_scores(tokens: TracedTokens, blocks: BlockIndices, seen: BlockScores, channels: list[int]) -> TowerValues:
         """Return what `placed.scores` holds. channels: how many of them belong to each entry of `seen`, in order."""
-        parts = dict(zip(seen, placed.scores.split(channels, dim=-1), strict=True))
-        return Encoded({key: parts[key[0], block] for key, block in blocks.items()}, placed)
+        parts = dict(zip(seen, tokens.scores.split(channels, dim=-1), strict=True))
+        return TowerValues({key: parts[key[0], block] for key, block in blocks.items()}, tokens)
 
 
-def as_patches(cells: Tensor, mask: Tensor, tiles: int) -> Patches:
+def build_patches(cells: Tensor, mask: Tensor, tiles: int) -> Patches:
     """cells: long `[S, N, 6]`, tiles: see `Placed`; mask: bool `[S, N]`, False for padding. Each segment's tiles are
     numbered from 0."""
     tile = cells[..., 0].masked_fill(~mask, -1)
@@ -62,34 +62,34 @@ def as_patches(cells: Tensor, mask: Tensor, tiles: int) -> Patches:
     return Patches(torch.where(tile < 0, -1, tile - first), row, column, height, width, size, tiles)
 
 
-def blocks_read(method: Pruner, depth: int, config: Any) -> Blocks:
+def find_observed_blocks(method: Pruner, depth: int, config: Any) -> BlockIndices:
     """Return which of a tower's `depth` blocks each observable of the tower that a method needs is read in; without
     any, the last block that the model reads: it tells how many patches there are. config: of the whole model.
 
     Raises OptionError for blocks that there are not.
     """
-    layers = {layer: block_index(method, layer, depth, config) for layer in method.encoder_layers}
-    names = [one.name for one in observables_of(method.needs, ObservedAt.TOWER_BLOCK)]
-    found: Blocks = {(name, layer): block for name in names for layer, block in layers.items()}
-    outputs = [one for one in observables_of(method.needs, ObservedAt.TOWER) if isinstance(one, TowerOutput)]
+    layers = {layer: find_block_index(method, layer, depth, config) for layer in method.encoder_layers}
+    names = [one.name for one in select_observables(method.needs, ObservedAt.TOWER_BLOCK)]
+    found: BlockIndices = {(name, layer): block for name in names for layer, block in layers.items()}
+    outputs = [one for one in select_observables(method.needs, ObservedAt.TOWER) if isinstance(one, TowerOutput)]
     found |= {(one.name,): OUTPUT for one in outputs}
-    return found or {("patches",): read_block(config, depth)}
+    return found or {("patches",): find_last_read_block(config, depth)}
 
 
-def read_of_pixels(method: Method) -> list[TowerInput]:
+def find_pixel_observables(method: Method) -> list[TowerInput]:
     """Return the observables of a token's pixels that a method needs."""
-    return [one for one in observables_of(method.needs, ObservedAt.TOWER) if isinstance(one, TowerInput)]
+    return [one for one in select_observables(method.needs, ObservedAt.TOWER) if isinstance(one, TowerInput)]
 
 
-def without_tower(method: Pruner, spell: Callable[[Any], str] = repr) -> str:
+def find_options_without_tower(method: Pruner, spell: Callable[[Any], str] = repr) -> str:
     """Return the options under which a method reads nothing of the vision tower; empty if there are none. spell: how
     a value is written."""
     return method.fallback_hint(
-        [one.name for one in observables_of(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)], spell
+        [one.name for one in select_observables(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)], spell
     )
 
 
-def tower_features(output: Any, config: Any) -> Tensor:
+def get_tower_features(output: Any, config: Any) -> Tensor:
     """Return what the projector gets of a tower's output, class tokens included, `[rows, tokens, Dv]` or, where images
     lie end to end, `[tokens, Dv]`. config: of the whole model."""
     read = getattr(config, "vision_feature_layer", None)
@@ -99,33 +99,35 @@ def tower_features(output: Any, config: Any) -> Tensor:
     return states[read] if isinstance(read, int) else torch.cat([states[one] for one in read], dim=-1)
 
 
-def empty(blocks: Blocks) -> Seen:
+def create_block_scores(blocks: BlockIndices) -> BlockScores:
     """Return a place for what each observable shows in each of its blocks: pieces `[rows, patches, C]`."""
     return {(key[0], block): [] for key, block in blocks.items()}
 
 
-def block_observable(name: str) -> TowerBlock:
+def get_block_observable(name: str) -> TowerBlock:
     """Return the observable of a tower's block that is registered under `name`."""
     return cast(TowerBlock, find_observable(name))
 
 
-def take_patches(seen: Seen, block: int, observation: Observation, protected: int, heads: Heads = lambda x: x) -> None:
+def record_patches(
+    seen: BlockScores, block: int, observation: Observation, protected: int, heads: GatherHeads = lambda x: x
+) -> None:
     """Add to `seen` what its observables of a block say of patches. protected: class tokens in front of them. heads:
     brings `[rows, H, ...]` of all devices together."""
     for name, index in seen:
         if index == block:
             with torch.no_grad():
-                found = heads(block_observable(name).of_patches(observation, protected))
+                found = heads(get_block_observable(name).compute_per_patch(observation, protected))
             found = found.transpose(1, 2).float()
             seen[name, index].append(found if found.ndim == 3 else found.flatten(2))
 
 
-def block_index(method: Pruner, layer: int | float, depth: int, config: Any) -> int:
+def find_block_index(method: Pruner, layer: int | float, depth: int, config: Any) -> int:
     """Return which of a tower's `depth` blocks a method means by `layer`; see `Pruner.encoder_layers`.
 
     config: of the whole model. Raises OptionError for blocks that there are not.
     """
-    read = read_block(config, depth)
+    read = find_last_read_block(config, depth)
     # Blocks that attend in windows do not compare one window's patches with another's.
     whole = getattr(config.vision_config, "fullatt_block_indexes", None) or range(depth)
     if isinstance(layer, float):
@@ -147,7 +149,7 @@ def block_index(method: Pruner, layer: int | float, depth: int, config: Any) -> 
     return index
 
 
-def read_block(config: Any, depth: int) -> int:
+def find_last_read_block(config: Any, depth: int) -> int:
     """Return the index of the last block whose output the model reads."""
     read = getattr(config, "vision_feature_layer", getattr(config, "select_layer", None))
     # Numbers of hidden states: 0 is the tower's input, -1 the output of its last block.

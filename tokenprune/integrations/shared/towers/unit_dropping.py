@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.towers.run import TowerRun
-from tokenprune.integrations.shared.towers.units import WayBack
+from tokenprune.integrations.shared.towers.units import Restoration
 from tokenprune.kernels.merging import Merge
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.sites.units import UnitDropper
@@ -37,7 +37,7 @@ def choose_units(method: UnitDropper, x: Tensor, grids: Grids, most: Sequence[in
     return torch.cat(kept).cpu()
 
 
-def choosing(
+def plan_drops(
     method: UnitDropper,
     block: int,
     fold: Callable[[Tensor], Tensor],
@@ -64,7 +64,7 @@ def choosing(
     return {block - 1: note, block: drop} if method.sees == "change" else {block: drop}
 
 
-def choosing_packed(
+def plan_packed_drops(
     run: TowerRun, method: UnitDropper, grids: Grids, most: Sequence[int], patches: int
 ) -> dict[int, Callable[[Tensor], Merge | None]]:
     """Return the drops of a run of a packed tower, which note in `run.kept` which units stay."""
@@ -76,12 +76,12 @@ def choosing_packed(
     def choose(x: Tensor, size: int) -> Merge:
         stays = choose_units(method, x, grids, most, size)
         run.kept = list(stays.split(run.sizes))
-        return dropping(stays, run.order, x.device)
+        return build_drop(stays, run.order, x.device)
 
-    return choosing(method, method.block(len(run.plan)), fold, choose)
+    return plan_drops(method, method.block(len(run.plan)), fold, choose)
 
 
-def come_back(run: TowerRun, method: UnitDropper, block: int, read: int, rows: Sequence[int]) -> None:
+def add_restoration(run: TowerRun, method: UnitDropper, block: int, read: int, rows: Sequence[int]) -> None:
     """Have the units that leave at `block` by the drops of a run come back.
 
     read: how many blocks there are whose output is read. rows: of each image or tile, in the order of the tower.
@@ -98,8 +98,10 @@ def come_back(run: TowerRun, method: UnitDropper, block: int, read: int, rows: S
         stayed = left.flatten()
         gone = numbers[torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, stayed, False)]
         guides, widths = _guides(method, hidden.flatten(0, -2), stayed, gone, rows)
-        run.back = WayBack(drop, attending, read - 1, hidden, stayed, gone, guides, widths.cumsum(0) - widths)
-        run.units = replace(run.units, back=run.back)
+        run.restoration = Restoration(
+            drop, attending, read - 1, hidden, stayed, gone, guides, widths.cumsum(0) - widths
+        )
+        run.units = replace(run.units, restoration=run.restoration)
         return None if attending else drop
 
     run.drops = {**run.drops, block: leave}
@@ -113,15 +115,15 @@ def _guides(
     counts = [torch.bucketize(x, ends, right=True).bincount(minlength=len(rows)).tolist() for x in (stayed, gone)]
     found, widths, start = [], [], 0
     for left, lost in zip(stayed.split(counts[0]), gone.split(counts[1]), strict=True):
-        guides = method.guides(hidden[lost].float(), hidden[left].float())
+        guides = method.choose_guides(hidden[lost].float(), hidden[left].float())
         found.append((guides + start).flatten())
         widths.append(torch.full_like(lost, guides.shape[1]))
         start += len(left)
     return torch.cat(found), torch.cat(widths)
 
 
-def dropping(stays: Tensor, order: Tensor | None, device: torch.device) -> Merge:
+def build_drop(stays: Tensor, order: Tensor | None, device: torch.device) -> Merge:
     """Return what drops all units but some. stays: bool `[N]` on the host, in the order of rows; order: see
     `TowerRun`."""
     stays = stays if order is None else stays[order.cpu()]
-    return Merge.dropping(to_device(stays[None], device), [int(stays.sum())])
+    return Merge.from_kept(to_device(stays[None], device), [int(stays.sum())])

@@ -87,12 +87,7 @@ def _gauge(name: str) -> Gauge:
 
 
 def add(model_config: Any, name: str, *labels: str, count: int = 1) -> None:
-    """Add to one of `COUNTERS`. `count=0` creates the series.
-
-    Args:
-        name: Name without the prefix "tokenprune:".
-        labels: Label values except the model's name.
-    """
+    """Add to one of `COUNTERS`; `count=0` creates the series. labels: label values except the model's name."""
     _counter(f"tokenprune:{name}").labels(model_config.served_model_name, *labels).inc(count)
 
 
@@ -145,13 +140,7 @@ def add_visual_tokens(model_config: Any, label: tuple[str, str], before: int, af
 
 @contextmanager
 def count_refusals(model_config: Any, stage: str, served: RequestRecord) -> Iterator[None]:
-    """Count and log a request that is refused in this context.
-
-    Args:
-        model_config: vLLM's `ModelConfig`.
-        stage: "setting" or "input", the part of the request that is read in this context.
-        served: Record of the request.
-    """
+    """Count and log a request that is refused in this context, while its "setting" or "input" is read."""
     try:
         yield
     except TokenPruneError as error:

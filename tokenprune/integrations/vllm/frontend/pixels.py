@@ -19,7 +19,7 @@ from vllm.multimodal.processing import BaseProcessingInfo
 from tokenprune.errors import BudgetError, OptionError, PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.shared.resizing import Resizer
 from tokenprune.integrations.vllm.settings.items import get_method
-from tokenprune.models.token_counts import Reader, rule_for
+from tokenprune.models.token_counts import SettingsReader, find_rule
 from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.selection.sites.units import UnitDropper
 from tokenprune.settings import Setting
@@ -53,11 +53,7 @@ class Shrinker:
     kwargs: Mapping[str, object]
 
     def shrink(self, items: Any) -> Mapping[str, object]:
-        """Replace `items["image"]` by smaller images.
-
-        Returns:
-            Keyword arguments for the model's processor, which prevent a second resize.
-        """
+        """Replace `items["image"]`, and return arguments for the model's processor that prevent a second resize."""
         self.check_videos(items)
         images = items.get("image")
         if images is None or not len(images) or isinstance(images, SmallerImages):
@@ -97,15 +93,15 @@ class Shrinker:
         # The arguments of the processor's call: the server's merged with the request's, by modality.
         kwargs = self.info._merge_and_resolve_mm_processor_kwargs(self.kwargs)
         options = dict(kwargs.get("images_kwargs") or {})
-        smaller, changed = self._patch().change(chosen(), options)
+        smaller, changed = self._patch().resize(chosen(), options)
         return kwargs, options, smaller, changed
 
     def _count(self, images: ImageProcessorItems, options: dict[str, Any], index: int) -> int:
         """Return the number of visual tokens that the model's processor makes of an image."""
         processor, size = self.info.get_hf_processor(**self.kwargs), images.get_image_size(index)
-        rule = rule_for(processor)
+        rule = find_rule(processor)
         assert rule is not None  # `_patch` refuses processors without one
-        return rule.count(Reader(processor, options), size.height, size.width, 1)
+        return rule.count(SettingsReader(processor, options), size.height, size.width, 1)
 
     def check(self) -> None:
         """Raise OptionError or BudgetError if the model does not support the setting."""
@@ -118,7 +114,7 @@ class Shrinker:
 
     def _patch(self) -> Resizer:
         method, processor = self._method, self.info.get_hf_processor(**self.kwargs)
-        rule = rule_for(processor)
+        rule = find_rule(processor)
         if rule is None or rule.resizing != "input":
             image_processor = type(processor.image_processor).__name__
             raise OptionError(
@@ -143,12 +139,7 @@ def select_units(
 ) -> tuple[bool, ...]:
     """Return for each of the `count` units of an item whether it is kept, in the order of its visual tokens.
 
-    Args:
-        item: Processed fields of the item.
-        kwargs: The request's `mm_processor_kwargs` without `KEY`.
-
-    Raises:
-        OptionError: If the request contains embeddings instead of pixels.
+    Raises OptionError if the request contains embeddings instead of pixels.
     """
     method, pixels = get_method(setting), item.get(_PIXELS[modality])
     assert isinstance(method, UnitDropper)

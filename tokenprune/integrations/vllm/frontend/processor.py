@@ -126,13 +126,7 @@ class ReducingProcessor(BaseMultiModalProcessor):
         return [self._shorten(update, *request) if update.modality in MODALITIES else update for update in updates]
 
     def _shorten(self, update: PromptUpdate, data: Any, *request: Any) -> PromptUpdate:
-        """Return the prompt update of an item with fewer tokens.
-
-        Args:
-            update: vLLM's update.
-            data: Processed fields of all items, by modality.
-            request: Fields of `PromptItem` from `items` on.
-        """
+        """Return the prompt update with fewer tokens. request: fields of `PromptItem` from `items` on."""
         name = next((name for kind, name in _CONTENT_FIELDS.items() if isinstance(update, kind)), None)
         if name is None:
             raise UnsupportedSetupError(f"{type(self).__name__} puts images into the prompt by {update.mode}")

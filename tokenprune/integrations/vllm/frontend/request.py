@@ -68,14 +68,7 @@ class RequestRun:
                 check_items(get_method(setting), request.items, self.inputs.mm_data_items, model.info)
 
     def process(self, request: ServedRequest) -> tuple[Any, list[CountedDetails]]:
-        """Process the request.
-
-        Returns:
-            vLLM's result, and the details of each item.
-
-        Raises:
-            TokenPruneError: If the request cannot be served under its setting.
-        """
+        """Return vLLM's result for the request, and the details of each item; raise a TokenPruneError if it fails."""
         processor = self.processor.for_request(request)
         # A copy, because a method that acts on pixels replaces items.
         items = type(self.inputs.mm_data_items)(self.inputs.mm_data_items)
@@ -93,14 +86,9 @@ class RequestPolicy:
     model_config: Any
 
     def resolve(self, requested: Any, counts: Mapping[str, int]) -> ServedRequest:
-        """Resolve the settings of a request.
+        """Resolve the settings of a request with this value of `KEY` and these numbers of items by modality.
 
-        Args:
-            requested: The request's value of `KEY`.
-            counts: Number of items by modality.
-
-        Raises:
-            TokenPruneError: If the setting is invalid, or not allowed on this server.
+        Raises a TokenPruneError if the setting is invalid, or not allowed on this server.
         """
         served = RequestRecord()
         with metrics.count_refusals(self.model_config, "setting", served):

@@ -98,12 +98,7 @@ class SenderCache(LruKeyReplicatedSenderCache):
     _held: EngineAccount  # items that the engine holds
 
     def promise(self, items: Any, process: Callable[[], Items]) -> None:
-        """Replace items that would be sent by hash by promised items.
-
-        Args:
-            items: Items of a request, modified.
-            process: Function that processes the request again and returns all items.
-        """
+        """Replace items that would be sent by hash by promised items. `process` returns all items again."""
         reprocessing = Reprocessing(process)
         for modality, of_modality in items.items():
             items[modality] = [
@@ -183,12 +178,9 @@ def _note(engine: Any) -> None:
 
 
 def _follow(cache: Any, client: Any, executor: Executor | None = None) -> None:
-    """Track the engine's cache by wrapping methods of the engine's client.
+    """Track the engine's cache by wrapping methods of the engine's client (an `EngineCoreClient`).
 
-    Args:
-        cache: The front end's cache. Other kinds of caches send or share images in full and are not tracked.
-        client: Client of the engine, an `EngineCoreClient`.
-        executor: Executor for processing images on a server. None: asyncio's default executor.
+    Other kinds of caches send or share images in full and are not tracked. A server processes images in `executor`.
     """
     if type(cache) is not LruKeyReplicatedSenderCache:
         return

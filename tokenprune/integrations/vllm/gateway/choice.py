@@ -80,10 +80,7 @@ class Choice:
 class Shadow:
     """The result of a setting for an item that is served unpruned.
 
-    Args:
-        label: Metrics labels of the setting.
-        tokens: Visual tokens that it would have kept, or None if it fails.
-        outcome: One of `SHADOWS`.
+    `tokens` are the visual tokens that it would have kept, or None if it fails. `outcome` is one of `SHADOWS`.
     """
 
     label: tuple[str, str]
@@ -115,12 +112,7 @@ class HeldBack(ServedRequest):
             return Shadow(get_label(setting), None, INPUT if is_input_error(error) else FAILED)
 
     def outcome(self, run: Any, items: Sequence[Any]) -> str:
-        """Return the outcome of the whole request, one of `SHADOWS`.
-
-        Args:
-            run: The request's `RequestRun`.
-            items: Details of each item.
-        """
+        """Return the outcome of the whole request, one of `SHADOWS`."""
         try:
             run.check(self.shadow)
             check_age(self.shadow.setting, run.counts, (item.segments for item in items))
@@ -144,10 +136,7 @@ def draw_lot(request_id: Any) -> float:
 def check_age(setting: Setting, counts: Mapping[str, int], segments: Iterable[int] = ()) -> None:
     """Raise OptionError if the age of an image of the request is not defined.
 
-    Args:
-        setting: Setting of the request.
-        counts: Number of items by modality. Videos have no index among the images.
-        segments: Number of budgets of each item. Each image needs a single budget.
+    Videos have no index among the images, and each image needs a single budget (`segments`).
     """
     if setting.budget.ages is None:
         return

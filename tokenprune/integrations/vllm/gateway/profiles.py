@@ -129,18 +129,9 @@ def _get_allowed(server: ServerConfig) -> tuple[str, ...] | None:
 
 
 def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
-    """Write the profile of a request into its `mm_processor_kwargs`.
+    """Write the profile of a request into its `mm_processor_kwargs`, and return the renderer that accepts it.
 
-    Args:
-        renderer: vLLM's `OnlineRenderer`.
-        request: The request, modified.
-        load: Load of the front end.
-
-    Returns:
-        The renderer that accepts the request.
-
-    Raises:
-        OptionError: If the request is refused. It is answered with HTTP 400.
+    Raises OptionError (HTTP 400) if the request is refused.
     """
     from vllm.renderers.online_renderer import validate_request_mm_kwargs
 
@@ -209,16 +200,9 @@ def choose_profile(
 ) -> tuple[Any, str]:  # fmt: skip
     """Return the request's value of `KEY` with its profile, and who selected it.
 
-    Args:
-        requested: The request's own value.
-        server: Config of the server.
-        model: Model name in the request.
-        served: First name of the served model.
-        under_load: Function that returns the profile for a request that selects none.
-        allowed: Profiles that the caller may use, its default first. None: all.
-
-    Raises:
-        ProfileError, CallerError: If the profile does not exist, or the caller may not use it.
+    `model` is the model name in the request, and `served` the first name of the served model. `under_load` returns the
+    profile for a request that selects none. `allowed` has the caller's default first, and is None without a rule of
+    callers. Raises ProfileError or CallerError.
     """
     if not isinstance(requested, Mapping):
         return requested, BY_KEY  # refused by `ServerConfig.setting`

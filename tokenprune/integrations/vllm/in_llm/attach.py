@@ -58,14 +58,14 @@ def attach(model: Any, vllm_config: Any) -> Any:
     if vllm_config.scheduler_config.scheduler_cls not in limits.SCHEDULERS.values():
         raise UnsupportedSetupError(f"{IN_LLM} needs its own scheduler, which was replaced: leave --scheduler-cls out")
     from tokenprune.integrations.vllm.in_llm import runner
-    from tokenprune.integrations.vllm.in_llm.reducer import Reducer, decoder_of
+    from tokenprune.integrations.vllm.in_llm.reducer import Reducer, get_decoder
 
-    decoder, method = decoder_of(model), get_method(setting)
+    decoder, method = get_decoder(model), get_method(setting)
     assert isinstance(method, Pruner)
     limits.check_layers(decoder)
     if free_kv:
-        from tokenprune.integrations.vllm.in_llm.kv_cache import split
+        from tokenprune.integrations.vllm.in_llm.kv_cache import declare_cut
 
-        split(decoder, method.cut_layer)
-    runner.install()
+        declare_cut(decoder, method.cut_layer)
+    runner.wrap_forward()
     return runner.InLLM(model, Reducer(decoder, method), vllm_config.cache_config.enable_prefix_caching)

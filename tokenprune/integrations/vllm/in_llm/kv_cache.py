@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.vllm.in_llm.layout import Held, pieces_of, plans_of
+from tokenprune.integrations.vllm.in_llm.layout import CutBlocks, get_plans, split_pieces
 from tokenprune.integrations.vllm.settings.keys import FREE_KV
 
 # Gaps in the table of the request for which the prefix cache is being searched: vLLM asks a class, without a request.
@@ -57,7 +57,7 @@ class CutManager(FullAttentionManager):
 
     def __init__(self, kv_cache_spec: CutSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, CutBlocks] = {}
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], *args: Any, **kwargs: Any
@@ -66,16 +66,16 @@ class CutManager(FullAttentionManager):
         if held is None:
             return super().get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, *args, **kwargs)
         there = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
-        wanted = range(there, held.columns(num_tokens, self.block_size))
-        return held.blocks(wanted) + self._get_num_evictable_blocks(new_computed_blocks)
+        wanted = range(there, held.count_columns(num_tokens, self.block_size))
+        return held.count_blocks(wanted) + self._get_num_evictable_blocks(new_computed_blocks)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
         held = self.held.get(request_id)
         if held is None:
             return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         blocks = self.req_to_blocks[request_id]
-        wanted = range(len(blocks), held.columns(num_tokens, self.block_size))
-        fresh = iter(self.block_pool.get_new_blocks(held.blocks(wanted)))
+        wanted = range(len(blocks), held.count_columns(num_tokens, self.block_size))
+        fresh = iter(self.block_pool.get_new_blocks(held.count_blocks(wanted)))
         new = [self._null_block if column in held.gaps else next(fresh) for column in wanted]
         blocks.extend(new)
         return new
@@ -113,7 +113,7 @@ class CutManager(FullAttentionManager):
         return found, len(found[0]) * kv_cache_spec.block_size
 
 
-class Holdings:
+class CutBlockTracker:
     """Engine process: give the managers after the cut each request's `Held`, before vLLM asks them for blocks."""
 
     def __init__(self, kv_cache_manager: Any, block: int | None) -> None:
@@ -126,7 +126,7 @@ class Holdings:
                 f"others of this model's layers: leave {FREE_KV} out"
             )
         self._block = block
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, CutBlocks] = {}
         for manager in managers:
             if manager.kv_cache_spec.behind:
                 manager.held = self._held  # one for all groups; the first that frees a request takes it out
@@ -137,12 +137,12 @@ class Holdings:
         self._of(request)
         return self._allocate(request, *args, **kwargs)
 
-    def _of(self, request: Any) -> Held:
+    def _of(self, request: Any) -> CutBlocks:
         features = request.mm_features
-        held = self._held.get(request.request_id, Held())
+        held = self._held.get(request.request_id, CutBlocks())
         if held.items != len(features):
-            held = self._held[request.request_id] = Held.of(
-                pieces_of(plans_of(features), self._block), self._block, len(features)
+            held = self._held[request.request_id] = CutBlocks.from_pieces(
+                split_pieces(get_plans(features), self._block), self._block, len(features)
             )
         return held
 
@@ -156,7 +156,7 @@ class Holdings:
             _gaps.reset(before)
 
 
-def split(decoder: Any, layer: int) -> None:
+def declare_cut(decoder: Any, layer: int) -> None:
     """Worker: let each layer of a decoder declare its side of a cut at the input of `layer`."""
     for number, one in enumerate(decoder.layers):
         attention = one.self_attn.attn

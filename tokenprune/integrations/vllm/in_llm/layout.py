@@ -25,26 +25,26 @@ class VisualPiece:
     multimodal item. ordinal: index of this piece in its prompt.
     """
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     keep: int
     item: int
     ordinal: int
     modality: str
 
     @property
-    def first(self) -> int:
-        return self.places[0]
+    def start(self) -> int:
+        return self.indices[0]
 
     @property
     def end(self) -> int:
-        return self.places[-1] + 1
+        return self.indices[-1] + 1
 
     @property
     def drop(self) -> int:
-        return len(self.places) - self.keep
+        return len(self.indices) - self.keep
 
 
-def kept(setting: Setting, count: int, block: int | None) -> int:
+def count_kept(setting: Setting, count: int, block: int | None) -> int:
     """Return how many of `count` visual tokens go on after the cut.
 
     block: size of the blocks of which an item loses whole ones, or None to keep exactly what the setting asks for. At
@@ -58,7 +58,7 @@ def kept(setting: Setting, count: int, block: int | None) -> int:
     return count - block * max(0, min((count - wanted) // block, count // block - 1))
 
 
-def plans_of(features: Sequence[Any]) -> list[tuple[Plan, int, str]]:
+def get_plans(features: Sequence[Any]) -> list[tuple[Plan, int, str]]:
     """Return plan, place and modality of vLLM's features of a prompt, one for each multimodal item."""
     plans = [(Plan.from_feature(one), one.mm_position.offset, one.modality) for one in features]
     for (plan, *_), feature in zip(plans, features, strict=True):
@@ -67,20 +67,20 @@ def plans_of(features: Sequence[Any]) -> list[tuple[Plan, int, str]]:
     return plans
 
 
-def pieces_of(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> list[VisualPiece]:
+def split_pieces(plans: Sequence[tuple[Plan, int, str]], block: int | None) -> list[VisualPiece]:
     """Return the pieces of a prompt. plans: of each multimodal item in order, with its place and modality."""
     pieces: list[VisualPiece] = []
     for item, (plan, offset, modality) in enumerate(plans):
         places = [offset + place for embed, one in plan.stretches if embed for place in one]
         for count in plan.counts:
-            keep = kept(plan.setting, count, block)
+            keep = count_kept(plan.setting, count, block)
             pieces.append(VisualPiece(tuple(places[:count]), keep, item, len(pieces), modality))
             places = places[count:]
     return pieces
 
 
 @dataclass(frozen=True)
-class Held:
+class CutBlocks:
     """The blocks of the KV cache that the layers after the cut hold for a request.
 
     gaps:  columns of the request's full block table without a block.
@@ -94,23 +94,23 @@ class Held:
     items: int = 0
 
     @staticmethod
-    def of(pieces: Sequence[VisualPiece], block: int | None, items: int) -> Held:
-        """block: size of the blocks of which items lose whole ones, or None where tokens are packed (see `kept`)."""
+    def from_pieces(pieces: Sequence[VisualPiece], block: int | None, items: int) -> CutBlocks:
+        """See `count_kept` for `block`."""
         if block is None:
-            return Held(drops=tuple((piece.end, piece.drop) for piece in pieces if piece.drop), items=items)
-        return Held(frozenset(column for piece in pieces for column in _columns_out(piece, block)), items=items)
+            return CutBlocks(drops=tuple((piece.end, piece.drop) for piece in pieces if piece.drop), items=items)
+        return CutBlocks(frozenset(column for piece in pieces for column in _columns_out(piece, block)), items=items)
 
-    def columns(self, tokens: int, block: int) -> int:
+    def count_columns(self, tokens: int, block: int) -> int:
         """Return how many columns the table has when `tokens` of the prompt and answer have a slot."""
         return -(-(tokens - sum(number for end, number in self.drops if end <= tokens)) // block)
 
-    def blocks(self, columns: Collection[int]) -> int:
+    def count_blocks(self, columns: Collection[int]) -> int:
         """Return how many of these columns hold a block."""
         return sum(column not in self.gaps for column in columns)
 
 
 @dataclass(frozen=True)
-class Share:
+class RequestStep:
     """One request's share of a step: tokens `computed` to `end` of its prompt and answer. prompt: tokens of its prompt,
     where that is known."""
 
@@ -120,31 +120,31 @@ class Share:
     prompt: int | None = None
 
     @cached_property
-    def cut(self) -> list[VisualPiece]:
+    def cut_pieces(self) -> list[VisualPiece]:
         """The pieces that lose tokens in this step; raises TokenPruneError if one is only partly in it."""
-        pieces = [piece for piece in self.pieces if piece.drop and piece.end > self.computed and piece.first < self.end]
+        pieces = [piece for piece in self.pieces if piece.drop and piece.end > self.computed and piece.start < self.end]
         for piece in pieces:
-            if piece.first < self.computed or piece.end > self.end:
+            if piece.start < self.computed or piece.end > self.end:
                 raise TokenPruneError(
-                    f"visual tokens {piece.first} to {piece.end} of a prompt came in parts (tokens {self.computed} to "
+                    f"visual tokens {piece.start} to {piece.end} of a prompt came in parts (tokens {self.computed} to "
                     f"{self.end}); report this with the server's configuration"
                 )
         return pieces
 
     @cached_property
-    def gone(self) -> list[VisualPiece]:
+    def past_pieces(self) -> list[VisualPiece]:
         """The pieces that have lost tokens before this step."""
         return [piece for piece in self.pieces if piece.drop and piece.end <= self.computed]
 
     @property
-    def before(self) -> int:
+    def num_before(self) -> int:
         """Number of tokens of this request that the layers after the cut hold before this step."""
-        return self.computed - sum(piece.drop for piece in self.gone)
+        return self.computed - sum(piece.drop for piece in self.past_pieces)
 
     @property
-    def queries(self) -> int:
+    def num_queries(self) -> int:
         """Number of the step's tokens that go through the layers after the cut."""
-        return self.end - self.computed - sum(piece.drop for piece in self.cut)
+        return self.end - self.computed - sum(piece.drop for piece in self.cut_pieces)
 
 
 @dataclass(frozen=True)
@@ -166,18 +166,18 @@ class StepLayout:
     offset: np.ndarray
 
 
-def lay_out(shares: Sequence[Share], width: int, block_size: int, aligned: bool) -> StepLayout:
+def lay_out(shares: Sequence[RequestStep], width: int, block_size: int, aligned: bool) -> StepLayout:
     """Lay out a step after the cut.
 
     width: columns of the full block table. aligned: whether items lose whole blocks, which are left out of the table;
     else tokens are packed without gaps.
     """
-    before = np.array([share.before for share in shares], dtype=np.int64)
-    queries = np.array([share.queries for share in shares], dtype=np.int64)
+    before = np.array([share.num_before for share in shares], dtype=np.int64)
+    queries = np.array([share.num_queries for share in shares], dtype=np.int64)
     columns = np.tile(np.arange(width, dtype=np.int64), (len(shares), 1))
     if aligned:
         for request, share in enumerate(shares):
-            for first, blocks in _blocks_out(itertools.chain(share.gone, share.cut), block_size):
+            for first, blocks in _blocks_out(itertools.chain(share.past_pieces, share.cut_pieces), block_size):
                 columns[request, first:] += blocks
     ends = queries.cumsum()
     row = np.repeat(np.arange(len(shares)), queries)
@@ -204,5 +204,5 @@ def _blocks_out(pieces: itertools.chain[VisualPiece], block_size: int) -> list[t
 
 def _columns_out(piece: VisualPiece, block_size: int) -> range:
     """Columns of the full block table whose blocks a piece loses: all within it."""
-    first = piece.first // block_size + 1
+    first = piece.start // block_size + 1
     return range(first, first + piece.drop // block_size)

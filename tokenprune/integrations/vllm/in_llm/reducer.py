@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.integrations.vllm.in_llm.layout import Share, VisualPiece
-from tokenprune.integrations.vllm.selection.before_llm import Grid, grid_of
-from tokenprune.integrations.vllm.selection.in_llm import RequestSource, choose, segments_of
+from tokenprune.integrations.vllm.in_llm.layout import RequestStep, VisualPiece
+from tokenprune.integrations.vllm.selection.before_llm import Grid, find_grid
+from tokenprune.integrations.vllm.selection.in_llm import RequestSource, build_segments, choose
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.method import Pruner
 from tokenprune.selection.observable import ObservedAt
-from tokenprune.selection.observable_registry import observables_of
+from tokenprune.selection.observable_registry import select_observables
 from tokenprune.selection.segments import LayerInput
 
 
@@ -32,7 +32,7 @@ class RequestCut:
 
     start: int
     end: int
-    share: Share
+    share: RequestStep
     grids: list[Grid | None]
 
 
@@ -48,10 +48,10 @@ class DecoderPass:
 
     cuts: list[RequestCut]
     rows: int
-    left: int
+    num_kept: int
     attended: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
     entered: Tensor | None = None
-    stay: Tensor | None = None
+    kept: Tensor | None = None
     last: Tensor | None = None
     positions: Tensor | None = None
 
@@ -62,15 +62,15 @@ class Reducer:
     def __init__(self, decoder: Any, method: Pruner) -> None:
         self.method = method
         self.decoder = decoder
-        self.whole = not method.prefix_cache_safe
+        self.reads_whole_prompt = not method.prefix_cache_safe
         self.step: DecoderPass | None = None
         layers = list(decoder.layers)
         self.attention: Any = layers[method.cut_layer - 1].self_attn.attn
         # The layers that see fewer tokens, by the names under which vLLM keeps what belongs to their attention.
         self.names = {layer.self_attn.attn.layer_name for layer in layers[method.cut_layer :]}
-        if observables_of(method.needs, ObservedAt.LAYER_BEFORE):
+        if select_observables(method.needs, ObservedAt.LAYER_BEFORE):
             self.attention.register_forward_pre_hook(self._observe)
-        if observables_of(method.needs, ObservedAt.INPUT_BEFORE):
+        if select_observables(method.needs, ObservedAt.INPUT_BEFORE):
             layers[method.cut_layer - 1].register_forward_pre_hook(self._keep_input)
         layers[method.cut_layer].register_forward_pre_hook(self._cut)
         for layer in layers[method.cut_layer + 1 :]:
@@ -78,7 +78,7 @@ class Reducer:
         layers[-1].register_forward_hook(self._restore)
 
     @contextmanager
-    def during(self, step: DecoderPass | None) -> Iterator[None]:
+    def apply(self, step: DecoderPass | None) -> Iterator[None]:
         """Apply `step` to the decoder's passes within the context."""
         self.step = step
         try:
@@ -105,10 +105,10 @@ class Reducer:
         state = hidden + residual  # vLLM adds the two within the layer
         stays = torch.ones(step.rows, dtype=torch.bool, device=device)
         for cut in step.cuts:
-            pieces = cut.share.cut
-            places = [[place - cut.share.computed for place in piece.places] for piece in pieces]
+            pieces = cut.share.cut_pieces
+            places = [[place - cut.share.computed for place in piece.indices] for piece in pieces]
             ordinals, modalities = [one.ordinal for one in pieces], [one.modality for one in pieces]
-            segments = segments_of(places, ordinals, modalities, cut.grids, device)
+            segments = build_segments(places, ordinals, modalities, cut.grids, device)
             # The last token of a prompt stays, as on the Hugging Face side: the answer begins there.
             last = None if cut.share.prompt is None else cut.share.prompt - 1 - cut.share.computed
             keep = choose(self.method, segments, [piece.keep for piece in pieces], self._seen(step, cut, state), last)
@@ -116,10 +116,10 @@ class Reducer:
             stays.index_fill_(0, gone, False)
         step.attended = step.entered = None
         # A stable sort instead of nonzero(): how many they are is known, so nothing is asked of the device.
-        step.stay = (~stays).to(torch.uint8).argsort(stable=True)[: step.left]
+        step.kept = (~stays).to(torch.uint8).argsort(stable=True)[: step.num_kept]
         step.last = (stays.cumsum(0) - 1).clamp(min=0)
-        step.positions = positions[..., step.stay]
-        return step.positions, hidden[step.stay], residual[step.stay], *others
+        step.positions = positions[..., step.kept]
+        return step.positions, hidden[step.kept], residual[step.kept], *others
 
     def _follow(self, module: nn.Module, args: tuple) -> tuple | None:
         return None if self.step is None else (self.step.positions, *args[1:])
@@ -145,11 +145,11 @@ class Reducer:
         visual = [
             place - cut.share.computed
             for piece in cut.share.pieces
-            for place in piece.places
+            for place in piece.indices
             if 0 <= place - cut.share.computed < width
         ]
         return RequestSource(
-            state[None, rows], self.method.needs, self.decoder.norm, observed, self.whole, visual, entered
+            state[None, rows], self.method.needs, self.decoder.norm, observed, self.reads_whole_prompt, visual, entered
         )
 
     def _heads(self, value: Tensor) -> Tensor:
@@ -157,16 +157,16 @@ class Reducer:
         return value.reshape(value.shape[0], -1, self.attention.head_size).transpose(0, 1)[None]
 
 
-def decoder_of(model: Any) -> nn.Module:
+def get_decoder(model: Any) -> nn.Module:
     """Return the module of a multimodal vLLM model that holds the decoder's layers."""
     language_model = model.get_language_model()
     return getattr(language_model, "model", language_model)
 
 
-def grids_of(model: Any, pieces: list[VisualPiece], items: list[Any]) -> list[Grid | None]:
+def find_grids(model: Any, pieces: list[VisualPiece], items: list[Any]) -> list[Grid | None]:
     """Return the grid of each piece. items: vLLM's data of a prompt's items."""
     own = [model._grid(items[piece.item], piece.modality) for piece in pieces]
     return [
-        grid_of(grid, len(piece.places), piece.modality, model._image_grid)
+        find_grid(grid, len(piece.indices), piece.modality, model._image_grid)
         for grid, piece in zip(own, pieces, strict=True)
     ]

@@ -14,14 +14,21 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.compat import wrap
-from tokenprune.integrations.vllm.in_llm.layout import Share, StepLayout, VisualPiece, lay_out, pieces_of, plans_of
-from tokenprune.integrations.vllm.in_llm.reducer import DecoderPass, Reducer, RequestCut, grids_of
+from tokenprune.integrations.vllm.in_llm.layout import (
+    RequestStep,
+    StepLayout,
+    VisualPiece,
+    get_plans,
+    lay_out,
+    split_pieces,
+)
+from tokenprune.integrations.vllm.in_llm.reducer import DecoderPass, Reducer, RequestCut, find_grids
 from tokenprune.integrations.vllm.settings.items import count_requested
 
 logger = logging.getLogger(__name__)
 
 
-def install() -> None:
+def wrap_forward() -> None:
     """Let the runner of this process prepare each pass of a model that has a `tokenprune_in_llm`. Other models run as
     before."""
 
@@ -30,7 +37,7 @@ def install() -> None:
             in_llm = getattr(self.get_model(), "tokenprune_in_llm", None)
             if in_llm is None:
                 return original(self, *args, **kwargs)
-            with in_llm.reducer.during(in_llm.prepare(self)):
+            with in_llm.reducer.apply(in_llm.prepare(self)):
                 return original(self, *args, **kwargs)
 
         return forward
@@ -55,7 +62,7 @@ class InLLM:
         A server's first steps are without metadata (vLLM measures memory) and do not come here.
         """
         shares = self._shares(runner)
-        if not any(share.cut or share.gone for share in shares):
+        if not any(share.cut_pieces or share.past_pieces for share in shares):
             return None
         tables = runner.input_batch.block_table
         layout = lay_out(shares, tables[0].max_num_blocks_per_req, tables[0].block_size, self.aligned)
@@ -69,13 +76,13 @@ class InLLM:
                 context.attn_metadata[name] = metadata
                 context.slot_mapping[name] = slots
         starts = runner.query_start_loc.np
-        cuts = [self._cut(runner, row, int(starts[row]), share) for row, share in enumerate(shares) if share.cut]
+        cuts = [self._cut(runner, row, int(starts[row]), share) for row, share in enumerate(shares) if share.cut_pieces]
         if not cuts:
             return None
         rows = int(starts[len(shares)])
-        return DecoderPass(cuts, rows, rows - sum(piece.drop for cut in cuts for piece in cut.share.cut))
+        return DecoderPass(cuts, rows, rows - sum(piece.drop for cut in cuts for piece in cut.share.cut_pieces))
 
-    def _shares(self, runner: Any) -> list[Share]:
+    def _shares(self, runner: Any) -> list[RequestStep]:
         batch = runner.input_batch
         starts = runner.query_start_loc.np
         shares, known = [], {}
@@ -87,16 +94,16 @@ class InLLM:
             known[name] = found
             computed = int(batch.num_computed_tokens_cpu[row])
             end, prompt = computed + int(starts[row + 1] - starts[row]), runner.requests[name].num_prompt_tokens
-            shares.append(Share(computed, end, found[2], prompt))
+            shares.append(RequestStep(computed, end, found[2], prompt))
         self._known = known
         return shares
 
     def _find(self, features: list[Any], runner: Any) -> list[VisualPiece]:
-        items = plans_of(features)
+        items = get_plans(features)
         block = runner.input_batch.block_table[0].block_size if self.aligned else None
-        pieces = pieces_of(items, block)
+        pieces = split_pieces(items, block)
         for piece in pieces:
-            setting, count = items[piece.item][0].setting, len(piece.places)
+            setting, count = items[piece.item][0].setting, len(piece.indices)
             if self._warned or piece.drop or setting.method is None or count_requested(setting, count) == count:
                 continue
             self._warned = True
@@ -108,17 +115,17 @@ class InLLM:
             )
         return pieces
 
-    def _cut(self, runner: Any, row: int, start: int, share: Share) -> RequestCut:
+    def _cut(self, runner: Any, row: int, start: int, share: RequestStep) -> RequestCut:
         request = runner.requests[runner.input_batch.req_ids[row]]
         end = share.end
-        if self.reducer.whole:
+        if self.reducer.reads_whole_prompt:
             if share.computed > 0 or share.end < request.num_prompt_tokens:
                 raise TokenPruneError(
                     f"tokens {share.computed} to {share.end} of a prompt of {request.num_prompt_tokens} came alone, "
                     f"but {self.reducer.method.name} reads all of it; report this with the server's configuration"
                 )
             end = request.num_prompt_tokens
-        grids = grids_of(self.model, share.cut, [feature.data for feature in request.mm_features])
+        grids = find_grids(self.model, share.cut_pieces, [feature.data for feature in request.mm_features])
         return RequestCut(start, start + end - share.computed, share, grids)
 
 

@@ -25,10 +25,10 @@ class WholeImages(_Scheduler):
         groups, model_config = self.kv_cache_config.kv_cache_groups, self.vllm_config.model_config
         self._holdings: Any = None
         if get_server_config(model_config).free_kv:
-            from tokenprune.integrations.vllm.in_llm.kv_cache import Holdings
+            from tokenprune.integrations.vllm.in_llm.kv_cache import CutBlockTracker
 
             block = self.cache_config.block_size if self.cache_config.enable_prefix_caching else None
-            self._holdings = Holdings(self.kv_cache_manager, block)
+            self._holdings = CutBlockTracker(self.kv_cache_manager, block)
         elif len(groups) != 1:
             raise UnsupportedSetupError(
                 f"experimental_in_llm needs one group of KV caches, and this model has {len(groups)}: serve it with a "
@@ -46,7 +46,7 @@ class WholeImages(_Scheduler):
         are no longer known."""
         with nullcontext() if self._holdings is None else self._holdings.search(request):
             blocks, hit, boundary = self._found(request, *args, **kwargs)
-        shorter = before_images(hit, request.mm_features, self.cache_config.block_size)
+        shorter = shorten_hit(hit, request.mm_features, self.cache_config.block_size)
         if shorter == hit:
             return blocks, hit, boundary
         return self.kv_cache_manager.truncate_computed_blocks(blocks, shorter), shorter, boundary
@@ -67,7 +67,7 @@ class WholeImages(_Scheduler):
         return found
 
 
-def before_images(hit: int, features: list[Any], block_size: int) -> int:
+def shorten_hit(hit: int, features: list[Any], block_size: int) -> int:
     """Return the last end of a block up to `hit` that is not inside an image; `hit` is the end of a block."""
     while inside := _inside(hit, features):
         hit = (hit - inside) // block_size * block_size

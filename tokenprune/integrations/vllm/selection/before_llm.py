@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.shared.towers.patch_grid import Placed
-from tokenprune.integrations.shared.towers.tower_scores import Encoded, as_patches
+from tokenprune.integrations.shared.towers.patch_grid import TracedTokens
+from tokenprune.integrations.shared.towers.tower_scores import TowerValues, build_patches
 from tokenprune.kernels.compact import partition
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.host_random import normal
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.apply import merge_tokens, validate_selection
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import Backend, ObservedAt, TowerScores
-from tokenprune.selection.observable_registry import compares_frames, observables_of
+from tokenprune.selection.observable_registry import compares_frames, select_observables
 from tokenprune.selection.segments import Patches, Segments, Sizes, VisualView
 from tokenprune.selection.source import Readable, TokenSource
 from tokenprune.selection.tokens import VisualTokens
@@ -51,7 +51,7 @@ class _Features(TokenSource):
     hidden: Tensor
     needs: frozenset[str]
     norm: Norm | None = None
-    encoded: Encoded | None = None
+    encoded: TowerValues | None = None
 
     def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
         if Backend.VLLM not in seen.backends:
@@ -64,7 +64,7 @@ class _Features(TokenSource):
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden if self.norm is None else self.norm(hidden)
 
-    def of_tower(self, key: tuple, segments: Segments) -> Tensor:
+    def read_tower(self, key: tuple, segments: Segments) -> Tensor:
         if self.encoded is None or key not in self.encoded.values:
             raise TokenPruneError(
                 f"it reads {key[0]} of the vision tower ({', '.join(map(str, key[1:]))}), which was not read: a method "
@@ -75,22 +75,22 @@ class _Features(TokenSource):
     def patches(self, segments: Segments) -> Patches:
         if self.encoded is None:
             raise TokenPruneError("it reads which patches tokens are made of, and the vision tower was not read")
-        placed = self.encoded.placed
-        return as_patches(placed.cells[segments.position], segments.mask, placed.tiles)
+        placed = self.encoded.tokens
+        return build_patches(placed.cells[segments.position], segments.mask, placed.tiles)
 
-    def at(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
+    def gather(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
         if position is segments.position and _all_in_order(segments):
             return values.flatten(0, 1).unflatten(0, position.shape)
-        return super().at(values, position, segments)
+        return super().gather(values, position, segments)
 
-    def entered(self, position: Tensor, segments: Segments) -> Tensor:
-        return self.at(self.hidden, position, segments)
+    def get_embeddings(self, position: Tensor, segments: Segments) -> Tensor:
+        return self.gather(self.hidden, position, segments)
 
-    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+    def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         raise TokenPruneError("it reads the text, but an image's features are shared by all prompts that hold it")
 
 
-def segments_of(
+def build_segments(
     counts: list[int], grid: Grid | None, modality: str, device: torch.device, guess: GridOf = lambda count: None,
     frames: list[list[int] | None] | None = None, items: int = 1,
 ) -> Segments:  # fmt: skip
@@ -116,7 +116,7 @@ def segments_of(
         counts=counts * items,
         position=position.repeat(items, 1),
         mask=mask.repeat(items, 1),
-        grids=[grid_of(grid, count, modality, guess) for count in counts] * items,
+        grids=[find_grid(grid, count, modality, guess) for count in counts] * items,
         modality=[modality] * len(counts) * items,
         frames=(frames or []) * items,
     )
@@ -127,7 +127,7 @@ def _all_in_order(segments: Segments) -> bool:
     return segments.position.numel() == sum(segments.counts)
 
 
-def grid_of(grid: Grid | None, count: int, modality: str, guess: GridOf) -> Grid | None:
+def find_grid(grid: Grid | None, count: int, modality: str, guess: GridOf) -> Grid | None:
     """Return the grid of a segment of `count` tokens: its item's if that fits, else an image's by their number."""
     if grid is not None and math.prod(grid) == count:
         return grid
@@ -136,7 +136,7 @@ def grid_of(grid: Grid | None, count: int, modality: str, guess: GridOf) -> Grid
 
 def choose(
     method: Pruner, rows: Tensor, width: int, segments: Segments, keep: list[int], norm: Norm | None = None,
-    encoded: Encoded | None = None,
+    encoded: TowerValues | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return bool `[n]`, True where a row stays, and the rows `[n, W]`, merged where the method merges.
 
@@ -148,7 +148,7 @@ def choose(
     tokens = VisualTokens(segments, keep, _Features(of_items[:, :, :width], method.needs, norm, encoded))
     with torch.no_grad():
         selection = method.select(tokens)
-    stays = exact_keep(selection, segments, method, keep)
+    stays = check_keep(selection, segments, method, keep)
     places = segments.position
     if segments.row[-1]:
         places = places + segments.row_index * of_items.shape[1]
@@ -161,7 +161,7 @@ def choose(
     return flat[:-1], rows
 
 
-def exact_keep(selection: Selection, segments: Segments, method: Pruner, keep: list[int]) -> Tensor:
+def check_keep(selection: Selection, segments: Segments, method: Pruner, keep: list[int]) -> Tensor:
     """Return the selection's `keep`, bool `[S, N]`; raises TokenPruneError unless it is as many as was asked for."""
     stays, counts = validate_selection(selection, segments, method)
     if counts != keep:
@@ -178,38 +178,38 @@ def probe(method: Pruner) -> None:
     generator = torch.Generator("cpu").manual_seed(0)
     for counts, share in (([16], 0.25), ([9, 5], 0.6)):
         rows = normal(sum(counts), 8, generator=generator)
-        keep = [min(n, max(1, method.budget(n, max(1, round(n * share))))) for n in counts]
+        keep = [min(n, max(1, method.resolve_count(n, max(1, round(n * share))))) for n in counts]
         rehearse(method, rows, counts, keep, encoded=_made_up(method, counts))
 
 
 def rehearse(
     method: Pruner, rows: Tensor, counts: list[int], keep: list[int], grid: Grid | None = None,
-    norm: Norm | None = None, encoded: Encoded | None = None,
+    norm: Norm | None = None, encoded: TowerValues | None = None,
 ) -> None:  # fmt: skip
     """Let `method` choose among made-up `rows` `[sum(counts), D]`. encoded: of a vision tower, if it reads one."""
     # What an odd number leaves over is after the last frame.
     frames: list[list[int] | None] = [[n // 2] * 2 for n in counts]
     modality = "video" if compares_frames(method) else "image"
-    segments = segments_of(counts, grid, modality, rows.device, frames=frames)
+    segments = build_segments(counts, grid, modality, rows.device, frames=frames)
     kept, _ = choose(method, rows, rows.shape[1], segments, keep, norm, encoded)
     partition(kept[None])  # as the rows are put together, see worker/rows.py
 
 
-def _made_up(method: Pruner, counts: list[int]) -> Encoded:
+def _made_up(method: Pruner, counts: list[int]) -> TowerValues:
     """Return made-up output of a tower in which each segment is a tile of one row."""
     generator = torch.Generator("cpu").manual_seed(1)
     sizes = Sizes((sum(counts),))
     values = {}
-    for one in observables_of(method.needs, ObservedAt.TOWER_BLOCK):
+    for one in select_observables(method.needs, ObservedAt.TOWER_BLOCK):
         for layer in method.encoder_layers:
             example = one.example(sizes, generator)[0]
             values[one.name, layer] = example.T if isinstance(one, TowerScores) else example
-    return in_rows(values, counts)
+    return build_tile_values(values, counts)
 
 
-def in_rows(values: dict[tuple, Tensor], counts: list[int]) -> Encoded:
+def build_tile_values(values: dict[tuple, Tensor], counts: list[int]) -> TowerValues:
     """Return values of a tower in which each segment is a tile of one row."""
     cells = [[tile, 0, column, 1, count, 1] for tile, count in enumerate(counts) for column in range(count)]
     device = next((one.device for one in values.values()), torch.device("cpu"))
     scores = torch.zeros(len(cells), 0, dtype=torch.float32, device=device)
-    return Encoded(values, Placed(scores, torch.tensor(cells, device=device), len(counts)))
+    return TowerValues(values, TracedTokens(scores, torch.tensor(cells, device=device), len(counts)))

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, exact_keep
-from tokenprune.kernels.drawn import normal
+from tokenprune.integrations.vllm.selection.before_llm import Grid, Norm, check_keep
+from tokenprune.kernels.host_random import normal
 from tokenprune.kernels.observation import Observation
 from tokenprune.selection.method import Pruner, Selection
 from tokenprune.selection.observable import Backend
-from tokenprune.selection.observable_registry import not_served, served_by
+from tokenprune.selection.observable_registry import list_served, list_unserved
 from tokenprune.selection.row_ends import keep_row_ends
-from tokenprune.selection.segments import LayerInput, SeenAttention, Segments, VisualView
+from tokenprune.selection.segments import LayerInput, ObservedAttention, Segments, VisualView
 from tokenprune.selection.source import Readable, TokenSource
 from tokenprune.selection.tokens import VisualTokens
 
@@ -36,7 +36,7 @@ class RequestSource(TokenSource):
     needs: frozenset[str]
     norm: Norm
     observed: Observation | None
-    whole: bool
+    is_whole_prompt: bool
     visual: list[int] = field(default_factory=list)
     layer_input: LayerInput | None = None
 
@@ -49,20 +49,20 @@ class RequestSource(TokenSource):
         return self.norm(hidden)
 
     @property
-    def before(self) -> SeenAttention:
-        return super().before if self.observed is None else self.observed
+    def attention_before(self) -> ObservedAttention:
+        return super().attention_before if self.observed is None else self.observed
 
     @property
     def input_before(self) -> LayerInput:
         return super().input_before if self.layer_input is None else self.layer_input
 
-    def last_slot(self) -> Tensor:
+    def get_last_slot(self) -> Tensor:
         return torch.tensor([[self.width - 1]], device=self.hidden.device)
 
-    def real(self) -> Tensor:
+    def get_token_mask(self) -> Tensor:
         return torch.ones(1, self.width, dtype=torch.bool, device=self.hidden.device)
 
-    def text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+    def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
         self._check_whole("the text after an image")
         is_text = torch.ones(self.width, dtype=torch.bool, device="cpu")
         is_text[self.visual] = False
@@ -75,14 +75,14 @@ class RequestSource(TokenSource):
         return order.to(self.hidden.device), after.gather(1, order).to(self.hidden.device)
 
     def _check_whole(self, what: str) -> None:
-        if not self.whole:
+        if not self.is_whole_prompt:
             raise TokenPruneError(
                 f"it reads {what} and says that its choice does not depend on the question: its property query_aware "
                 "has to be True"
             )
 
 
-def segments_of(
+def build_segments(
     places: Sequence[Sequence[int]],
     ordinals: Sequence[int],
     modalities: Sequence[str],
@@ -107,15 +107,15 @@ def choose(method: Pruner, segments: Segments, keep: list[int], seen: RequestSou
         selection = method.select(VisualTokens(segments, keep, seen))
     if selection.assign is not None:
         raise TokenPruneError("it merges tokens, and they can only be dropped here")
-    stays = exact_keep(selection, segments, method, keep)
+    stays = check_keep(selection, segments, method, keep)
     return stays if last is None else keep_row_ends(Selection(stays), segments, keep, [(0, last)]).keep
 
 
 def probe(method: Pruner) -> None:
     """Run `method` on made-up states. Raise TokenPruneError if it reads an observable that is not there, or keeps
     another number of tokens than it was asked for."""
-    if absent := not_served(method.needs, Backend.VLLM_IN_LLM):
-        there = ", ".join(served_by(Backend.VLLM_IN_LLM))
+    if absent := list_unserved(method.needs, Backend.VLLM_IN_LLM):
+        there = ", ".join(list_served(Backend.VLLM_IN_LLM))
         raise TokenPruneError(f"it needs {', '.join(absent)}, and vLLM's layers give {there}")
     places = [list(range(2, 18)), list(range(20, 29))]
     rehearse(method, places, [5, 4], normal(1, 40, 16, generator=torch.Generator("cpu").manual_seed(0)), (2, 1, 8))
@@ -140,5 +140,5 @@ def rehearse(
     entered = LayerInput(like(*hidden.shape))
     seen = RequestSource(hidden, method.needs, norm, observed, method.query_aware, visual, entered)
     ordinals = list(range(len(places)))
-    segments = segments_of(places, ordinals, ["image"] * len(places), [None] * len(places), hidden.device)
+    segments = build_segments(places, ordinals, ["image"] * len(places), [None] * len(places), hidden.device)
     choose(method, segments, keep, seen)

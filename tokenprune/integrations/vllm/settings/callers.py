@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.errors import OptionError, short
+from tokenprune.errors import OptionError, shorten
 from tokenprune.integrations.vllm.settings.configuration import check_key
 from tokenprune.integrations.vllm.settings.keys import KEY
 
@@ -46,21 +46,12 @@ class Callers:
 
     @classmethod
     def from_json(cls, value: Any, profiles: Collection[str], default: str) -> Callers:
-        """Read the value of the key `callers`.
-
-        Args:
-            value: The value, as JSON.
-            profiles: Names of the server's profiles.
-            default: Profile of other callers, if `value` does not set "others".
-
-        Raises:
-            OptionError: If the value is invalid. The message contains no value of a header.
-        """
+        """Read the value of the key `callers`; raise OptionError, without quoting values of a header."""
         is_known = isinstance(value, dict) and {"profiles"} <= set(value) <= {"header", "profiles", "others"}
         check_key(is_known and isinstance(value["profiles"], dict), _CALLERS_KEY, _EXAMPLE)
         header = value.get("header", API_KEY)
         is_valid = isinstance(header, str) and _NAME.fullmatch(header.lower())
-        check_key(bool(is_valid), _CALLERS_KEY, f"with the name of a header, not {short(header)}")
+        check_key(bool(is_valid), _CALLERS_KEY, f"with the name of a header, not {shorten(header)}")
         header = header.lower()
         names, digests = {}, {}
         for caller, names_of_caller in value["profiles"].items():
@@ -78,13 +69,9 @@ class Callers:
         return cls(header, names, digests, _read_profiles(value.get("others", default), profiles))
 
     def may_use(self, headers: Headers) -> tuple[str, ...]:
-        """Return the profiles that a request may use, the caller's default first.
+        """Return the profiles that a request with these headers may use, the caller's default first.
 
-        Args:
-            headers: Pairs of a lower-case name and a value.
-
-        Raises:
-            CallerError: If the caller is refused, or the header occurs more than once.
+        Raises CallerError if the caller is refused, or the header occurs more than once.
         """
         header = self.header.encode()
         values = [value.strip() for name, value in headers if name.lower() == header]

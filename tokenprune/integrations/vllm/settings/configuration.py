@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError, short
+from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError, shorten
 from tokenprune.integrations.shared import checks
 from tokenprune.integrations.vllm.settings.keys import KEY, SERVER_KEYS
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower, check_tower
@@ -38,8 +38,8 @@ def family_of(model_config: Any) -> Family:
     architecture = model_config.architecture
     if architecture not in SERVED:
         raise UnsupportedModelError(
-            f"{KEY} {checks.unserved_family(architecture)}. Leave the {KEY} setting out to serve the model unchanged "
-            "(docs/serving/start.md lists the served models)."
+            f"{KEY} {checks.describe_unserved_family(architecture)}. Leave the {KEY} setting out to serve the model "
+            "unchanged (docs/serving/start.md lists the served models)."
         )
     return SERVED[architecture]
 
@@ -55,11 +55,7 @@ def check_model(setting: Setting, model_config: Any) -> None:
 
 
 def check_request_setting(setting: Setting, model_config: Any) -> Setting:
-    """Return the setting of a request if this model can be served with it.
-
-    Raises:
-        OptionError: If it cannot. It is a ValueError, so vLLM answers the request with HTTP 400.
-    """
+    """Return the setting of a request; raise OptionError (HTTP 400) if this model does not support it."""
     try:
         check_model(setting, model_config)
     except UnsupportedSetupError as error:
@@ -85,7 +81,7 @@ def check_spelling(layer: Any) -> None:
         ):
             options = (option for name in available_methods() for option in method_info(name).options)
             if key not in options:
-                raise OptionError(f"{KEY} has no key {short(key)}: did you mean {close[0]!r}?")
+                raise OptionError(f"{KEY} has no key {shorten(key)}: did you mean {close[0]!r}?")
 
 
 def check_key(condition: bool, key: str, expected: str) -> None:
@@ -95,13 +91,7 @@ def check_key(condition: bool, key: str, expected: str) -> None:
 
 
 def check_engine(vllm_config: Any, family: Family, original: bool = False) -> None:
-    """Raise UnsupportedSetupError for engine options that the plugin does not support.
-
-    Args:
-        vllm_config: vLLM's `VllmConfig`.
-        family: Family of the model.
-        original: Whether a model with one position axis keeps the positions of the full prompt.
-    """
+    """Raise UnsupportedSetupError for unsupported engine options. original: see `has_original_positions`."""
     lora = vllm_config.lora_config
     if lora is not None and getattr(lora, "enable_tower_connector_lora", False):
         raise UnsupportedSetupError(

@@ -11,7 +11,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from tokenprune.budgets.by_age import ages, left, reached
+from tokenprune.budgets import by_age
 from tokenprune.selection.method import Method
 from tokenprune.selection.observable_registry import compares_frames
 from tokenprune.settings import Setting
@@ -34,8 +34,8 @@ def count_kept(setting: Setting, num_tokens: int) -> int:
 
 def count_requested(setting: Setting, num_tokens: int) -> int:
     """Return the number of an item's visual tokens that the method keeps, in the prompt or in the language model."""
-    requested = left(setting.budget.resolve_keep(num_tokens), setting.bounds)
-    return min(num_tokens, max(1, get_method(setting).budget(num_tokens, requested)))
+    requested = by_age.count_kept(setting.budget.resolve_keep(num_tokens), setting.bounds)
+    return min(num_tokens, max(1, get_method(setting).resolve_count(num_tokens, requested)))
 
 
 def get_label(setting: Setting) -> tuple[str, str]:
@@ -64,10 +64,13 @@ def settings_of_items(setting: Setting, modality: str, count: int) -> tuple[Sett
     tiers = setting.budget.ages
     if tiers is None:
         return (setting,) * count
-    by_age = settings_by_age(setting)
+    tiers_by_age = settings_by_age(setting)
     if modality != "image":
-        return (by_age[0][1],) * count
-    return tuple(next(aged for since, aged in reversed(by_age) if since <= age) for age in ages(count, tiers.step))
+        return (tiers_by_age[0][1],) * count
+    return tuple(
+        next(aged for since, aged in reversed(tiers_by_age) if since <= age)
+        for age in by_age.compute_ages(count, tiers.step)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -85,7 +88,7 @@ def _at_age(setting: Setting, age: int) -> Setting:
     budget = replace(setting.budget, ages=None)
     assert setting.budget.ages is not None
     assert budget.keep is not None
-    bounds = reached(setting.budget.ages.tiers, age)
+    bounds = by_age.find_bounds(setting.budget.ages.tiers, age)
     if len(bounds) == 1 and budget.is_identity():
         budget, bounds = budget.from_number(bounds[0]), ()
     elif len(bounds) == 1 and isinstance(budget.keep, int) and isinstance(bounds[0], int):

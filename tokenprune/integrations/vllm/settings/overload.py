@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.errors import short
+from tokenprune.errors import shorten
 from tokenprune.integrations.vllm.settings.configuration import check_key
 
 _MAX_STEPS = 32
@@ -42,15 +42,7 @@ class Overload:
 
     @classmethod
     def from_json(cls, value: Any, names: Collection[str]) -> Overload:
-        """Read the value of the key `overload`.
-
-        Args:
-            value: The value, as JSON.
-            names: Names of the server's profiles.
-
-        Raises:
-            OptionError: If the value is invalid.
-        """
+        """Read the value of the key `overload`; raise OptionError. names: the server's profiles."""
         example = '{"in_flight": [8, 32], "profiles": ["normal", "fast"]}: a profile for each number of requests'
         required, options = {"in_flight", "profiles"}, ("release", "rise", "dwell")
         is_known = isinstance(value, dict) and required <= set(value) <= required | set(options)
@@ -59,15 +51,15 @@ class Overload:
         _check(isinstance(steps, list) and isinstance(profiles, list), example)
         _check(0 < len(steps) == len(profiles) <= _MAX_STEPS, example)
         are_ints = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
-        _check(are_ints and steps[0] > 0, f"of whole numbers from 1 on, not {short(steps)}")
-        _check(all(a < b for a, b in itertools.pairwise(steps)), f"ascending, not {short(steps)}")
+        _check(are_ints and steps[0] > 0, f"of whole numbers from 1 on, not {shorten(steps)}")
+        _check(all(a < b for a, b in itertools.pairwise(steps)), f"ascending, not {shorten(steps)}")
         for name in profiles:
             is_known = isinstance(name, str) and name in names
-            _check(is_known, f"of known profiles ({', '.join(names)}), not {short(name)}")
+            _check(is_known, f"of known profiles ({', '.join(names)}), not {shorten(name)}")
         release, rise, dwell = (_number(value.get(key, getattr(cls, key))) for key in options)
-        _check(0 < release <= 1, f"with a release in (0, 1], as 0.5, not {short(value.get('release'))}")
+        _check(0 < release <= 1, f"with a release in (0, 1], as 0.5, not {shorten(value.get('release'))}")
         for key, seconds in (("rise", rise), ("dwell", dwell)):
-            expected = f"with a {key} of 0 to {_MAX_SECONDS:g} seconds, not {short(value.get(key))}"
+            expected = f"with a {key} of 0 to {_MAX_SECONDS:g} seconds, not {shorten(value.get(key))}"
             _check(0 <= seconds <= _MAX_SECONDS, expected)
         return cls(tuple(steps), tuple(profiles), release, rise, dwell)
 
@@ -88,12 +80,7 @@ class OverloadState:
     _since: float = field(default=-math.inf, repr=False)
 
     def get_step(self, in_flight: int, now: float) -> int:
-        """Return the step for a new request without entering it.
-
-        Args:
-            in_flight: Number of other requests in flight.
-            now: Seconds of a monotonic clock.
-        """
+        """Return the step for a new request without entering it. now: seconds of a monotonic clock."""
         step, rule = self.rule.find_step(in_flight, self.step), self.rule
         may_change = now - self._since >= (rule.rise if step > self.step else rule.dwell)
         return step if may_change else self.step

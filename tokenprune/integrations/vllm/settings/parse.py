@@ -10,20 +10,20 @@ from functools import lru_cache
 from typing import Any
 
 from tokenprune.budgets import Budget
-from tokenprune.errors import BudgetError, OptionError, TokenPruneError, short
+from tokenprune.errors import BudgetError, OptionError, TokenPruneError, shorten
 from tokenprune.integrations.shared import checks
 from tokenprune.integrations.vllm.settings.items import OFF
 from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.selection.files import File
 from tokenprune.selection.method import Method, Site
 from tokenprune.selection.observable_registry import compares_frames
-from tokenprune.selection.sites import check_places
+from tokenprune.selection.sites import check_sites
 from tokenprune.selection.sites.encoder import EncoderMethod
 from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.selection.sites.units import UnitDropper
 from tokenprune.settings import IN_LLM, Setting
 from tokenprune.settings.budget_checks import check_scope
-from tokenprune.settings.json_values import plain
+from tokenprune.settings.json_values import to_plain_json
 
 _MAX_LENGTH = 2048  # characters of a setting as JSON
 
@@ -80,11 +80,11 @@ def _to_text(layer: Any) -> str:
     if not isinstance(layer, Mapping):
         raise OptionError(
             f'{KEY} must be an object like {{"method": "divprune", "keep": 0.25}} or {{"off": true}}, '
-            f"not {short(layer)}"
+            f"not {shorten(layer)}"
         )
     if "config" in layer:  # a server's own was read before
         raise OptionError(f"{KEY}: config names a file of the server. Only the server's setting may contain it.")
-    text = json.dumps(plain(layer, KEY))
+    text = json.dumps(to_plain_json(layer, KEY))
     if len(text) > _MAX_LENGTH:
         raise OptionError(f"{KEY} has {len(text)} characters. At most {_MAX_LENGTH} are allowed.")
     return text
@@ -114,7 +114,7 @@ def _check(setting: Setting) -> None:
     """Raise OptionError or BudgetError if vLLM cannot serve a setting."""
     per, count = setting.per or "image", len(setting.names)
     if per not in ("image", "frame"):
-        raise OptionError(f'{KEY}: per must be "image" or "frame", not {short(per)}')
+        raise OptionError(f'{KEY}: per must be "image" or "frame", not {shorten(per)}')
     if setting.in_llm and count > 1:
         raise OptionError(f"{KEY}: {IN_LLM} supports one method, not {count}")
     methods = setting.methods
@@ -123,7 +123,7 @@ def _check(setting: Setting) -> None:
             raise _not_a_number(keep)
     for method, budget in zip(methods, setting.budgets, strict=True):
         _check_step(method, budget, bool(setting.in_llm))
-    check_places(methods)
+    check_sites(methods)
     num_token_methods = sum(method.site is not Site.PRE_ENCODER for method in methods)
     if num_token_methods > 1:
         raise OptionError(f"{KEY}: only one method may act after the image processor, not {num_token_methods}")
@@ -164,7 +164,7 @@ def _write_out_options(method: Method, options: Mapping[str, Any]) -> dict[str, 
 def _not_a_number(keep: Any) -> BudgetError:
     return BudgetError(
         f"{KEY}: keep must be a number (4 for four tokens, 0.25 for a share), optionally with age and step, not "
-        f"{short(keep)}"
+        f"{shorten(keep)}"
     )
 
 
@@ -189,7 +189,7 @@ def _check_step(method: Method, budget: Budget, in_llm: bool) -> None:
 
 def check_method(method: Method, in_llm: bool = False) -> None:
     """Raise OptionError if vLLM cannot serve a method; the message names an alternative."""
-    if reason := checks.unserved(method, in_llm) or _find_failure(method, in_llm):
+    if reason := checks.find_unserved_reason(method, in_llm) or _find_failure(method, in_llm):
         raise OptionError(reason)
 
 
@@ -203,5 +203,5 @@ def _find_failure(method: Any, in_llm: bool) -> str | None:
     try:
         (inside if in_llm else before_llm).probe(method)
     except TokenPruneError as error:
-        return checks.refusal(method, str(error), in_llm)
+        return checks.format_refusal(method, str(error), in_llm)
     return None

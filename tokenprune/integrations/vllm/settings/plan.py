@@ -21,7 +21,7 @@ from tokenprune.integrations.vllm.settings.items import count_kept, get_method
 from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower
-from tokenprune.selection.frames import frame_counts, tokens_per_frame
+from tokenprune.selection.frames import count_tokens_per_frame, split_into_frames
 from tokenprune.selection.observable_registry import compares_frames
 from tokenprune.settings import Setting
 
@@ -40,12 +40,7 @@ Run = tuple[int, bool, int]
 
 
 def find_runs(tokens: Sequence[int], embeds: Any = None) -> tuple[Run, ...]:
-    """Return the runs of an item's text.
-
-    Args:
-        tokens: Token ids of the text.
-        embeds: For each token True if it is a placeholder, which receives a row of the encoder's output. None: all are.
-    """
+    """Return the runs of an item's text. `embeds` is True for placeholders, None if all tokens are."""
     runs, changes = list[Run](), list[int]()
     if embeds is not None:
         embeds = torch.as_tensor(embeds, device="cpu")
@@ -124,19 +119,15 @@ class Plan:
         """Number of encoder output rows of each segment. A segment has its own budget."""
         if self.per_run:
             return self.runs
-        counts = frame_counts(sum(self.runs), self.frames if _by_frame(self.setting) else 1)
+        counts = split_into_frames(sum(self.runs), self.frames if _by_frame(self.setting) else 1)
         assert counts is not None  # `make` refuses frames that do not split
         return counts
 
     def frame_sizes(self, num_trailing: int | None) -> list[list[int] | None]:
-        """Return the number of tokens of each frame of each segment, or None if it is unknown.
-
-        Args:
-            num_trailing: Tokens of a video after its last frame.
-        """
+        """Return the tokens of each frame of each segment, or None. `num_trailing` tokens follow the last frame."""
         if num_trailing is None or not compares_frames(self.setting.method):
             return [None] * len(self.counts)
-        return [tokens_per_frame(count, self.frames, num_trailing) for count in self.counts]
+        return [count_tokens_per_frame(count, self.frames, num_trailing) for count in self.counts]
 
     @cached_property
     def keep(self) -> list[int]:
@@ -163,11 +154,9 @@ class Plan:
 
     @cached_property
     def written(self) -> tuple[Tensor, Tensor]:
-        """Positions of the rows in the written text, for a plan that drops tokens.
+        """Indices in the written text of each row, and of the token before the row's run of placeholders.
 
-        Returns:
-            Two int64 tensors (rows,): the index of each row, and the index of the token before the row's run of
-            placeholders (-1 for the token before the item).
+        Both are int64 tensors (rows,), defined for plans that drop tokens. -1 is the token before the item.
         """
         runs, start = [(self.span[0], self.rows)], 0
         if self.per_run:
@@ -243,17 +232,9 @@ class Plan:
 
     @staticmethod
     def build(setting: Setting, text: tuple[Run, ...], per_run: bool, frames: int = 1, num_trailing: int = 0) -> Plan:
-        """Build the plan of an item.
+        """Build the plan of an item; raise OptionError if the tokens of each frame are needed and unknown.
 
-        Args:
-            setting: Setting of the item.
-            text: Text of the item.
-            per_run: See the class.
-            frames: Number of frames of a video, 1 for an image.
-            num_trailing: Tokens of a video after its last frame.
-
-        Raises:
-            OptionError: If the setting needs the tokens of each frame and they cannot be determined.
+        `frames` is 1 for an image. `num_trailing` tokens of a video follow its last frame.
         """
         plan = Plan(setting, text, per_run)
         if compares_frames(setting.method):
@@ -262,7 +243,7 @@ class Plan:
             return plan
         if len(plan.runs) == frames:  # separated by time stamps or names of tiles
             return dataclasses.replace(plan, per_run=True)
-        if len(plan.runs) > 1 or frame_counts(sum(plan.runs), frames) is None:
+        if len(plan.runs) > 1 or split_into_frames(sum(plan.runs), frames) is None:
             raise OptionError(
                 'The tokens of the frames of this video cannot be told apart. Use "per": "image", so that the whole '
                 "video shares one budget"
@@ -271,7 +252,7 @@ class Plan:
 
     def _for_frames(self, frames: int, num_trailing: int) -> Plan:
         count, method = sum(self.runs), get_method(self.setting)
-        if tokens_per_frame(count, frames, num_trailing) is None:
+        if count_tokens_per_frame(count, frames, num_trailing) is None:
             raise OptionError(
                 f"{method.name} compares the frames of a video, and the {count} tokens of this one do not "
                 f"split into {frames} frames. Pass sampled frames, or use a method that does not compare frames, such "

@@ -36,9 +36,7 @@ def count_positions(model_config: Any) -> int:
 def configure_positions(positions: str | None, model_config: Any, family: Family, in_llm: bool) -> None:
     """Prepare the model's config for a server's `positions`. Only "original" on a model with one axis changes it.
 
-    Raises:
-        UnsupportedSetupError: If original positions would not be exact.
-        OptionError: If the model cannot renumber positions.
+    Raises UnsupportedSetupError if original positions would not be exact, OptionError if the model cannot renumber.
     """
     if family.vllm.mrope or in_llm:
         if positions == "renumbered":

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenprune.errors import OptionError, short
+from tokenprune.errors import OptionError, shorten
 from tokenprune.integrations.vllm.settings.configuration import check_key
 from tokenprune.integrations.vllm.settings.items import settings_by_age
 from tokenprune.integrations.vllm.settings.keys import KEY
@@ -88,23 +88,23 @@ class Rules:
 
 def _read_min_keep(value: Any) -> float:
     check_key(
-        isinstance(value, float) and 0 < value <= 1, "min_keep", f"a share in (0, 1], such as 0.1, not {short(value)}"
+        isinstance(value, float) and 0 < value <= 1, "min_keep", f"a share in (0, 1], such as 0.1, not {shorten(value)}"
     )
     return float(value)
 
 
 def _read_methods(names: Any) -> tuple[str, ...]:
     is_list = isinstance(names, list) and 0 < len(names) <= _MAX_METHODS
-    check_key(is_list, "methods", f"a list of methods, not {short(names)}")
+    check_key(is_list, "methods", f"a list of methods, not {shorten(names)}")
     return tuple(method_class(name).name for name in names)
 
 
 def _read_rollout(value: Any) -> float:
     is_share = isinstance(value, float) and 0 <= value <= 1
-    check_key(is_share, "rollout", f"a share in [0.0, 1.0], such as 0.05, not {short(value)}")
+    check_key(is_share, "rollout", f"a share in [0.0, 1.0], such as 0.05, not {shorten(value)}")
     return float(value)
 
 
 def _read_on_error(value: Any) -> str:
-    check_key(value in (REFUSE, FULL), "on_error", f'"{REFUSE}" or "{FULL}", not {short(value)}')
+    check_key(value in (REFUSE, FULL), "on_error", f'"{REFUSE}" or "{FULL}", not {shorten(value)}')
     return str(value)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.errors import ConfigError, OptionError, TokenPruneError, short
+from tokenprune.errors import ConfigError, OptionError, TokenPruneError, shorten
 from tokenprune.integrations.vllm.log import SERVER
 from tokenprune.integrations.vllm.settings.callers import CallerError, Callers
 from tokenprune.integrations.vllm.settings.configuration import check_key, get_server_setting, split_server_keys
@@ -36,7 +36,7 @@ from tokenprune.integrations.vllm.settings.parse import check_override, parse_re
 from tokenprune.integrations.vllm.settings.rules import REFUSE, Rules
 from tokenprune.selection.files import File
 from tokenprune.settings import IN_LLM, Setting
-from tokenprune.settings.json_values import plain
+from tokenprune.settings.json_values import to_plain_json
 
 logger = logging.getLogger(SERVER)
 GRACE_SECONDS = 60.0  # requests may use a removed profile for this time
@@ -86,19 +86,16 @@ class ServerConfig:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], server: Setting, read: Callable[[Any], Setting]) -> ServerConfig:
-        """Read and check the server keys.
+        """Read and check the server keys; raise OptionError.
 
         Args:
             value: The keys of `SERVER_KEYS`.
             server: The server's own setting.
             read: Function that merges the layer of a profile onto the server's own setting.
-
-        Raises:
-            OptionError: If a key is invalid.
         """
         log, free_kv, positions = _read_engine_keys(value, server)
         uses_gateway = bool(set(value) & set(GATEWAY_KEYS)) or server.budget.ages is not None
-        value = merge_reload_file(plain(value, KEY))
+        value = merge_reload_file(to_plain_json(value, KEY))
         profiles = value.get("profiles", {})
         check_key(isinstance(profiles, dict), "profiles", 'an object of settings by name, {"fast": {"keep": 0.1}}')
         check_key(len(profiles) <= _MAX_PROFILES, "profiles", f"{_MAX_PROFILES} at most, not {len(profiles)}")
@@ -106,8 +103,8 @@ class ServerConfig:
         for name, layer in profiles.items():
             if name in (DEFAULT, REQUEST) or not _NAME.fullmatch(name):
                 raise OptionError(
-                    f"{KEY}: {short(name)} cannot be the name of a profile: use letters, digits, '.', '_' and '-', and "
-                    f'neither "{DEFAULT}", which is the setting beside the profiles, nor "{REQUEST}"'
+                    f"{KEY}: {shorten(name)} is not a valid name of a profile. Use letters, digits, '.', '_' and '-', "
+                    f'but not "{DEFAULT}" or "{REQUEST}".'
                 )
             layer, keys = split_server_keys(layer)
             try:
@@ -137,32 +134,23 @@ class ServerConfig:
         return [name for name in self.profiles if name != DEFAULT]
 
     def profile(self, name: Any, allowed: tuple[str, ...] | None = None) -> dict[str, Any]:
-        """Return the setting of a profile as JSON.
+        """Return the setting of a profile as JSON; raise ProfileError if it does not exist.
 
-        Args:
-            name: Name of the profile, as the request wrote it.
-            allowed: Names that the caller may use. None: all.
-
-        Raises:
-            CallerError: If the caller may not use the profile, whether or not it exists.
-            ProfileError: If the profile does not exist.
+        A profile outside `allowed`, the names that the caller may use, raises CallerError whether or not it exists.
         """
         if allowed is not None and name not in allowed:
-            raise CallerError(f"{KEY}: this caller may not use profile {short(name)}; it may use {', '.join(allowed)}")
+            raise CallerError(
+                f"{KEY}: this caller may not use profile {shorten(name)}; it may use {', '.join(allowed)}"
+            )
         if isinstance(name, str) and name in self.profiles:
             return self.profiles[name]
         names = ", ".join([*self.names, DEFAULT])
-        raise ProfileError(f"{KEY}: profile {short(name)} does not exist. Use one of: {names}")
+        raise ProfileError(f"{KEY}: profile {shorten(name)} does not exist. Use one of: {names}")
 
     def setting(self, requested: Any = NO_SETTING) -> Setting:
-        """Return the setting of a request.
+        """Return the setting of a request with this value of `KEY`.
 
-        Args:
-            requested: The request's value of `KEY`.
-
-        Raises:
-            ProfileError, LimitError, OptionError, UnknownMethodError, BudgetError: If the request is refused. These are
-                ValueErrors.
+        Raises ProfileError, LimitError, OptionError, UnknownMethodError or BudgetError, which are ValueErrors.
         """
         if not isinstance(requested, Mapping):
             return parse_setting(requested, trusted=False)  # raises
@@ -210,15 +198,15 @@ class ServerConfig:
 def _read_engine_keys(value: Mapping[str, Any], server: Setting) -> tuple[bool, bool, str | None]:
     """Return the values of `log`, `experimental_free_kv` and `positions`; raise OptionError."""
     log, free_kv, positions = value.get("log"), value.get(FREE_KV, False), value.get("positions")
-    check_key("log" not in value or log == "json", "log", f'"json", or left out, not {short(log)}')
-    check_key(isinstance(free_kv, bool), FREE_KV, f"true or false, not {short(free_kv)}")
+    check_key("log" not in value or log == "json", "log", f'"json", or left out, not {shorten(log)}')
+    check_key(isinstance(free_kv, bool), FREE_KV, f"true or false, not {shorten(free_kv)}")
     if free_kv and not server.in_llm:
         raise OptionError(
             f'{KEY}: {FREE_KV} needs "{IN_LLM}": true. Methods that act before the language model never cache the '
             "dropped tokens"
         )
     is_known = "positions" not in value or (isinstance(positions, str) and positions in POSITIONS)
-    check_key(is_known, "positions", f'"original" or "renumbered", not {short(positions)}')
+    check_key(is_known, "positions", f'"original" or "renumbered", not {shorten(positions)}')
     return log is not None, free_kv, positions
 
 
@@ -227,7 +215,7 @@ def merge_reload_file(value: dict[str, Any]) -> dict[str, Any]:
     if RELOAD not in value:
         return value
     path = value[RELOAD]
-    check_key(isinstance(path, str) and path != "", RELOAD, f"the name of a file, not {short(path)}")
+    check_key(isinstance(path, str) and path != "", RELOAD, f"the name of a file, not {shorten(path)}")
     if duplicates := sorted(set(value) & set(RELOADED)):
         raise OptionError(f"{KEY}: {', '.join(duplicates)} belongs in the {RELOAD} file {path}, not beside it")
     try:
@@ -235,9 +223,9 @@ def merge_reload_file(value: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{KEY}: cannot read {path} as JSON: {error}") from error
     if not isinstance(content, dict) or (others := sorted(set(content) - set(RELOADED))):
-        problem = f"not {short(others)}" if isinstance(content, dict) else f"in an object, not {short(content)}"
+        problem = f"not {shorten(others)}" if isinstance(content, dict) else f"in an object, not {shorten(content)}"
         raise ConfigError(f"{KEY}: {path} may hold {', '.join(RELOADED)}, {problem}")
-    return value | plain(content, path)
+    return value | to_plain_json(content, path)
 
 
 # -- current config. Requests may arrive after a reload that their client does not know of
@@ -289,10 +277,7 @@ def begin_grace(model_config: Any, before: ServerConfig) -> None:
 def find_server_config(model_config: Any, find_name: Callable[[ServerConfig], Any]) -> ServerConfig:
     """Return the current config, or the most recent replaced config with the profile that the request selects.
 
-    Args:
-        model_config: vLLM's `ModelConfig`.
-        find_name: Function that returns the name that the request selects on a server with the passed config. The name
-            may have any type.
+    `find_name` returns the name that the request selects on a server with the passed config. It may have any type.
     """
     config = get_server_config(model_config)
     for replaced in _get_replaced(model_config):

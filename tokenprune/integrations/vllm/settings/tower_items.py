@@ -17,11 +17,11 @@ import torch
 
 from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
-from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, newline_number, numbered
-from tokenprune.integrations.shared.towers.tile_goals import Goal, goals_of, parts_of_tiles
+from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, build_feature_ids, build_newline_id
+from tokenprune.integrations.shared.towers.tile_goals import Goal, build_tile_matcher, compute_tile_goals
 from tokenprune.integrations.vllm.settings.items import count_kept, get_method
 from tokenprune.integrations.vllm.settings.towers import merges_in_tower, served_tower
-from tokenprune.models.families import SERVED, family_of_config
+from tokenprune.models.families import SERVED, get_config_family
 from tokenprune.selection.method import Method
 from tokenprune.selection.observable_registry import compares_frames
 from tokenprune.selection.sites.encoder import EncoderMethod
@@ -33,15 +33,11 @@ _HOST = torch.device("cpu")
 def check_items(method: Method, settings: Mapping[str, Sequence[Setting]], items: Any, info: Any) -> None:
     """Raise OptionError if an item's tokens cannot be traced to patches, or if too few tokens would be kept.
 
-    Args:
-        method: Method of the request.
-        settings: Setting of each item, by modality.
-        items: vLLM's `MultiModalDataItems`.
-        info: vLLM's `ProcessingInfo`.
+    `items` and `info` are vLLM's `MultiModalDataItems` and `ProcessingInfo`.
     """
     from vllm.multimodal.parse import EmbeddingItems, ImageProcessorItems
 
-    served, merges = family_of_config(info.get_hf_config()), merges_in_tower(method)
+    served, merges = get_config_family(info.get_hf_config()), merges_in_tower(method)
     for modality, modality_items in items.items():
         if modality == "image" and compares_frames(method):
             continue  # the method does not act on images
@@ -113,21 +109,15 @@ def _check(condition: bool, message: str) -> None:
 
 def crops(config: Any) -> bool:
     """Return True if the model crops tiles after the tower."""
-    return family_of_config(config).patches == "packed"
+    return get_config_family(config).patches == "packed"
 
 
 def pack(cls: Any, config: Any, size: Any, tiles: int, tokens: int, device: torch.device = _HOST) -> PackedFeatures:
     """Return the order of an image's features after a model has packed them, as feature indices.
 
-    Args:
-        cls: vLLM's class of the model.
-        config: Config of the model.
-        size: (height, width) of the image, a tensor.
-        tiles: Number of tiles, including padding.
-        tokens: Features per tile.
-        device: Device of the result.
+    `size` is the image's (height, width), `tiles` includes padding, and a tile has `tokens` features.
     """
-    numbers, newline = numbered(tiles, tokens, device), newline_number(device)
+    numbers, newline = build_feature_ids(tiles, tokens, device), build_newline_id(device)
     stand_in = SimpleNamespace(config=config, image_newline=newline)
     merge = cls._merge_image_patch_embeddings
     more = {"image_newline": newline} if "image_newline" in merge.__code__.co_varnames else {}
@@ -135,15 +125,13 @@ def pack(cls: Any, config: Any, size: Any, tiles: int, tokens: int, device: torc
 
 
 def goals_of_image(packed: PackedFeatures, tiles: int, num_kept: int, setting: Setting, config: Any) -> list[Goal]:
-    """Return the goal of each tile of an image that keeps `num_kept` tokens.
-
-    Raises:
-        BudgetError: If the newlines leave no token for a tile.
-    """
+    """Return the goal of each tile for `num_kept` tokens; raise BudgetError if newlines leave a tile no token."""
     method = get_method(setting)
     assert isinstance(method, EncoderMethod)
     request = f"{method.name}: keep={json.dumps(setting.budget.keep)}"
-    return goals_of(packed, packed.images[0], tiles, num_kept, served_tower(method, config).read, request)
+    return compute_tile_goals(
+        packed, packed.images[0], tiles, num_kept, served_tower(method, config).blocks_read, request
+    )
 
 
 def check_tiles(setting: Setting, info: Any, item: Any, num_kept: int) -> None:
@@ -156,4 +144,4 @@ def check_tiles(setting: Setting, info: Any, item: Any, num_kept: int) -> None:
     tiles = len(item["pixel_values"].data)
     packed = pack(cls, config, item["image_sizes"].data, tiles, tower.patches)
     goals = goals_of_image(packed, tiles, num_kept, setting, config)
-    parts_of_tiles(goals, tower, partial(method.plan, setting.budget))
+    build_tile_matcher(goals, tower, partial(method.plan, setting.budget))

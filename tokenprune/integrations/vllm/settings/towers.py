@@ -11,10 +11,14 @@ from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
-from tokenprune.integrations.shared.towers.patch_grid import patches_of
+from tokenprune.integrations.shared.towers.patch_grid import count_patches
 from tokenprune.integrations.shared.towers.squares import Squares
-from tokenprune.integrations.shared.towers.tower_scores import block_index, read_block, without_tower
-from tokenprune.models.families import TOWERS, TowerRow, family_of, family_of_config, tower_kind, tower_of
+from tokenprune.integrations.shared.towers.tower_scores import (
+    find_block_index,
+    find_last_read_block,
+    find_options_without_tower,
+)
+from tokenprune.models.families import TOWERS, TowerRow, get_config_family, get_family, get_tower, get_tower_type
 from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection.method import Method, Pruner
 from tokenprune.selection.sites import encoder
@@ -39,21 +43,21 @@ def drops_by_pixels(method: Method | None) -> bool:
 
 def is_known(config: Any) -> bool:
     """Return True if the mapping from patches of this model's tower to visual tokens is known."""
-    return family_of_config(config).patches is not None and tower_of(config) is not None
+    return get_config_family(config).patches is not None and get_tower(config) is not None
 
 
 def packs(config: Any) -> bool:
     """Return True if the tower concatenates the patches of all images and merges whole units."""
-    row = family_of(config.model_type)
+    row = get_family(config.model_type)
     return row.tower_rows == "all images" and row.merges
 
 
 def row_of(config: Any) -> TowerRow:
     """Return the row of a tower in the table; raise UnsupportedSetupError if there is none."""
     # vLLM's own configs and transformers use different names for a packed tower.
-    row = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or tower_of(config)
+    row = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or get_tower(config)
     if row is None:
-        raise UnsupportedSetupError(f"The vision tower {tower_kind(config)!r} is not known. {AFTER_THE_TOWER}")
+        raise UnsupportedSetupError(f"The vision tower {get_tower_type(config)!r} is not known. {AFTER_THE_TOWER}")
     return row
 
 
@@ -79,7 +83,7 @@ def check_tower(setting: Any, model_config: Any) -> None:
         method.is_identity(setting.budget)
         depth = depth_of(config.vision_config)
         method.checked_block(
-            depth if family_of_config(config).tower_rows == "all images" else served_tower(method, config).read
+            depth if get_config_family(config).tower_rows == "all images" else served_tower(method, config).blocks_read
         )
     elif isinstance(method, EncoderMethod):
         if not setting.keeps_all_tokens:
@@ -95,7 +99,7 @@ def check_tower(setting: Any, model_config: Any) -> None:
 def check_whole(method: Method, model_config: Any) -> None:
     """Raise UnsupportedSetupError if vLLM distributes the images of a call over devices."""
     if model_config.multimodal_config.mm_encoder_tp_mode == "data":
-        options = without_tower(method, json.dumps) if isinstance(method, Pruner) else ""
+        options = find_options_without_tower(method, json.dumps) if isinstance(method, Pruner) else ""
         less = f", or {method.name} with {options}" if options else ""
         raise UnsupportedSetupError(
             f'{method.name} reads the vision tower, and --mm-encoder-tp-mode "data" spreads its images over '
@@ -105,9 +109,9 @@ def check_whole(method: Method, model_config: Any) -> None:
 
 def _check_blocks(method: Pruner, config: Any) -> None:
     depth = depth_of(config.vision_config)
-    read = read_block(config, depth)
+    read = find_last_read_block(config, depth)
     for layer in method.encoder_layers:
-        if block_index(method, layer, depth, config) > read:
+        if find_block_index(method, layer, depth, config) > read:
             raise OptionError(
                 f"{method.name}: the model reads the vision tower's blocks up to number {read}, and vLLM does not run "
                 f"block {layer}"
@@ -139,15 +143,15 @@ def served_tower(method: TowerMethod, config: Any) -> ServedTower:
     if packs(config):
         return ServedTower(1, 0, depth, depth, claimed=claimed)  # the number of units depends on the image
     protected = row_of(config).class_tokens
-    tokens, read, units = patches_of(vision) + protected, read_block(config, depth) + 1, units_of(config)
+    tokens, read, units = count_patches(vision) + protected, find_last_read_block(config, depth) + 1, units_of(config)
     if units is None:
         return ServedTower(tokens, protected, depth, read, claimed=claimed)
-    return ServedTower(units.count(tokens), 0, depth, read, unit=units.size, claimed=claimed)
+    return ServedTower(units.count_units(tokens), 0, depth, read, unit=units.size, claimed=claimed)
 
 
 def units_of(config: Any) -> Squares | None:
     """Return the patches that form one visual token, for towers with one image per row. None if each patch does."""
-    side = family_of(config.model_type).side(config)
+    side = get_family(config.model_type).get_unit_side(config)
     return Squares(side, row_of(config).class_tokens) if side > 1 else None
 
 
@@ -156,23 +160,16 @@ def tiles_of(method: TowerMethod, config: Any, count: int) -> int:
 
     It is the number of the image's rows in the tower, or 1 if rows are cropped or all images share one row.
     """
-    if (row := family_of_config(config)).tower_rows == "all images" or row.patches == "packed":
+    if (row := get_config_family(config)).tower_rows == "all images" or row.patches == "packed":
         return 1
     return max(1, count // served_tower(method, config).patches)
 
 
 def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: bool) -> None:
-    """Check the budget of an item for merging in a tower that packs all images.
+    """Raise BudgetError if merging in a tower that packs all images cannot reach the budget of an item.
 
-    Args:
-        setting: Setting of the item.
-        config: Config of the model.
-        counts: Visual tokens of an image, or of each frame of a video.
-        video: Whether the item is a video.
-
-    Raises:
-        BudgetError: If merging cannot reach the budget.
-        OptionError: If the budget of a video is a number of tokens.
+    `counts` are the visual tokens of an image, or of each frame of a video. For a video, a number of tokens raises
+    OptionError.
     """
     if not packs(config):
         return  # all images have the same size, which is checked when the server starts
@@ -182,4 +179,4 @@ def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: boo
             f"{setting.budget.keep} tokens."
         )
     for count in set(counts):
-        setting.method.plan(setting.budget, served_tower(setting.method, config).of(count))
+        setting.method.plan(setting.budget, served_tower(setting.method, config).with_tokens(count))

@@ -44,7 +44,7 @@ class Clock:
         self._due: Timer | None = None  # writes what came too soon
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Clock:
+    def from_config(cls, vllm_config: Any) -> Clock:
         """Return the clock of a worker of a server with a setting. Workers that share a model choose the same tokens,
         so only the first one reports."""
         from tokenprune.integrations.vllm.settings.configuration import METRICS_FOLDER

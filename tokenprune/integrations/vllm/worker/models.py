@@ -16,8 +16,8 @@ from torch import Tensor
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
-from tokenprune.integrations.shared.towers.patch_grid import image_grid
-from tokenprune.integrations.vllm.selection.before_llm import choose, segments_of
+from tokenprune.integrations.shared.towers.patch_grid import find_image_grid
+from tokenprune.integrations.vllm.selection.before_llm import build_segments, choose
 from tokenprune.integrations.vllm.settings.configuration import check_engine, get_server_setting, runs_in_llm
 from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.integrations.vllm.settings.plan import MODALITIES, Plan, field_name
@@ -26,13 +26,13 @@ from tokenprune.integrations.vllm.settings.towers import is_known
 from tokenprune.integrations.vllm.worker import positions
 from tokenprune.integrations.vllm.worker.clock import Clock
 from tokenprune.integrations.vllm.worker.position_notes import PositionNotes
-from tokenprune.integrations.vllm.worker.requests import of_batch
+from tokenprune.integrations.vllm.worker.requests import get_batch_requests
 from tokenprune.integrations.vllm.worker.rows import AwaitedRows
 from tokenprune.integrations.vllm.worker.runner import prepare_runner
 from tokenprune.integrations.vllm.worker.tower import TowerReader
-from tokenprune.integrations.vllm.worker.tower_rows import stretches
-from tokenprune.integrations.vllm.worker.tower_treatments import TowerResult, tower_treatment
-from tokenprune.integrations.vllm.worker.weights import mapper
+from tokenprune.integrations.vllm.worker.tower_rows import split_plans
+from tokenprune.integrations.vllm.worker.tower_treatments import TowerResult, create_tower_treatment
+from tokenprune.integrations.vllm.worker.weights import build_mapper
 from tokenprune.kernels.transfer import to_device
 from tokenprune.models.families import Family
 from tokenprune.selection.method import Pruner
@@ -44,7 +44,7 @@ _SHAPES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _TILES = ("num_patches", "image_num_patches")
 
 
-_Model: Any = object  # vLLM's class of the model follows it in `reducing_class`
+_Model: Any = object  # vLLM's class of the model follows it in `create_reducing_class`
 
 
 class ReducingModel(_Model):
@@ -61,13 +61,13 @@ class ReducingModel(_Model):
             check_engine(vllm_config, self.tokenprune_family, self.tokenprune_original)
             prepare_runner(vllm_config)
             self.tokenprune_tower = TowerReader(self) if is_known(self.config) else None
-            self.tokenprune_clock = Clock.of(vllm_config)
+            self.tokenprune_clock = Clock.from_config(vllm_config)
         if runs_in_llm(vllm_config.model_config):
             from tokenprune.integrations.vllm.in_llm.attach import attach
 
             self.tokenprune_in_llm = attach(self, vllm_config)
         self.tokenprune_width = vllm_config.model_config.hf_text_config.hidden_size
-        self.tokenprune_made: LRUCache[Any, tuple[Plan, Any]] = LRUCache(64)  # see `_once`
+        self.tokenprune_cache: LRUCache[Any, tuple[Plan, Any]] = LRUCache(64)  # see `_get_cached`
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
         encoded = {modality: kwargs.pop(field_name(modality), None) for modality in MODALITIES}
@@ -78,8 +78,8 @@ class ReducingModel(_Model):
         if not plans and self.tokenprune_family.vllm.audio:
             return super().embed_multimodal(**kwargs)
         rows: list[Tensor] = []
-        asked = of_batch(len(plans))
-        for start, end in stretches(plans):
+        asked = get_batch_requests(len(plans))
+        for start, end in split_plans(self.config, plans):
             whole = end - start == len(plans)
             part = kwargs if whole else {n: _part(value, kwargs, modality, start, end) for n, value in kwargs.items()}
             rows += self._embed(super().embed_multimodal, plans[start:end], part, modality, asked[start:end])
@@ -92,14 +92,14 @@ class ReducingModel(_Model):
 
         embed: the model's own `embed_multimodal`. asked: see `of_batch`.
         """
-        tower = tower_treatment(self, plans, kwargs, modality)
-        with tower.running():
+        tower = create_tower_treatment(self, plans, kwargs, modality)
+        with tower.activate():
             features = embed(**kwargs)
         if len(features) and len(plans) != len(features):
             raise PlaceholderMismatchError(f"{len(features)} items came with {len(plans)} plans")
         reduced = list[Tensor]()
         items = [_item(kwargs, index) for index in range(len(features))]
-        found = zip(itertools.count(), plans, features, items, tower.results(features), asked, strict=False)
+        found = zip(itertools.count(), plans, features, items, tower.get_results(features), asked, strict=False)
         for (_, shapes, _), group in itertools.groupby(found, _alike):
             _, (plan, *_), every, (item, *_), (result, *_), requests = zip(*group, strict=True)
             rows = [one.reshape(-1, one.shape[-1]) for one in every]
@@ -133,18 +133,20 @@ class ReducingModel(_Model):
 
             def segments_of_items(plan: Plan, *_: Any) -> Segments:
                 frames, grid = plan.frame_sizes(self.tokenprune_family.after_frames), self._grid(item, modality)
-                return segments_of(plan.counts, grid, modality, rows.device, self._image_grid, frames, count)
+                return build_segments(plan.counts, grid, modality, rows.device, self._image_grid, frames, count)
 
-            segments = self._once(segments_of_items, plan, shapes, modality, rows.device, count)
+            segments = self._get_cached(segments_of_items, plan, shapes, modality, rows.device, count)
             norm, width = self.tokenprune_norm, self.tokenprune_width
             kept, rows = choose(method, rows, width, segments, plan.keep * count, norm, result.encoded)
-        return self._placed(plan, self._with_text(plan, AwaitedRows.kept(plan, rows, kept)), modality, item, shapes)
+        return self._placed(
+            plan, self._with_text(plan, AwaitedRows.from_kept(plan, rows, kept)), modality, item, shapes
+        )
 
-    def _once(self, make: Callable[..., Any], plan: Plan, *of: Hashable) -> Any:
+    def _get_cached(self, make: Callable[..., Any], plan: Plan, *of: Hashable) -> Any:
         """Return `make(plan, *of)`, made for the first of the items that are alike: their plans are one object."""
         key = (make.__name__, id(plan), *of)
-        if (found := self.tokenprune_made.get(key)) is None:
-            found = self.tokenprune_made[key] = plan, make(plan, *of)
+        if (found := self.tokenprune_cache.get(key)) is None:
+            found = self.tokenprune_cache[key] = plan, make(plan, *of)
         return found[1]
 
     def _place_axes(self, axes: int, vllm_config: Any) -> None:
@@ -164,7 +166,7 @@ class ReducingModel(_Model):
         if is_text is None:
             return awaited
         # Placeholders may lie beyond.
-        ids = torch.where(is_text, to_device(plan.tokens, rows.device)[awaited.places], 0).flatten()
+        ids = torch.where(is_text, to_device(plan.tokens, rows.device)[awaited.indices], 0).flatten()
         text = self.get_language_model().embed_input_ids(ids).to(rows.dtype).unflatten(0, is_text.shape)
         text = torch.nn.functional.pad(text, (0, rows.shape[-1] - text.shape[-1]))
         return dataclasses.replace(awaited, rows=torch.where(is_text[..., None], text, rows))
@@ -179,7 +181,7 @@ class ReducingModel(_Model):
 
     def _image_grid(self, count: int) -> tuple[int, int, int] | None:
         family = self.tokenprune_family
-        return image_grid(family, count, self.config, whole_image=not family.vllm.per_run)
+        return find_image_grid(family, count, self.config, whole_image=not family.vllm.per_run)
 
     def _whole(self, rows: Tensor) -> Tensor:
         """Return the rows of an item that loses nothing, with columns that nobody reads where others have some."""
@@ -215,7 +217,7 @@ class ReducingLineModel(ReducingModel):
         if not self.tokenprune_original:
             return rows
         _check_span(plan.length - 1)
-        columns = positions.to_columns(awaited.places.flatten()[None], rows.dtype)
+        columns = positions.encode_columns(awaited.indices.flatten()[None], rows.dtype)
         return torch.cat([rows, columns.unflatten(0, rows.shape[:2])], dim=-1)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
@@ -241,12 +243,12 @@ class ReducingMropeModel(ReducingModel):
         rows = awaited.rows
 
         def columns(plan: Plan, *_: Any) -> Tensor:
-            within = positions.within_item(self._rule, plan, item, modality)
+            within = positions.compute_item_positions(self._rule, plan, item, modality)
             _check_span(int(within.max()))
-            return to_device(positions.to_columns(within, rows.dtype), rows.device)
+            return to_device(positions.encode_columns(within, rows.dtype), rows.device)
 
-        known = self._once(columns, plan, shapes, modality, rows.device, rows.dtype)
-        return torch.cat([rows, known.index_select(0, awaited.places.flatten()).unflatten(0, rows.shape[:2])], dim=-1)
+        known = self._get_cached(columns, plan, shapes, modality, rows.device, rows.dtype)
+        return torch.cat([rows, known.index_select(0, awaited.indices.flatten()).unflatten(0, rows.shape[:2])], dim=-1)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
         if not self.tokenprune_active:
@@ -289,10 +291,10 @@ def _alike(found: tuple[int, Plan, Tensor, Mapping[str, Any], TowerResult, Any])
 
 
 @cache
-def reducing_class(base: type, family: Family) -> type:
+def create_reducing_class(base: type, family: Family) -> type:
     """Return `base` with the reduction mixed in, under the same name."""
     mixin = ReducingMropeModel if family.vllm.mrope else ReducingLineModel
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "tokenprune_family": family}
     if family.vllm.nested:
-        names["hf_to_vllm_mapper"] = mapper(base)
+        names["hf_to_vllm_mapper"] = build_mapper(base)
     return type(base)(base.__name__, (mixin, base), names)

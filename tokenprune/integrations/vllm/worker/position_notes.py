@@ -29,7 +29,7 @@ class PositionNotes:
         self._arriving: Hashable = None
 
     @contextmanager
-    def arriving(self, request: Hashable, live: Container[Hashable] | None = None) -> Iterator[None]:
+    def recording(self, request: Hashable, live: Container[Hashable] | None = None) -> Iterator[None]:
         """Within the context, `record` stores the notes of this request.
 
         Args:
@@ -51,12 +51,12 @@ class PositionNotes:
         if self._arriving is not None:
             self._of_request[self._arriving] = notes
 
-    def of_request(self, request: Hashable) -> ItemNotes:
+    def get(self, request: Hashable) -> ItemNotes:
         """Return the notes of a request, empty if there are none."""
         return self._of_request.get(request, {})
 
 
-def missing_note(offset: int) -> UnsupportedSetupError:
+def create_missing_note_error(offset: int) -> UnsupportedSetupError:
     """Return the error for an item that has no entry in the notes of its request."""
     return UnsupportedSetupError(
         f"vLLM {vllm_version()} computed no positions for the item at token {offset} of a request. "
@@ -64,27 +64,27 @@ def missing_note(offset: int) -> UnsupportedSetupError:
     )
 
 
-def note_v1(original: Any) -> Callable[..., Any]:
+def wrap_init_v1(original: Any) -> Callable[..., Any]:
     """Wrap `GPUModelRunner._init_mrope_positions` so that the model's notes are stored under the request's id."""
 
     def _init_mrope_positions(self: Any, req_state: Any) -> Any:
         notes = getattr(self.get_model(), "tokenprune_notes", None)
         if notes is None:
             return original(self, req_state)
-        with notes.arriving(req_state.req_id, self.requests):
+        with notes.recording(req_state.req_id, self.requests):
             return original(self, req_state)
 
     return _init_mrope_positions
 
 
-def note_v2(original: Any) -> Callable[..., Any]:
+def wrap_init_v2(original: Any) -> Callable[..., Any]:
     """Wrap `RopeState.init_prefill_positions` so that the model's notes are stored under the request's row."""
 
     def init_prefill_positions(self: Any, req_idx: int, model: Any, *args: Any, **kwargs: Any) -> Any:
         notes = getattr(model, "tokenprune_notes", None)
         if notes is None:
             return original(self, req_idx, model, *args, **kwargs)
-        with notes.arriving(req_idx):
+        with notes.recording(req_idx):
             return original(self, req_idx, model, *args, **kwargs)
 
     return init_prefill_positions

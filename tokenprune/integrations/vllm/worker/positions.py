@@ -30,7 +30,7 @@ from tokenprune.errors import PlaceholderMismatchError, UnsupportedModelError
 from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.settings.position_checks import count_positions
-from tokenprune.integrations.vllm.worker.position_notes import ItemNotes, missing_note
+from tokenprune.integrations.vllm.worker.position_notes import ItemNotes, create_missing_note_error
 from tokenprune.kernels.transfer import to_device
 
 # Numbers in two digits each: every digit is below 256, so it is exact in any 16-bit float.
@@ -58,18 +58,18 @@ class ReadTokens(NamedTuple):
     shift: int
 
 
-def to_columns(positions: Tensor, dtype: torch.dtype) -> Tensor:
+def encode_columns(positions: Tensor, dtype: torch.dtype) -> Tensor:
     """long `[axes, n]` below 65536 -> `[n, 2 * axes]`."""
     return torch.stack([positions // 256, positions % 256], dim=-1).permute(1, 0, 2).flatten(1).to(dtype)
 
 
-def from_columns(columns: Tensor) -> Tensor:
+def decode_columns(columns: Tensor) -> Tensor:
     """`[n, 2 * axes]` -> long `[axes, n]`."""
     high, low = columns.long().view(len(columns), columns.shape[1] // DIGITS, DIGITS).unbind(-1)
     return torch.add(low, high, alpha=256).T
 
 
-def within_item(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
+def compute_item_positions(rule: Rule, plan: Plan, item: Any, modality: str) -> Tensor:
     """long `[3, plan.length]`: positions in the item's text as the model's own `rule` gives them, counted from the
     start of the run of placeholders that the token will be in."""
     positions, _ = rule(plan.tokens, [MultiModalFeatureSpec(item, modality, "", _where(plan, 0))])
@@ -93,7 +93,7 @@ def _where(plan: Plan, offset: int) -> PlaceholderRange:
 
 
 @dataclass(frozen=True)
-class FullItem:
+class UnprunedItem:
     """An item of a prompt. offset: where its text begins in the full prompt. written: places in that text of what is
     written of it, before rows are placed: its text has its own place, and its kept placeholders have those of the first
     ones."""
@@ -105,23 +105,23 @@ class FullItem:
 
 
 @dataclass(frozen=True)
-class FullPrompt:
+class UnprunedPrompt:
     """The prompt of which a reduced one is what is left. length: of its tokens. index: long `[n]`, where the tokens of
     the reduced prompt stand there, before rows are placed."""
 
-    items: list[FullItem]
+    items: list[UnprunedItem]
     length: int
     index: Tensor
 
     @classmethod
-    def of(cls, count: int, features: Sequence[MultiModalFeatureSpec]) -> FullPrompt:
+    def from_reduced(cls, count: int, features: Sequence[MultiModalFeatureSpec]) -> UnprunedPrompt:
         """Lay out a reduced prompt of `count` tokens."""
-        items, index = list[FullItem](), list[Tensor]()
+        items, index = list[UnprunedItem](), list[Tensor]()
         done = gone = 0  # tokens of the reduced prompt so far, and those that are left out before them
         for feature in sorted(features, key=lambda one: one.mm_position.offset):
             plan, offset = Plan.from_feature(feature), feature.mm_position.offset
             written = _span(*_written(plan))
-            items.append(FullItem(feature, plan, offset + gone, written))
+            items.append(UnprunedItem(feature, plan, offset + gone, written))
             index += [_span(range(done + gone, offset + gone)), offset + gone + written]
             done = offset + feature.mm_position.length
             gone += plan.length - feature.mm_position.length
@@ -143,7 +143,7 @@ def _span(*ranges: range) -> Tensor:
 
 
 def _written(plan: Plan) -> list[range]:
-    """Return the places of what is written of an item in its full text (see `FullItem`)."""
+    """Return the places of what is written of an item in its full text (see `UnprunedItem`)."""
     if not plan.reduces:
         return [range(plan.length)]
     if plan.per_run:
@@ -162,12 +162,12 @@ def compute_prompt_positions(
     """
     if not any(Plan.from_feature(feature).reduces for feature in features):
         return *rule(tokens, features), {feature.mm_position.offset: None for feature in features}
-    full = FullPrompt.of(len(tokens), features)
+    full = UnprunedPrompt.from_reduced(len(tokens), features)
     moved = [dataclasses.replace(item.feature, mm_position=_where(item.plan, item.offset)) for item in full.items]
     unpruned, _ = rule(full.tokens(tokens), moved)
     positions = unpruned[:, full.index]
 
-    def base_of(item: FullItem) -> Tensor:
+    def base_of(item: UnprunedItem) -> Tensor:
         before = item.plan.written[1] + item.feature.mm_position.offset
         return torch.where(before < 0, 0, positions[:, before.clamp(min=0)].amax(0) + 1)
 
@@ -177,12 +177,12 @@ def compute_prompt_positions(
 def compute_line_positions(tokens: list[int], features: list[MultiModalFeatureSpec]) -> tuple[Tensor, int, ItemNotes]:
     """Return the same as `compute_prompt_positions` for a model with one axis, whose language model reads the first row
     of the positions."""
-    full = FullPrompt.of(len(tokens), features)
+    full = UnprunedPrompt.from_reduced(len(tokens), features)
     notes = _notes(full, lambda item: torch.tensor(item.offset, device="cpu"))
     return full.index.expand(3, -1), full.length - len(tokens), notes
 
 
-def _notes(full: FullPrompt, base_of: Callable[[FullItem], Tensor]) -> ItemNotes:
+def _notes(full: UnprunedPrompt, base_of: Callable[[UnprunedItem], Tensor]) -> ItemNotes:
     """Return the notes of a prompt. base_of: gives the positions from which the columns of an item's rows count."""
     notes = dict[int, Tensor | None]()
     for item in full.items:
@@ -197,7 +197,7 @@ def _notes(full: FullPrompt, base_of: Callable[[FullItem], Tensor]) -> ItemNotes
 # -- on the device, for all requests of a step at once
 
 
-def of_v1(original: Any) -> Any:
+def wrap_gather_v1(original: Any) -> Any:
     """Wrap the runner's `_gather_mm_embeddings` so that it places rows."""
 
     def gather(self: Any, step: Any, shift_computed_tokens: int = 0) -> Any:
@@ -211,15 +211,15 @@ def of_v1(original: Any) -> Any:
         parts, begin = list[ReadTokens](), 0
         for name in self.input_batch.req_ids:
             request, num_tokens = self.requests[name], step.num_scheduled_tokens[name]
-            start, notes = request.num_computed_tokens, model.tokenprune_notes.of_request(name)
+            start, notes = request.num_computed_tokens, model.tokenprune_notes.get(name)
             parts.append(ReadTokens(0, request.mm_features, notes, start, num_tokens, begin - start))
             begin += num_tokens
-        return place(rows, parts, self.mrope_positions.gpu[None], axes), is_row
+        return write_positions(rows, parts, self.mrope_positions.gpu[None], axes), is_row
 
     return gather
 
 
-def of_v2(original: Any) -> Any:
+def wrap_recompute_v2(original: Any) -> Any:
     """Wrap `MultiModalPruner.recompute` so that it places rows."""
 
     def recompute(self: Any, mm_embeds: list[Tensor], input_batch: Any, req_states: Any) -> list[Tensor]:
@@ -232,16 +232,14 @@ def of_v2(original: Any) -> Any:
             input_batch.idx_mapping_np, input_batch.num_computed_prefill_tokens_np, input_batch.num_scheduled_tokens
         )  # fmt: skip
         batch = zip(input_batch.req_ids, *(array.tolist() for array in numbers), strict=False)
-        parts = [
-            ReadTokens(row, items[name], notes.of_request(row), start, count, 0) for name, row, start, count in batch
-        ]
+        parts = [ReadTokens(row, items[name], notes.get(row), start, count, 0) for name, row, start, count in batch]
         known = self.rope_state.prefill_positions.gpu.unflatten(0, (-1, self.rope_state.num_dims))
-        return place(mm_embeds, parts, known, axes)
+        return write_positions(mm_embeds, parts, known, axes)
 
     return recompute
 
 
-def place(rows: Sequence[Tensor], parts: Iterable[ReadTokens], known: Tensor, axes: int) -> list[Tensor]:
+def write_positions(rows: Sequence[Tensor], parts: Iterable[ReadTokens], known: Tensor, axes: int) -> list[Tensor]:
     """Write the positions in the columns of embeddings into `known`, and return the embeddings without the columns.
 
     Args:
@@ -265,7 +263,7 @@ def place(rows: Sequence[Tensor], parts: Iterable[ReadTokens], known: Tensor, ax
             if first == last:
                 continue
             if span.offset not in notes:
-                raise missing_note(span.offset)
+                raise create_missing_note_error(span.offset)
             item_rows, note = next(remaining), notes[span.offset]
             if len(item_rows) != last - first:
                 raise PlaceholderMismatchError(f"{len(item_rows)} rows for {last - first} placeholders of an item")
@@ -275,7 +273,7 @@ def place(rows: Sequence[Tensor], parts: Iterable[ReadTokens], known: Tensor, ax
                 targets.append(torch.stack([torch.full_like(slots, row), slots + shift, base]))
     if columns:
         request_of, slot, base = to_device(torch.cat(targets, dim=1), known.device)
-        known[request_of, :axes, slot] = (from_columns(torch.cat(columns)) + base).T.to(known.dtype)
+        known[request_of, :axes, slot] = (decode_columns(torch.cat(columns)) + base).T.to(known.dtype)
     return _without_columns(rows, axes)
 
 

@@ -32,7 +32,7 @@ _LISTS: dict[str, tuple[str, str, Callable[[Any, Any], Mapping[str, list[int]]],
 }  # fmt: skip
 
 
-def follow() -> None:
+def track_requests() -> None:
     """Note requests from now on, where this vLLM's runners have the hooks; elsewhere nobody is named."""
     for name, (owner, method, *_) in _LISTS.items():
         if name in sys.modules and not missing_hooks("requests", modules=(name,)):
@@ -52,8 +52,8 @@ def _noting(name: str, original: Any) -> Any:
     return listed
 
 
-def named(group_and_batch: Callable[..., Iterator]) -> Callable[..., Iterator]:
-    """Return `group_and_batch_mm_kwargs` such that `of_batch` knows the requests of the batch that comes next."""
+def track_batches(group_and_batch: Callable[..., Iterator]) -> Callable[..., Iterator]:
+    """Wrap `group_and_batch_mm_kwargs` to record the requests of each batch; see `get_batch_requests`."""
 
     @functools.wraps(group_and_batch)
     def batches(mm_kwargs: list[tuple[str, Any]], **options: Any) -> Iterator:
@@ -65,7 +65,7 @@ def named(group_and_batch: Callable[..., Iterator]) -> Callable[..., Iterator]:
     return batches
 
 
-def of_batch(number: int) -> list[dict[str, str]]:
+def get_batch_requests(number: int) -> list[dict[str, str]]:
     """Return the field of the log that names a request, of each of the items of a batch; empty where nobody knows."""
     if len(_batch) != number:  # not by way of a runner
         return [{}] * number

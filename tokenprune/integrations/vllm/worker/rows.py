@@ -20,11 +20,11 @@ class AwaitedRows:
     to be put there; None: none does."""
 
     rows: Tensor
-    places: Tensor
+    indices: Tensor
     is_text: Tensor | None = None
 
     @classmethod
-    def kept(cls, plan: Plan, rows: Tensor, kept: Tensor) -> AwaitedRows:
+    def from_kept(cls, plan: Plan, rows: Tensor, kept: Tensor) -> AwaitedRows:
         """Return those of items of one plan that reduces. rows: `[B * n, W]`, of all placeholders. kept: bool
         `[B * n]`, the ones that stay. The device is asked for nothing: how many they are is known."""
         kept = kept.view(-1, sum(plan.counts))

@@ -14,7 +14,7 @@ from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks, wr
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
 from tokenprune.integrations.vllm.worker import requests
-from tokenprune.integrations.vllm.worker.warm_up import answer_reloads, before_ready
+from tokenprune.integrations.vllm.worker.warm_up import add_reload_method, wrap_warm_up
 
 # Model Runner V1's module, and V2's for the encoder.
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.mm.encoder_runner")
@@ -31,30 +31,30 @@ def prepare_runner(vllm_config: Any) -> None:
     """
     problems = missing_hooks("worker", modules=sys.modules)
     require_hooks(problems + [f"{' and '.join(_RUNNERS)}"] * (not any(map(sys.modules.get, _RUNNERS))))
-    from tokenprune.integrations.vllm.worker.position_notes import note_v1, note_v2
-    from tokenprune.integrations.vllm.worker.positions import of_v1, of_v2
+    from tokenprune.integrations.vllm.worker.position_notes import wrap_init_v1, wrap_init_v2
+    from tokenprune.integrations.vllm.worker.positions import wrap_gather_v1, wrap_recompute_v2
 
     limit = vllm_config.scheduler_config.max_num_encoder_input_tokens
     for name in _RUNNERS:
         module: Any = sys.modules.get(name)
         if module is not None:
-            original = requests.named(inspect.unwrap(module.group_and_batch_mm_kwargs))
-            module.group_and_batch_mm_kwargs = in_small_batches(original, limit)
+            original = requests.track_batches(inspect.unwrap(module.group_and_batch_mm_kwargs))
+            module.group_and_batch_mm_kwargs = limit_batches(original, limit)
     if get_server_config(vllm_config.model_config).log:
-        requests.follow()
+        requests.track_requests()
     if _RUNNERS[1] in sys.modules:
-        wrap(importlib.import_module(_PRUNER).MultiModalPruner, "recompute", of_v2)
-        wrap(importlib.import_module(_ROPE).RopeState, "init_prefill_positions", note_v2)
+        wrap(importlib.import_module(_PRUNER).MultiModalPruner, "recompute", wrap_recompute_v2)
+        wrap(importlib.import_module(_ROPE).RopeState, "init_prefill_positions", wrap_init_v2)
     if (module := sys.modules.get(_RUNNERS[0])) is not None:
-        wrap(module.GPUModelRunner, "_gather_mm_embeddings", of_v1)
-        wrap(module.GPUModelRunner, "_init_mrope_positions", note_v1)
-    answer_reloads(importlib.import_module(_WORKER_BASE).WorkerBase)
+        wrap(module.GPUModelRunner, "_gather_mm_embeddings", wrap_gather_v1)
+        wrap(module.GPUModelRunner, "_init_mrope_positions", wrap_init_v1)
+    add_reload_method(importlib.import_module(_WORKER_BASE).WorkerBase)
     for name, worker in _WORKERS.items():
         if (module := sys.modules.get(name)) is not None:
-            before_ready(getattr(module, worker))
+            wrap_warm_up(getattr(module, worker))
 
 
-def in_small_batches(group_and_batch: Callable[..., Iterator], limit: int) -> Callable[..., Iterator]:
+def limit_batches(group_and_batch: Callable[..., Iterator], limit: int) -> Callable[..., Iterator]:
     """Return `group_and_batch_mm_kwargs` such that no batch holds more than `limit` tokens before reduction.
 
     The scheduler counts embeddings after reduction, so it would let many times as many images into one run of the
@@ -63,13 +63,13 @@ def in_small_batches(group_and_batch: Callable[..., Iterator], limit: int) -> Ca
 
     @functools.wraps(group_and_batch)
     def batches(mm_kwargs: list[tuple[str, Any]], **options: Any) -> Iterator:
-        for chunk in chunks(mm_kwargs, limit):
+        for chunk in split_by_tokens(mm_kwargs, limit):
             yield from group_and_batch(chunk, **options)
 
     return batches
 
 
-def chunks(items: list[tuple[str, Any]], limit: int) -> Iterator[list[tuple[str, Any]]]:
+def split_by_tokens(items: list[tuple[str, Any]], limit: int) -> Iterator[list[tuple[str, Any]]]:
     """Cut a list of (modality, item) into stretches of at most `limit` tokens before reduction, or of one item."""
     chunk: list[tuple[str, Any]] = []
     total = 0

@@ -18,14 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError, UnsupportedSetupError
-from tokenprune.integrations.shared.towers.patch_grid import PatchSource, place
-from tokenprune.integrations.shared.towers.tower_scores import Blocks, Encoded, Seen, blocks_read, empty, take_patches
+from tokenprune.integrations.shared.towers.patch_grid import PatchSource, trace_tokens
+from tokenprune.integrations.shared.towers.tower_scores import (
+    BlockIndices,
+    BlockScores,
+    TowerValues,
+    create_block_scores,
+    find_observed_blocks,
+    record_patches,
+)
 from tokenprune.integrations.vllm.compat import TESTED
 from tokenprune.integrations.vllm.settings.tower_items import pack
 from tokenprune.integrations.vllm.settings.towers import depth_of, heads_of
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.host_random import normal
 from tokenprune.kernels.observation import Observation
-from tokenprune.models.families import tower_of
+from tokenprune.models.families import get_tower
 from tokenprune.selection.method import Pruner
 
 
@@ -36,26 +43,26 @@ class TowerReader:
     """
 
     def __init__(self, model: Any) -> None:
-        vision, tower = model.config.vision_config, tower_of(model.config)
+        vision, tower = model.config.vision_config, get_tower(model.config)
         assert tower is not None  # `is_known` was asked
         self.served = PatchSource(model, model.config)
         self.protected, self.depth = tower.class_tokens, depth_of(vision)
         self.heads = heads_of(vision)
-        self._seen: Seen = {}  # of the call that runs
+        self._seen: BlockScores = {}  # of the call that runs
         self._lengths: list[int] | None = None
-        self._attentions = attentions_of(model)
+        self._attentions = find_attentions(model)
         for index, attention in enumerate(self._attentions):
             attention.register_forward_pre_hook(partial(self._look, index), with_kwargs=True)
 
     @contextmanager
-    def reading(self, methods: Sequence[Pruner], kwargs: Mapping[str, Any], modality: str) -> Iterator[Seen]:
+    def observe(self, methods: Sequence[Pruner], kwargs: Mapping[str, Any], modality: str) -> Iterator[BlockScores]:
         """Within, the blocks that `methods` name are read; yields what each showed, pieces `[rows, patches, C]`.
 
         kwargs: what `embed_multimodal` is called with.
         """
-        seen: Seen = {}
+        seen: BlockScores = {}
         for method in methods:
-            seen |= empty(self._blocks(method))
+            seen |= create_block_scores(self._blocks(method))
         self._seen, self._lengths = seen, self._sequences(kwargs, modality)
         try:
             yield seen
@@ -65,7 +72,7 @@ class TowerReader:
     def rehearse(self, method: Pruner, patches: int, device: torch.device, dtype: torch.dtype) -> dict[tuple, Tensor]:
         """Return what a method may read of a made-up image, each of whose tokens is a patch."""
         generator, blocks = torch.Generator("cpu").manual_seed(0), self._blocks(method)
-        self._seen = seen = empty(blocks)
+        self._seen = seen = create_block_scores(blocks)
         try:
             for index, attention in enumerate(self._attentions):
                 widths = [number * attention.head_size for number in (attention.num_heads, attention.num_kv_heads)]
@@ -75,13 +82,13 @@ class TowerReader:
             self._seen = {}
         return {key: torch.cat(seen[key[0], block])[0] for key, block in blocks.items()}
 
-    def encoded(
-        self, method: Pruner, seen: Seen, index: int, outputs: Sequence[Tensor],
+    def get_values(
+        self, method: Pruner, seen: BlockScores, index: int, outputs: Sequence[Tensor],
         kwargs: Mapping[str, Any], modality: str,
-    ) -> Encoded:  # fmt: skip
+    ) -> TowerValues:  # fmt: skip
         """Return what a method may read of the item at `index` among `outputs`, the model's features of a call."""
         blocks = self._blocks(method)
-        own = {key: seen[key] for key in empty(blocks)}
+        own = {key: seen[key] for key in create_block_scores(blocks)}
         if not all(own.values()):
             raise TokenPruneError(f"{method.name}: the vision tower showed no attention; pass pixels, not embeddings")
         # Sequences of different length lie end to end, tiles are rows.
@@ -89,7 +96,7 @@ class TowerReader:
         layers = [torch.cat(pieces, dim=axis) for pieces in own.values()]
         joined = torch.cat(layers, dim=-1)
         placed = self._place(joined, index, outputs, kwargs, modality)
-        return Encoded.of(placed, blocks, own, [one.shape[-1] for one in layers])
+        return TowerValues.from_scores(placed, blocks, own, [one.shape[-1] for one in layers])
 
     def _place(self, scores: Tensor, index: int, outputs: Sequence[Tensor], kwargs: Mapping, modality: str) -> Any:
         """scores: `[rows of the tower, patches, C]` of all items."""
@@ -122,7 +129,7 @@ class TowerReader:
                 raise PlaceholderMismatchError(f"{len(scores)} tiles became {counts} tokens")
             start = sum(counts[:index]) // each
             own = scores[start : start + counts[index] // each]
-        return place(self.served, modality, arguments, _rows(outputs[index]), [own], packed)
+        return trace_tokens(self.served, modality, arguments, _rows(outputs[index]), [own], packed)
 
     def _sequences(self, kwargs: Mapping[str, Any], modality: str) -> list[int] | None:
         """Lengths of the sequences that the tower lays end to end; None if it makes a row of each."""
@@ -136,23 +143,25 @@ class TowerReader:
             return [(height // patch) * (width // patch) for height, width in sizes]
         return None
 
-    def _blocks(self, method: Pruner) -> Blocks:
-        return blocks_read(method, self.depth, self.served.config)
+    def _blocks(self, method: Pruner) -> BlockIndices:
+        return find_observed_blocks(method, self.depth, self.served.config)
 
     def _look(self, index: int, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if all(block != index for _, block in self._seen):
             return
         query, key = (kwargs[name] if name in kwargs else args[at] for at, name in enumerate(("query", "key")))
-        query, key = (heads_first(x, heads) for x, heads in ((query, module.num_heads), (key, module.num_kv_heads)))
+        query, key = (
+            move_heads_first(x, heads) for x, heads in ((query, module.num_heads), (key, module.num_kv_heads))
+        )
         lengths = self._lengths or [query.shape[2]]
         with torch.no_grad():
             pairs = zip(query.split(lengths, 2), key.split(lengths, 2), strict=True)
             for queries, keys in pairs:  # the sequences that lie end to end on one axis
                 seen = Observation(queries, keys, None, module.scale, causal=False)
-                take_patches(self._seen, index, seen, self.protected, partial(all_heads, heads=self.heads))
+                record_patches(self._seen, index, seen, self.protected, partial(gather_heads, heads=self.heads))
 
 
-def all_heads(x: Tensor, heads: int) -> Tensor:
+def gather_heads(x: Tensor, heads: int) -> Tensor:
     """`[B, H, ...]` of this device's heads -> of all `heads`, where they are spread over devices."""
     if x.shape[1] == heads:
         return x
@@ -161,7 +170,7 @@ def all_heads(x: Tensor, heads: int) -> Tensor:
     return tensor_model_parallel_all_gather(x.contiguous(), dim=1)
 
 
-def heads_first(x: Tensor, heads: int) -> Tensor:
+def move_heads_first(x: Tensor, heads: int) -> Tensor:
     """`[B, N, H * Dh]` or `[B, N, H, Dh]` -> `[B, H, N, Dh]`."""
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
@@ -172,7 +181,7 @@ def attend(
     """Return what PyTorch's attention makes of what a fused one got, `[B, N, H * Dh]` or `[B, N, H, Dh]`, with `bias`
     `[B, 1, 1, N]` on its logits. pieces: lengths of those that attend to themselves alone; None: all do to all."""
     pieces = pieces or [query.shape[1]]
-    parts = (heads_first(x, attention.num_heads).split(pieces, dim=2) for x in (query, key, value))
+    parts = (move_heads_first(x, attention.num_heads).split(pieces, dim=2) for x in (query, key, value))
     out = [
         nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=attention.scale)
         for q, k, v, added in zip(*parts, bias.to(query.dtype).split(pieces, dim=3), strict=True)
@@ -192,18 +201,18 @@ def _sides(kwargs: Mapping[str, Any]) -> list[tuple[int, int]]:
     return [tuple(torch.as_tensor(one, device="cpu").tolist()) for one in kwargs["image_grid_hws"]]
 
 
-def attentions_of(model: nn.Module) -> list[Any]:
+def find_attentions(model: nn.Module) -> list[Any]:
     """Return the fused attention of each block of a model's tower, in order; none if the server takes no images."""
-    return [attentions_in(block)[0] for block in blocks_of(model)]
+    return [find_attentions_in_block(block)[0] for block in find_tower_blocks(model)]
 
 
-def attentions_in(block: nn.Module) -> list[Any]:
+def find_attentions_in_block(block: nn.Module) -> list[Any]:
     from vllm.model_executor.layers.attention import MMEncoderAttention
 
     return [module for module in block.modules() if isinstance(module, MMEncoderAttention)]
 
 
-def blocks_of(model: nn.Module) -> Any:
+def find_tower_blocks(model: nn.Module) -> Any:
     """Return the blocks of a model's tower, in order, each of which has one fused attention; none if the server takes
     no images. It is the list, a ModuleList, that the tower runs through."""
     from vllm.model_executor.layers.attention import MMEncoderAttention
@@ -218,7 +227,11 @@ def blocks_of(model: nn.Module) -> Any:
                 if not isinstance(module, nn.ModuleList) or not len(module):
                     continue
                 takes = inspect.signature(MMEncoderAttention.forward_native).parameters
-                if all(len(attentions_in(block)) == 1 for block in module) and {"query", "key", "value"} <= set(takes):
+                if all(len(find_attentions_in_block(block)) == 1 for block in module) and {
+                    "query",
+                    "key",
+                    "value",
+                } <= set(takes):
                     return module
     raise UnsupportedSetupError(
         f"tokenprune does not find the attention that it knows of vLLM {TESTED} in the vision tower of "

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.integrations.shared.towers.packed import PackedLayout, first_units
+from tokenprune.integrations.shared.towers.packed import PackedLayout, find_first_units
 from tokenprune.integrations.shared.towers.reducer import Host, TowerReducer
 from tokenprune.integrations.shared.towers.run import TowerRun
-from tokenprune.integrations.shared.towers.units import mean_of_groups
+from tokenprune.integrations.shared.towers.units import average_groups
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.settings.towers import served_tower
-from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of
+from tokenprune.integrations.vllm.worker.tower import attend, find_attentions, gather_heads
 from tokenprune.selection.sites.encoder import TowerMethod
 from tokenprune.selection.sites.units import UnitDropper
 
@@ -33,7 +33,7 @@ class ForwardHost(Host):
     def __init__(self, adds_in_place: bool = False) -> None:
         self.adds_in_place = adds_in_place
 
-    def around(
+    def add_hooks(
         self, part: Attachable, module: nn.Module, before: Callable | None, after: Callable | None, last: bool
     ) -> None:
         part.wrap(module, "forward", partial(partial, _around, module, before, after))
@@ -55,7 +55,7 @@ class ServedPackedTower(Attachable):
     Attributes:
         plans: Plans of the items of one call, in the order of the tower's sequence. One forward treats them alike.
         kept: After a forward, mask of the kept units of all items; True for the first unit of each merged group.
-        left: Number of kept units.
+        num_kept: Number of kept units.
     """
 
     def __init__(self, model: Any, method: TowerMethod, plans: Sequence[Plan]) -> None:
@@ -65,22 +65,22 @@ class ServedPackedTower(Attachable):
         shape = None if drops else served_tower(method, model.config)
         self.layout = PackedLayout(self.tower, method, False, keep, shape)
         self.reducer = TowerReducer(self.layout, ForwardHost())
-        self.attentions = [] if drops else attentions_of(model)
+        self.attentions = [] if drops else find_attentions(model)
         self.kept: Tensor | None = None
-        self.left = 0
+        self.num_kept = 0
 
     def _attach(self) -> None:
         self.attach_part(self.reducer)
         self.wrap(self.tower, "prepare_encoder_metadata", partial(partial, self._describe))
         for index, attention in enumerate(self.attentions):
-            self.reducer.around(self.tower.blocks[index].attn.qkv, None, partial(self._note_keys, index))
+            self.reducer.add_hooks(self.tower.blocks[index].attn.qkv, None, partial(self._note_keys, index))
             self.wrap(attention, "forward", partial(partial, self._attend, attention))
-        self.reducer.around(self.tower, None, self._leave_tower)
+        self.reducer.add_hooks(self.tower, None, self._leave_tower)
 
     @property
     def run(self) -> TowerRun:
         """The state of the current forward."""
-        run = self.reducer.state()
+        run = self.reducer.get_run()
         assert run is not None  # `_describe` makes it, before the first block
         return run
 
@@ -94,7 +94,7 @@ class ServedPackedTower(Attachable):
                 "start with --mm-encoder-attn-backend FLASH_ATTN, or use a method after the tower, such as divprune"
             )
         order = known.get("window_index")  # Qwen2.5-VL groups its units by window
-        grids, device = self.layout.grids(grid_thw), known["rotary_pos_emb_cos"].device
+        grids, device = self.layout.to_unit_grids(grid_thw), known["rotary_pos_emb_cos"].device
         if isinstance(self.method, UnitDropper):
             # If the method reads pixels, the front end chose the units (frontend/pixels.py).
             chosen = None if self.plans[0].kept is None else torch.cat([plan.mask for plan in self.plans])
@@ -115,7 +115,7 @@ class ServedPackedTower(Attachable):
                 keys = attention.split_qkv(qkv)[1].flatten(0, 1)
             else:
                 keys = qkv.view(len(qkv), 3, attention.num_attention_heads_per_partition, -1)[:, 1]
-            self.run.keys = all_heads(keys, self.tower.num_heads).float().mean(1)
+            self.run.keys = gather_heads(keys, self.tower.num_heads).float().mean(1)
 
     def _attend(
         self, attention: Any, fused: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **rest: Any
@@ -132,19 +132,19 @@ class ServedPackedTower(Attachable):
         if isinstance(self.method, UnitDropper):
             assert run.kept is not None  # units were chosen
             self.kept = torch.cat(run.kept)
-            self.left = int(self.kept.sum())
+            self.num_kept = int(self.kept.sum())
             return output
-        owners = run.owners()
-        self.left += sum(run.units.left)
-        firsts = first_units(owners)
+        owners = run.get_owners()
+        self.num_kept += sum(run.units.num_units)
+        firsts = find_first_units(owners)
         self.kept = torch.cat([first == torch.arange(len(first), device=first.device) for first in firsts])
         width = output.shape[1] // len(self.layout.mergers)
         main, deeper = output[:, :width], output[:, width:]
         if not deeper.shape[1] or self.method.drops:
             return output
-        return torch.cat([main, mean_of_groups(deeper, torch.cat(owners))], dim=1)
+        return torch.cat([main, average_groups(deeper, torch.cat(owners))], dim=1)
 
 
-def dropping_plan(plan: Plan) -> bool:
+def is_dropping(plan: Plan) -> bool:
     """Return whether the tower drops units of an item."""
     return plan.reduces and isinstance(plan.setting.method, UnitDropper)

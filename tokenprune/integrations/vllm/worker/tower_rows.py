@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, first_of_group
+from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, find_first_of_group
 from tokenprune.integrations.shared.towers.parts import PartMatcher
 from tokenprune.integrations.shared.towers.reducer import TowerReducer
 from tokenprune.integrations.shared.towers.rows import RowLayout, TileLayout
@@ -30,10 +30,16 @@ from tokenprune.integrations.shared.towers.tile_goals import Goal
 from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.settings.tower_items import crops, goals_of_image, pack
-from tokenprune.integrations.vllm.settings.towers import heads_of, merges_in_tower, served_tower, units_of
-from tokenprune.integrations.vllm.worker.tower import all_heads, attend, attentions_of, blocks_of, heads_first
-from tokenprune.integrations.vllm.worker.tower_packed import ForwardHost, dropping_plan
-from tokenprune.models.families import tower_kind
+from tokenprune.integrations.vllm.settings.towers import depth_of, heads_of, merges_in_tower, served_tower, units_of
+from tokenprune.integrations.vllm.worker.tower import (
+    attend,
+    find_attentions,
+    find_tower_blocks,
+    gather_heads,
+    move_heads_first,
+)
+from tokenprune.integrations.vllm.worker.tower_packed import ForwardHost, is_dropping
+from tokenprune.models.families import get_tower_type
 from tokenprune.selection.sites.encoder import Tower, TowerMethod
 from tokenprune.selection.sites.units import UnitDropper
 
@@ -41,26 +47,27 @@ from tokenprune.selection.sites.units import UnitDropper
 _NAMES = {"internvl_vision": ("layernorm_after", "lambda_2"), "intern_vit_6b": ("norm2", "ls2")}
 
 
-def stretches(plans: Sequence[Plan]) -> list[tuple[int, int]]:
+def split_plans(config: Any, plans: Sequence[Plan]) -> list[tuple[int, int]]:
     """Split a call's plans into pieces that the tower treats alike; return (start, end) of each, at least one."""
     pieces, start = [], 0
     if len(plans) < 2:
         return [(0, len(plans))]
-    for _, group in groupby(plans, key=_treatment):
+    for _, group in groupby(plans, key=partial(_treatment, config)):
         pieces.append((start, start := start + len(list(group))))
     return pieces
 
 
-def _treatment(plan: Plan) -> Any:
+def _treatment(config: Any, plan: Plan) -> Any:
     """Return what is equal for items that one forward of the tower may reduce together."""
-    drops, method = dropping_plan(plan), plan.setting.method
-    if merging(plan) or (drops and plan.kept is None):
+    drops, method = is_dropping(plan), plan.setting.method
+    if is_merging(plan) or (drops and plan.kept is None):
         return plan.setting.to_json()
-    late = drops and isinstance(method, UnitDropper) and type(method).block is not UnitDropper.block
-    return get_method(plan.setting) if late else drops  # else at the first block, whatever chose
+    if drops and isinstance(method, UnitDropper) and method.block(depth_of(config.vision_config)):
+        return get_method(plan.setting)
+    return drops  # units drop at the first block, whatever chose them
 
 
-def merging(plan: Plan) -> bool:
+def is_merging(plan: Plan) -> bool:
     return plan.reduces and merges_in_tower(plan.setting.method)
 
 
@@ -70,15 +77,15 @@ class ServedRowTower(Attachable):
     Attributes:
         plans: Plans of the items of one call, in the order of the tower's rows. One forward treats them alike.
         kept: After a forward, mask of the kept units of all items; True for the first unit of each merged group.
-        left: Number of kept units.
+        num_kept: Number of kept units.
     """
 
     def __init__(self, model: Any, method: TowerMethod, plans: Sequence[Plan], kwargs: Mapping[str, Any]) -> None:
         super().__init__()
-        self.plans, layers = plans, blocks_of(model)
-        self.heads, self.attentions = heads_of(model.config.vision_config), attentions_of(model)
+        self.plans, layers = plans, find_tower_blocks(model)
+        self.heads, self.attentions = heads_of(model.config.vision_config), find_attentions(model)
         self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
-        norm, scale = _NAMES.get(tower_kind(model.config) or "", ("layer_norm2", ""))
+        norm, scale = _NAMES.get(get_tower_type(model.config) or "", ("layer_norm2", ""))
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
         budget, shape = plans[0].setting.budget, served_tower(method, model.config)
         squares = units_of(model.config)
@@ -90,7 +97,7 @@ class ServedRowTower(Attachable):
             self.layout = RowLayout(method, budget, blocks, shape, squares, num_kept=self._num_kept)
         self.reducer = TowerReducer(self.layout, ForwardHost(adds_in_place=True))  # SigLIP does
         self.kept: Tensor | None = None
-        self.left = 0
+        self.num_kept = 0
 
     def _attach(self) -> None:
         self.attach_part(self.reducer)
@@ -123,30 +130,30 @@ class ServedRowTower(Attachable):
     # -- hooks
 
     def _attend(self, index: int, attention: Any, fused: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        run = self.reducer.state()
+        run = self.reducer.get_run()
         assert run is not None  # the first block made it
         if run.plan[index] is not None:
-            run.keys = all_heads(heads_first(key, attention.num_heads), self.heads)
+            run.keys = gather_heads(move_heads_first(key, attention.num_heads), self.heads)
         if run.bias is None:
             return fused(query, key, value)
         return attend(attention, run.bias, query, key, value)
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        run = self.reducer.end()
+        run = self.reducer.pop_run()
         assert run is not None  # the blocks ran
         owners, squares, protected = run.units.owner, self.layout.squares, self.layout.shape.protected
         if squares is None:
-            first = first_of_group(owners[:, protected:], owners.shape[1])
-            left = [count - protected for count in run.units.left]
+            first = find_first_of_group(owners[:, protected:], owners.shape[1])
+            left = [count - protected for count in run.units.num_units]
         else:
-            first = squares.owners(owners)
-            left = squares.left(run.units.left) or []
+            first = squares.find_unit_owners(owners)
+            left = squares.to_unit_counts(run.units.num_units) or []
         if run.parts is not None:
             self._note_tiles(run.parts, first)
         else:
-            self.left += sum(left)
+            self.num_kept += sum(left)
             self.kept = (first == torch.arange(first.shape[1], device=first.device)).flatten()
-        return run.units.full(output)
+        return run.units.expand(output)
 
     def _note_tiles(self, parts: PartMatcher, first: Tensor) -> None:
         """Set `kept` and `left` of images that are split into tiles.
@@ -155,11 +162,11 @@ class ServedRowTower(Attachable):
             parts: State of the matcher at the end of the tower.
             first: Index of the first patch in the group of each patch, long `[tiles, patches]`.
         """
-        self.left = sum(parts.left[::2])  # parts alternate: shown patches of a tile, cropped patches
+        self.num_kept = sum(parts.num_units[::2])  # parts alternate: shown patches of a tile, cropped patches
         kept, sizes = [], [count for count, _ in self.packed]
         for tiles, (_, packed) in zip(first.split(sizes), self.packed, strict=True):
             (image,) = packed.images
-            found = packed.follow(tiles, image)
+            found = packed.map_groups(tiles, image)
             kept.append(found == torch.arange(len(found), device=found.device))
-            self.left += len(image) - int((packed.numbers(image) >= 0).sum())  # newlines stay
+            self.num_kept += len(image) - int((packed.get_feature_ids(image) >= 0).sum())  # newlines stay
         self.kept = torch.cat(kept)

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.shared.checks import reads_tower
-from tokenprune.integrations.shared.towers.tower_scores import Encoded
-from tokenprune.integrations.shared.towers.tower_scores import Seen as BlockScores
+from tokenprune.integrations.shared.towers.tower_scores import BlockScores, TowerValues
 from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.worker.tower import TowerReader
-from tokenprune.integrations.vllm.worker.tower_packed import ServedPackedTower, dropping_plan
-from tokenprune.integrations.vllm.worker.tower_rows import ServedRowTower, merging
+from tokenprune.integrations.vllm.worker.tower_packed import ServedPackedTower, is_dropping
+from tokenprune.integrations.vllm.worker.tower_rows import ServedRowTower, is_merging
 from tokenprune.selection.method import Pruner
 from tokenprune.selection.sites.encoder import TowerMethod
 
@@ -33,16 +32,16 @@ class TowerResult:
     """
 
     kept: Tensor | None = None
-    encoded: Encoded | None = None
+    encoded: TowerValues | None = None
 
 
 class TowerTreatment(Protocol):
     """Acts on the vision tower during one call of the model's `embed_multimodal`."""
 
-    def running(self) -> AbstractContextManager[Any]:
+    def activate(self) -> AbstractContextManager[Any]:
         """Return the context in which the model encodes."""
 
-    def results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
+    def get_results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
         """Yield the result of each item. features: the model's, one entry for each item."""
 
 
@@ -52,10 +51,10 @@ class PlainTower:
 
     plans: Sequence[Plan]
 
-    def running(self) -> AbstractContextManager[Any]:
+    def activate(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
+    def get_results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
         return (TowerResult() for _ in self.plans)
 
 
@@ -66,15 +65,15 @@ class ReducedTower:
     plans: Sequence[Plan]
     part: ServedRowTower | ServedPackedTower
 
-    def running(self) -> AbstractContextManager[Any]:
+    def activate(self) -> AbstractContextManager[Any]:
         return self.part
 
-    def results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
+    def get_results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
         """Yield the rows that stay; raises PlaceholderMismatchError if the prompt has room for another number."""
         assert self.part.kept is not None  # the tower ran
         wanted = sum(sum(plan.keep) for plan in self.plans)
-        if self.part.left != wanted:
-            raise PlaceholderMismatchError(f"the tower left {self.part.left} tokens where the prompt has {wanted}")
+        if self.part.num_kept != wanted:
+            raise PlaceholderMismatchError(f"the tower left {self.part.num_kept} tokens where the prompt has {wanted}")
         pieces = self.part.kept.split([rows.numel() // rows.shape[-1] for rows in features])
         for piece, rows in zip(pieces, features, strict=True):
             yield TowerResult(kept=piece.to(rows.device))
@@ -92,17 +91,17 @@ class ReadTower:
         self._seen: BlockScores = {}
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         methods = [method for method in self._methods if method is not None]
-        with self.reader.reading(methods, self.kwargs, self.modality) as self._seen:
+        with self.reader.observe(methods, self.kwargs, self.modality) as self._seen:
             yield
 
-    def results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
+    def get_results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
         for index, method in enumerate(self._methods):
             if method is None:
                 yield TowerResult()
             else:
-                encoded = self.reader.encoded(method, self._seen, index, features, self.kwargs, self.modality)
+                encoded = self.reader.get_values(method, self._seen, index, features, self.kwargs, self.modality)
                 yield TowerResult(encoded=encoded)
 
 
@@ -115,13 +114,15 @@ def _reading_method(plan: Plan) -> Pruner | None:
     return method
 
 
-def tower_treatment(model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str) -> TowerTreatment:
+def create_tower_treatment(
+    model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str
+) -> TowerTreatment:
     """Return the reducer for plans that are treated alike in the tower of vLLM's `model` (see `stretches`).
 
     kwargs: arguments of `embed_multimodal`.
     """
-    if plans and (merging(plans[0]) or dropping_plan(plans[0])):
-        method = plans[0].setting.method if merging(plans[0]) else get_method(plans[0].setting)
+    if plans and (is_merging(plans[0]) or is_dropping(plans[0])):
+        method = plans[0].setting.method if is_merging(plans[0]) else get_method(plans[0].setting)
         assert isinstance(method, TowerMethod)
         if model.tokenprune_family.tower_rows == "all images":
             return ReducedTower(plans, ServedPackedTower(model, method, plans))

@@ -27,8 +27,8 @@ from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.plan import MODALITIES
 from tokenprune.integrations.vllm.settings.server_config import get_profile_settings
-from tokenprune.kernels.dispatch import compiles
-from tokenprune.kernels.drawn import normal
+from tokenprune.kernels.dispatch import uses_kernels
+from tokenprune.kernels.host_random import normal
 from tokenprune.selection.method import Pruner
 from tokenprune.settings import Setting
 
@@ -37,7 +37,7 @@ SMALLEST = 64  # tokens; there is little to choose in smaller images
 _TEXT = 16  # tokens of a made-up prompt on either side of its image
 
 
-def lengths(largest: int) -> Iterator[int]:
+def list_lengths(largest: int) -> Iterator[int]:
     """Yield the numbers of tokens to run, up to `largest`."""
     sizes = {largest, largest - 1, largest // 16 * 16}
     for power in range(int(math.log2(SMALLEST)), max(largest, 1).bit_length()):
@@ -46,7 +46,7 @@ def lengths(largest: int) -> Iterator[int]:
     yield from sorted(size for size in sizes if 0 < size <= largest)
 
 
-def grid_of(count: int) -> tuple[int, int, int]:
+def find_square_grid(count: int) -> tuple[int, int, int]:
     """Return an image's grid of `count` tokens (frames, height, width), as near to a square as it gets."""
     height = next(one for one in range(math.isqrt(count), 0, -1) if count % one == 0)
     return 1, height, count // height
@@ -71,7 +71,7 @@ def warm_up(
         UnsupportedSetupError: If a method fails otherwise than by refusing an item of that size. A method that runs out
             of memory only beyond the largest image stays: the server may never get such a video.
     """
-    if not compiles(device):
+    if not uses_kernels(device):
         return []
     began, runs = time.perf_counter(), list[tuple[str, int]]()
     warmed = vars(model).setdefault("tokenprune_warmed", list[Setting]())
@@ -79,7 +79,9 @@ def warm_up(
         method: Any = setting.method
         # In the language model an image is no longer than a prompt.
         longest = max(largest.values(), default=0)
-        for count in lengths(min(longest, vllm_config.model_config.max_model_len - 1) if setting.in_llm else longest):
+        for count in list_lengths(
+            min(longest, vllm_config.model_config.max_model_len - 1) if setting.in_llm else longest
+        ):
             try:
                 with torch.no_grad():
                     _run(model, vllm_config, device, setting, method, count)
@@ -133,12 +135,12 @@ def _run(model: Any, vllm_config: Any, device: torch.device, setting: Setting, m
         return
     encoded = None
     if reads_tower(method):
-        encoded = before_llm.in_rows(model.tokenprune_tower.rehearse(method, count, device, dtype), [count])
+        encoded = before_llm.build_tile_values(model.tokenprune_tower.rehearse(method, count, device, dtype), [count])
     rows = normal(count, width, generator=generator).to(device, dtype)
-    before_llm.rehearse(method, rows, [count], keep, grid_of(count), model.tokenprune_norm, encoded)
+    before_llm.rehearse(method, rows, [count], keep, find_square_grid(count), model.tokenprune_norm, encoded)
 
 
-def before_ready(worker: Any) -> None:
+def wrap_warm_up(worker: Any) -> None:
     """Make workers of this class warm up the choice where they warm up the rest. worker: vLLM's class."""
     wrap(worker, "compile_or_warm_up_model", _warming_up)
 
@@ -151,7 +153,7 @@ def _warming_up(original: Any) -> Any:
     return compile_or_warm_up_model
 
 
-def answer_reloads(worker: Any) -> None:
+def add_reload_method(worker: Any) -> None:
     """Give workers of this class the method that a reload calls. worker: vLLM's base class of workers."""
     setattr(worker, WARM_UP, _warm_up_profiles)
 
@@ -163,7 +165,7 @@ def _warm_up_profiles(worker: Any, profiles: Mapping[str, Mapping[str, Any]]) ->
 
 def _warm_up_worker(worker: Any, settings: Callable[[], Iterable[Setting]]) -> int:
     model = worker.model_runner.get_model()
-    if not getattr(model, "tokenprune_active", False) or not compiles(worker.device):
+    if not getattr(model, "tokenprune_active", False) or not uses_kernels(worker.device):
         return 0
     return len(warm_up(model, worker.vllm_config, worker.device, _largest(worker), settings()))
 

@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 _NESTED = ("embeddings", "pre_layrnorm", "encoder", "post_layernorm", "head")
 
 
-def mapper(base: Any) -> WeightsMapper:
+def build_mapper(base: Any) -> WeightsMapper:
     """Return vLLM's mapper of a model class with a nested tower (see `Family`), which takes both forms of names."""
     # After vLLM's own, which bring all names to begin with "vision_tower.".
     nested = {f"vision_tower.{name}.": f"vision_tower.vision_model.{name}." for name in _NESTED}
@@ -20,7 +20,7 @@ def mapper(base: Any) -> WeightsMapper:
 
 
 @cache
-def renaming_class(base: type) -> type:
+def create_renaming_class(base: type) -> type:
     """Return `base` with this mapper and nothing else, under the same name."""
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "hf_to_vllm_mapper": mapper(base)}
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "hf_to_vllm_mapper": build_mapper(base)}
     return type(base)(base.__name__, (base,), names)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenprune.errors import SessionError
-from tokenprune.selection.options import ReprIsCall, check_options
+from tokenprune.selection.options import CallRepr, check_options
 
 PROXY_ATTENTION = "proxy_attention"  # what a policy may need beside keys and values
 
@@ -50,7 +50,7 @@ class PolicyView:
 
 
 @dataclass(frozen=True)
-class Policy(ReprIsCall):
+class Policy(CallRepr):
     """The base of policies: frozen dataclasses that choose which visual entries of a session's cache stay.
 
     A policy keeps no state, and sees neither text nor questions. shared: it is asked once, with the view of the first

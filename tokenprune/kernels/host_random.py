@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers drawn on the host in float32, whatever a process has made its default device and dtype."""
+"""Random float32 tensors on the CPU, independent of the process's default device and dtype."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 
 
 def normal(*shape: int, generator: torch.Generator) -> torch.Tensor:
-    """Return numbers of the standard normal distribution."""
+    """Return samples of the standard normal distribution."""
     return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def uniform(*shape: int, generator: torch.Generator) -> torch.Tensor:
-    """Return numbers between 0 and 1."""
+    """Return samples of the uniform distribution on [0, 1)."""
     return torch.rand(*shape, generator=generator, dtype=torch.float32, device="cpu")

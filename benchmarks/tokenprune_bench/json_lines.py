@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON lines that survive a killed run: each is flushed, and a torn last one is left out when they are read."""
+"""Files of JSON lines that survive a killed run: each write is flushed, and a truncated last line is ignored."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from typing import Any
 from tokenprune_bench.errors import RunError
 
 
-class Lines:
-    """A file of JSON lines, open for writing; each call of `write` goes to the file at once, as a whole.
+class JsonLinesWriter:
+    """Write records to a file. Each call of `write` is one write to the file.
 
-    start: the bytes that are kept of what the file held; the rest is cut off. Raises RunError where it cannot write.
+    Args:
+        path: The file.
+        start: Number of bytes of the existing file to keep.
+
+    Raises:
+        RunError: If the file cannot be written.
     """
 
     def __init__(self, path: Path, start: int = 0) -> None:
@@ -38,30 +43,35 @@ class Lines:
             raise self._error(error) from error
 
     def _error(self, error: OSError) -> RunError:
-        return RunError(f"cannot write {self.path}: {error.strerror or error}; what was written before is kept")
+        return RunError(f"Cannot write {self.path}: {error.strerror or error}. Earlier records are kept.")
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> JsonLinesWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
             self._file.close()
-        except OSError as error:  # what could not be written is tried again here
-            if kind is None:
+        except OSError as error:  # closing retries a failed write
+            if error_type is None:
                 raise self._error(error) from error
 
 
 def read_lines(path: Path) -> list[tuple[dict[str, Any], int]]:
-    """Return each whole record with the place in bytes where it ends; [] for no file. A torn last line is left out.
+    """Return each complete record with its end offset in bytes. Empty if there is no file.
 
-    Raises RunError where another line is no JSON object.
+    A truncated last line is ignored.
+
+    Raises:
+        RunError: If another line is not a JSON object.
     """
     try:
         data = path.read_bytes() if path.exists() else b""
     except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror or error}") from error
+        raise RunError(f"Cannot read {path}: {error.strerror or error}.") from error
     records, end = [], 0
-    for number, line in enumerate(data.splitlines(keepends=True), 1):
+    for line_number, line in enumerate(data.splitlines(keepends=True), 1):
         end += len(line)
         if not line.endswith(b"\n"):
             break
@@ -70,24 +80,28 @@ def read_lines(path: Path) -> list[tuple[dict[str, Any], int]]:
         except ValueError:
             record = None
         if not isinstance(record, dict):
-            raise RunError(f"line {number} of {path} is damaged: remove it and what follows, and run again")
+            raise RunError(f"Line {line_number} of {path} is damaged. Remove it and all later lines, and run again.")
         records.append((record, end))
     return records
 
 
-def write_whole(path: Path, records: Iterable[dict[str, Any]], indent: int | None = None) -> None:
-    """Write a file of records such that it is there either as it was or as it shall be."""
+def write_records(path: Path, records: Iterable[dict[str, Any]], indent: int | None = None) -> None:
+    """Write a file of records atomically."""
     text = "".join(json.dumps(record, ensure_ascii=False, indent=indent) + "\n" for record in records)
-    write_whole_text(path, text)
+    write_text(path, text)
 
 
-def write_whole_text(path: Path, text: str) -> None:
-    """Write a file such that it is there either as it was or as it shall be. Raises RunError where it cannot."""
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically.
+
+    Raises:
+        RunError: If the file cannot be written.
+    """
     draft = path.with_name(path.name + ".new")
     try:
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         with suppress(OSError):
-            draft.unlink()  # of a full disk, it holds a part
-        raise RunError(f"cannot write {path}: {error.strerror or error}; what was written before is kept") from error
+            draft.unlink()  # a partial file if the disk is full
+        raise RunError(f"Cannot write {path}: {error.strerror or error}. The old file is kept.") from error
