@@ -11,20 +11,22 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenprune.budgets import Budget
 from tokenprune.budgets.by_age import count_kept
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.methods.registry import build, method_class
 from tokenprune.selection.files import File, describe_error
-from tokenprune.selection.method import Method
+from tokenprune.selection.method import Method, Site
 from tokenprune.selection.options import get_file_options, get_option_types
 from tokenprune.selection.sites import check_sites
-from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.settings.from_json import describe_ambiguity, describe_missing_method, read_setting
 from tokenprune.settings.keys import IN_LLM, SCOPE
 from tokenprune.settings.one_line import format_method, read_line
+
+if TYPE_CHECKING:
+    from tokenprune.selection.sites.pixels import ResizeMethod
 
 Options = dict[str, Any]
 
@@ -215,7 +217,8 @@ class Setting:
     @cached_property
     def pixel_method(self) -> ResizeMethod | None:
         """The method that resizes images before the encoder, or None."""
-        return next((method for method in self._methods_or_none if isinstance(method, ResizeMethod)), None)
+        methods = (method for method in self._methods_or_none if method.site is Site.PRE_ENCODER)
+        return cast("ResizeMethod | None", next(methods, None))
 
     @cached_property
     def pixel_budget(self) -> Budget:
@@ -225,7 +228,7 @@ class Setting:
     @cached_property
     def method(self) -> Method | None:
         """The first method that does not resize images, or None."""
-        return next((method for method in self._methods_or_none if not isinstance(method, ResizeMethod)), None)
+        return next((method for method in self._methods_or_none if method.site is not Site.PRE_ENCODER), None)
 
     @cached_property
     def budget(self) -> Budget:

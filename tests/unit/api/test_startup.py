@@ -50,8 +50,6 @@ ENTRIES = {
 # Prints which of some modules a command imported; torch stands for its compiled part, for `import torch` may wait.
 COUNT = """
 import sys
-from tokenprune.integrations.vllm.settings.parse import check_method
-from tokenprune.integrations.vllm.settings.parse import check_method
 from tokenprune.cli import main
 try: main()
 except SystemExit as end: assert not end.code, end.code

@@ -112,8 +112,8 @@ class Server:
     ) -> Server:
         """Return the server for the config of a whole model.
 
-        Raises OptionError for arguments out of range, and UnsupportedModelError if there is no closed form or the weights
-        do not fit.
+        Raises OptionError for arguments out of range, and UnsupportedModelError if there is no closed form or
+        the weights do not fit.
         """
         assumed = Assumptions() if assumed is None else assumed
         assumed.check()
@@ -154,7 +154,8 @@ class Server:
     def capacity(self, load: Load, keep: float | int, images: int, answer: int) -> Capacity:
         """Return the capacity for requests with answers of `answer` tokens, pruned at the decoder's entry.
 
-        `keep` is the budget of each image. Raises BudgetError if it is invalid, UnsupportedModelError if no request fits.
+        `keep` is the budget of each image. Raises BudgetError if it is invalid, and UnsupportedModelError if no request
+        fits.
         """
         size, layers, assumed = BYTES[self.dtype], self.costs.decoder.layers, self.assumed
         each = load.visual // images
