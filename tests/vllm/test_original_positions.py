@@ -123,7 +123,7 @@ def test_the_setting(folder: Any) -> None:
     assert not config(folder("llava"), dart | ORIGINAL).uses_mrope
     for name, setting, says in (
         ("qwen2_5_vl", DIVPRUNE | {"positions": "renumbered"}, "Qwen2_5_VL.*M-RoPE. Leave positions out"),
-        ("llava", dart | {"positions": "renumbered"}, "experimental_in_llm: leave positions out"),
+        ("llava", dart | {"positions": "renumbered"}, "experimental_in_llm. Leave positions out"),
         ("llava", DIVPRUNE | {"positions": "orginal"}, "must be .original. .*not 'orginal'"),
         ("llava", DIVPRUNE | {"position": "original"}, "no key 'position': did you mean 'positions'"),
         ("llava", DIVPRUNE | {"profiles": {"a": ORIGINAL}}, "profile 'a': positions applies to the whole server"),
