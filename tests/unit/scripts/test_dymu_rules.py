@@ -111,4 +111,4 @@ def test_schedules(rules: Any) -> None:
     assert "| SigLIP-B, 12 blocks | 504 | reverse_linear | 16 | 0 |" in table
     assert "| CLIP-L, 23 of 24 blocks read | 384 | reverse_linear | 32 | 32 |" in table
     page = rules.PAGE.read_text()
-    assert table in page and "| as it is, 256 patches | 0.5 |" in page
+    assert table in page and "| unchanged, 256 patches | 0.5 |" in page
