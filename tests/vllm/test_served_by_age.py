@@ -168,15 +168,15 @@ def test_images_named_by_a_client(folder: Callable[[str], Path]) -> None:
     ("asked", "videos", "says"),
     [
         ({}, 1, "age= counts the images of a request, and this one has videos: ask for a profile without age="),
-        ({"method": "fastv"}, 0, "does not make its one cut before the language model"),
-        ({"method": "tome"}, 0, "does not make its one cut before the language model"),
-        ({"method": "downsample"}, 0, "does not make its one cut before the language model"),
+        ({"method": "fastv"}, 0, "does not make a single cut before the language model"),
+        ({"method": "tome"}, 0, "does not make a single cut before the language model"),
+        ({"method": "downsample"}, 0, "does not make a single cut before the language model"),
         ({"method": "evs"}, 0, "evs leaves images whole"),
-        ({"per": "frame"}, 0, 'with per="image"'),
-        ({"keep": {"keep": 0.5, "age": [[1, 0.5]]}}, 0, "begins with"),
+        ({"per": "frame"}, 0, 'and per="image"'),
+        ({"keep": {"keep": 0.5, "age": [[1, 0.5]]}}, 0, "starts with"),
         ({"keep": {"keep": 0.1, "age": [[0, 1.0], [1, 0.5]]}}, 0, "keep=0.05 of an image of age 1 is less than"),
         ({"keep": {"keep": 0.5, "age": [[0, 1.0], [1, 64]]}}, 0, "keep of an image of age 1 must be a share too"),
-        ({"age": [[0, 1.0], [2, 0.5]]}, 0, 'age and step belong to keep: write "keep": {"keep": 1.0'),
+        ({"age": [[0, 1.0], [2, 0.5]]}, 0, 'age and step are part of keep. Write for example "keep": {"keep": 1.0'),
     ],
 )
 def test_what_cannot_be_is_refused(folder: Callable[[str], Path], asked: Any, videos: int, says: str) -> None:

@@ -35,7 +35,7 @@ def demo(
     if out is not None:
         image, page = write_files(result, out)
         say(f"Wrote {page} and {image}.")
-    say("Next: tokenprune show PHOTO, tokenprune bench --data QUESTIONS, tokenprune --help")
+    say("Next: tokenprune show PHOTO, tokenprune bench --data FILE, tokenprune --help")
 
 
 def choose_model() -> str | None:

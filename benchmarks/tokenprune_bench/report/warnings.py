@@ -157,7 +157,7 @@ def _not_faster(rows: list[Row]) -> Iterator[RunWarning]:
 def _doubtful(results: Results, rows: list[Row]) -> Iterator[RunWarning]:
     if busy := find_busy_load(results):
         text = f"The load was {busy[0]:.1f} on {busy[1]} cores. Do not rely on these times."
-        yield RunWarning("busy", Level.CAUTION, "The machine was busy with other work while times were taken", text)
+        yield RunWarning("busy", Level.CAUTION, "The machine was busy while times were taken", text)
     widest = max([results.baseline, *rows], key=lambda row: row.overall.high - row.overall.low)
     if (width := widest.overall.high - widest.overall.low) > WIDE:
         fewest = min(Counter(results.header["kind_of_question"]).values())

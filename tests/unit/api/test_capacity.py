@@ -34,7 +34,7 @@ def asked(*arguments: object) -> Any:
 
 
 @each("name", [name for name in FAMILIES if name in KNOWN])
-def test_weights_are_those_of_the_model(build: Any, name: str) -> None:
+def test_weight_count_matches_the_model(build: Any, name: str) -> None:
     model = build(FAMILIES[name])
     matrices = {id(one): one.numel() for one in model.parameters() if one.ndim > 1}
     positions = sum(one.numel() for key, one in model.named_parameters() if one.ndim > 1 and "pos" in key)
@@ -43,12 +43,12 @@ def test_weights_are_those_of_the_model(build: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(("config", "billions"), [(LlavaConfig(), 7.06), (QWEN_7B, 8.29)])
-def test_weights_of_checkpoints(config: Any, billions: float) -> None:
+def test_weight_count_matches_published_checkpoints(config: Any, billions: float) -> None:
     """As their model cards have them."""
     assert Server.of_config(config, H100).numbers / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-def test_the_sums_by_hand() -> None:
+def test_capacity_matches_hand_computation() -> None:
     gpu = GPU("round", 40e9, 1e12, 100e12, 10e12)
     server = Server.of_config(LlavaConfig(), gpu, assumed=Assumptions(0.5, 0.25, 0.5, 0.5, at_once=4, host=0.01))
     load = request_load(LlavaConfig(), 2, tokens=None, tiles=None, text=48)
@@ -80,7 +80,7 @@ def test_the_sums_by_hand() -> None:
     )  # it reads the weights once
 
 
-def test_more_gpus_hold_and_compute_more() -> None:
+def test_capacity_grows_with_gpus() -> None:
     load = request_load(QWEN_7B, 1, tokens=1200, tiles=None, text=64)
     one, two = (Server.of_config(QWEN_7B, H100, number).capacity(load, 1.0, 1, 64) for number in (1, 2))
     assert two.requests > 2 * one.requests and two.prefills == pytest.approx(2 * one.prefills)
@@ -101,13 +101,13 @@ def test_more_gpus_hold_and_compute_more() -> None:
         (lambda: request_load(LlavaConfig(), 0, tokens=None, tiles=None, text=1), OptionError, "at least 1 image"),
     ],
 )  # fmt: skip
-def test_what_has_no_answer_is_refused(make: Any, error: type[TokenPruneError], said: str) -> None:
+def test_unsupported_servers_are_rejected(make: Any, error: type[TokenPruneError], said: str) -> None:
     with pytest.raises(error, match=said):
         make()
     assert find_gpu("h100") is H100 and find_gpu("MI300X").memory == 192e9
 
 
-def test_a_request_that_does_not_fit() -> None:
+def test_too_large_request_is_rejected() -> None:
     server = Server.of_config(QWEN_7B, H100)
     load = request_load(QWEN_7B, 4, tokens=1_000_000, tiles=None, text=0)
     with pytest.raises(UnsupportedModelError, match="take more GPUs, or fewer images"):
@@ -116,14 +116,14 @@ def test_a_request_that_does_not_fit() -> None:
         server.capacity(load, 1.5, 4, 1)
 
 
-def test_the_command_prints_all_that_it_assumes(tmp_path: Path) -> None:
+def test_command_prints_all_assumptions(tmp_path: Path) -> None:
     QWEN_7B.save_pretrained(tmp_path / "model")
     file = tmp_path / "out.json"
     arguments = ("--model", tmp_path / "model", "--images", 2, "--tokens", 1200, "--keep", "0.25,0.1", "--json", file)
     ran = asked(*arguments, "--ttft", "100ms", "--compute", 0.5, "--host", "5ms")
     assert ran.exit_code == 0, ran.output
-    for said in ("unpatched", "keep 0.25", "keep 0.1", "50% of 989.4", "60% of 3.35", "85% of 1 x 80", "256 requests",
-                 "5 ms to a first token", "8.29 B", "within 100 ms"):  # fmt: skip
+    for said in ("unpatched", "keep 0.25", "keep 0.1", "50% of 989.4", "60% of 3.35", "85% of 1 x 80", "256 concurrent",
+                 "5 ms to first token", "8.29 B", "within 100 ms"):  # fmt: skip
         assert said in ran.output
     made = json.loads(file.read_text())
     assert [one["visual"] for one in made["sides"]] == [2400, 600, 240]
@@ -138,20 +138,20 @@ def test_the_command_prints_all_that_it_assumes(tmp_path: Path) -> None:
 @each(
     ("arguments", "said"),
     [
-        (("--ttft", "5"), "write 500ms or 0.5s"),
-        (("--tokens", 100), "say how many tiles"),
+        (("--ttft", "5"), "Write 500ms or 0.5s"),
+        (("--tokens", 100), "Pass a number of tiles"),
         (("--gpu", "K80"), "no GPU 'K80' is known"),
         (("--keep", "0"), "keep"),
-        (("--keep", "1"), "use 1.0 for all"),
-        (("--measured", "1.0=fast"), "is no rate at a keep"),
+        (("--keep", "1"), "1.0 to keep all tokens"),
+        (("--measured", "1.0=fast"), "is not a rate at a keep"),
         (("--measured", "1.0=2"), "two settings fit two shares, not 1"),
         (("--measured", "1.0=2,0.25=1"), "no shares of the peak give both rates"),
         (("--block", 0), "at least 1 token"),
-        (("--json", "/nowhere/x.json"), "there is no folder"),
+        (("--json", "/nowhere/x.json"), "the folder /nowhere does not exist"),
         (("--model", "/nowhere"), "does not exist"),
     ],
 )
-def test_a_wrong_word_is_one_line(arguments: tuple[object, ...], said: str) -> None:
+def test_invalid_arguments_print_one_line(arguments: tuple[object, ...], said: str) -> None:
     ran = asked(*arguments)
     assert ran.exit_code == 2 and said in ran.output and "Traceback" not in ran.output
 
@@ -181,7 +181,7 @@ def _keep(row: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("row", _rows(), ids=lambda row: f"{row['engine']}-{row['setting']}")
-def test_what_an_h200_measured(row: dict[str, Any]) -> None:
+def test_estimates_match_h200_measurements(row: dict[str, Any]) -> None:
     """By the default shares; of the host, a step without graphs and the first token were measured for each engine."""
     server, load = _server(row["engine"])
     made = server.capacity(load, _keep(row), 1, row["answer"])
@@ -193,7 +193,7 @@ def test_what_an_h200_measured(row: dict[str, Any]) -> None:
         assert row["blocks"] == row["at_once"] * held / row["block_size"]
 
 
-def test_two_measured_settings_fit_two_shares() -> None:
+def test_measured_rates_fit_the_shares() -> None:
     server, load = _server("qwen7b.eager")
     rates = {_keep(row): row["rate"] for row in _rows() if row["engine"] == "qwen7b.eager"}
     fitted = server.fitted(load, 1, 16, {keep: rates[keep] for keep in (1.0, 0.25)})

@@ -41,7 +41,7 @@ def refused(*arguments: object) -> str:
     return lines[0]
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_imports_no_heavy_modules() -> None:
     # A time limit would test the machine; what takes the time is importing these.
     heavy = {"torch", "transformers", "numpy", "PIL", "scipy", "matplotlib", "rich.progress"}
     code = (
@@ -59,7 +59,7 @@ def test_help_loads_nothing_heavy() -> None:
         assert any(command in line for line in help_text)
 
 
-def test_version_is_one_line() -> None:
+def test_version_prints_one_line() -> None:
     assert call("--version").output == f"tokenprune {tokenprune.__version__}\n"
     assert call("--version", "bench", "--nonsense").output == f"tokenprune {tokenprune.__version__}\n"
     assert "--version" in call("--help").output
@@ -112,7 +112,7 @@ def test_profile_takes_a_stack() -> None:
     assert "2 numbers for 1 method in fastv" in refused(*arguments, "--methods", "fastv")
 
 
-def test_the_shell_completes_methods_and_loads_none() -> None:
+def test_shell_completion_imports_no_methods() -> None:
     words = {"COMP_WORDS": "tokenprune bench --methods divprune+fastv", "COMP_CWORD": "3"}
     code = "import sys\nfrom tokenprune.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     done = subprocess.run(
@@ -164,7 +164,7 @@ def test_demo_notes_a_busy_machine(load: float, is_noted: bool, monkeypatch: pyt
     monkeypatch.setattr(demo, "REPEATS", 1)
     monkeypatch.setattr(demo, "NUM_QUESTIONS", 1)
     monkeypatch.setattr(demo, "get_machine_load", lambda: load)
-    note = f"The machine was busy with other work (load 100.0 on {os.cpu_count()} cores)"
+    note = f"The machine was busy (load 100.0 on {os.cpu_count()} cores)"
     output = call("demo", "--model", "demo_vlm", "--device", "cpu").stdout
     assert (note in " ".join(output.split())) is is_noted
 
@@ -205,7 +205,7 @@ def test_profile_prints_one_screen() -> None:
         assert max(map(len, output.partition("┘\n")[0].splitlines())) <= 80
 
 
-def test_show_writes_a_image(tmp_path: Path) -> None:
+def test_show_writes_an_image(tmp_path: Path) -> None:
     out = tmp_path / "kept.png"
     result = call("show", IMAGE, "--method", "divprune", "--keep", "16", "--device", "cpu", "--out", out)
     assert "256 → 16" in result.output
@@ -213,7 +213,7 @@ def test_show_writes_a_image(tmp_path: Path) -> None:
     assert Image.open(out).format == "PNG"
 
 
-def test_errors_are_one_line_that_helps(tmp_path: Path) -> None:
+def test_errors_print_one_line(tmp_path: Path) -> None:
     assert "did you mean 'dart'" in refused("bench", "--methods", "dartt")
     assert "did you mean 'dart'" in refused("show", IMAGE, "--method", "dartt")
     assert "shares" not in refused("bench", "--keep", "a")

@@ -245,7 +245,7 @@ def test_an_address_sets_the_page_and_is_not_trusted(browser: Any, address: str)
     for wrong, said in (
         ("keep=7", "keep=7 in the address"),
         ("first=dymu:thresholds=/etc/passwd", "opens no files"),
-        ("first=<img src=x onerror=alert(1)>", "write methods and their options"),
+        ("first=<img src=x onerror=alert(1)>", "is not a setting. Write it"),
         ("example=99", "there are 1 to"),
     ):
         page.goto(f"{address}/?{wrong}", timeout=PATIENCE)

@@ -128,7 +128,7 @@ def test_what_ran_spent_the_target_and_the_rest_is_listed_with_the_reason(record
     assert why.keys() == {(name, keep) for name in ("dynres", "visipruner") for keep in (0.5, 0.25)} | {
         ("fastv", 0.25), ("vtw", 0.25)
     }  # fmt: skip
-    assert "layer 2 of 6: the layers before it alone spend 0.333" in why["fastv", 0.25]
+    assert "layer 2 of 6: the layers before it spend 0.333" in why["fastv", 0.25]
     assert "it spent 0.167" in why["vtw", 0.25]
     assert "depends on the image's content" in why["dynres", 0.5] and "content decides" in why["visipruner", 0.5]
 
@@ -174,8 +174,8 @@ def test_the_command_line_chooses_settings_and_draws_with_them(tmp_path: Path) -
     ("arguments", "told"),
     [
         (("--keep", "64"), "shares of the visual tokens, such as 0.25, not 64 tokens"),
-        (("--keep", "1.5"), "keep=1.5 is no share"),
-        (("--keep", "0"), "keeps nothing"),
+        (("--keep", "1.5"), "keep=1.5 is not a valid share"),
+        (("--keep", "0"), "keeps no token"),
         (("--keep", "many"), "many"),
         (("--methods", "pool+fastv"), "pool+fastv"),
     ],

@@ -263,7 +263,7 @@ def test_the_command(tmp_path: Path) -> None:
         ("--method", "nothing"): "nothing",
         ("--method", "pool+dart", "--keep", "0.1+0.2+0.3"): "3 numbers for 2 methods",
         ("--keep", "1.5"): "pass a share in",
-        ("--html", str(tmp_path / "no" / "p.html")): "there is no folder",
+        ("--html", str(tmp_path / "no" / "p.html")): "does not exist",
         ("--config-only", "--model", str(tmp_path)): "cannot read the config",
         ("--image", str(tmp_path / "none.png")): "none.png",
     }.items():

@@ -285,7 +285,7 @@ def test_unsupported_setups_raise(build) -> None:
     refused(model, everyone, OptionError, "never see", keep=[0.5, 1.0])
     refused(model, "pevlm", OptionError, r"dense_layers=\[4\]", dense_layers=[0, 4])
     refused(model, "pevlm", OptionError, "names all layers", dense_layers=[0, 1, 2, 3])
-    refused(model, ["pevlm", "pevlm"], OptionError, "same place")
+    refused(model, ["pevlm", "pevlm"], OptionError, "both act at")
     for family in FAMILIES.values():
         if not family.video:
             refused(build(family), "pevlm", UnsupportedSetupError, "does not support")

@@ -200,7 +200,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
         (["--methods", "pol"], "did you mean 'pool'"),
         (["--target-ttft", "fast"], 'Use "0.5x"'),
         (["--objective", "foo"], "objective 'foo' is not known. Use one of ttft, throughput, tokens, flops, kv"),
-        (["--out", "gone/tokenprune.json"], "there is no folder gone"),
+        (["--out", "gone/tokenprune.json"], "the folder gone does not exist"),
         (["--data", "gone.jsonl"], "gone.jsonl does not exist"),
         (["--metric", "cidr"], "Metric 'cidr' is not known"),
         (["--metric", "cider"], "cider cannot be tuned"),

@@ -102,20 +102,23 @@ def test_limits_hold_for_the_oldest_image() -> None:
 @each(
     ("given", "says"),
     [
-        ({"method": "fastv"}, "fastv does not make its one cut before the language model"),
-        ({"method": "dart", "experimental_in_llm": True}, "dart does not make its one cut before"),
-        ({"method": "tome"}, "tome does not make its one cut before the language model"),
-        ({"method": "dynres"}, "dynres does not make its one cut before the language model"),
+        ({"method": "fastv"}, "fastv does not make a single cut before the language model"),
+        ({"method": "dart", "experimental_in_llm": True}, "dart does not make a single cut before"),
+        ({"method": "tome"}, "tome does not make a single cut before the language model"),
+        ({"method": "dynres"}, "dynres does not make a single cut before the language model"),
         ({"method": "cdpruner"}, "cdpruner reads the question"),
         ({"method": "evs"}, "evs leaves images whole"),
-        ({"per": "frame"}, 'with per="image"'),
+        ({"per": "frame"}, 'and per="image"'),
         ({"keep": {"average_share": 0.5, "age": AGE}}, "must be a number.* alone or with age and step"),
         ({"keep": {"keep": 0.5, "age": AGE, "steps": 2}}, "must be a number"),
-        ({"keep": {"keep": 0.5, "age": AGE, "step": True}}, "step=True must be a whole number"),
+        ({"keep": {"keep": 0.5, "age": AGE, "step": True}}, "step=True must be a number of images"),
         ({"keep": {"keep": 0.5, "age": [[0, 1.0], [1, 1.5]]}}, "must end with a share"),
         ({"keep": {"keep": 0.5, "age": "old"}}, "must be pairs"),
         ({"keep": {"age": AGE}}, "must be a number"),
-        ({"keep": 0.5, "age": AGE, "step": 2}, 'age and step belong to keep: write "keep": {"keep": 1.0, "age"'),
+        (
+            {"keep": 0.5, "age": AGE, "step": 2},
+            'age and step are part of keep. .*"keep": {"keep": 1.0, "age"',
+        ),
     ],
 )
 def test_what_has_no_age_is_refused(given: dict[str, Any], says: str) -> None:

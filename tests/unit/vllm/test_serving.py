@@ -21,8 +21,8 @@ from tokenprune import Pruner, Site
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.integrations import vllm
-from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.towers.build import tower_part
+from tokenprune.integrations.hf.families import get_adapter
+from tokenprune.integrations.hf.towers.build import build_tower_part
 from tokenprune.integrations.vllm.settings.configuration import check_model
 from tokenprune.integrations.vllm.settings.settings import ServedSetting, servable
 from tokenprune.integrations.vllm.settings.towers import served_tower
@@ -88,9 +88,9 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"method": []}, OptionError, "empty list"),
         ({"method": ["dynres", "divprune"], "min_scale": 0.5}, OptionError, "ambiguous for several methods"),
         ({"method": ["dynres", "divprune"], "keep": [0.5]}, BudgetError, "1 entries for 2 methods"),
-        ({"method": ["dynres", {"method": "divprune", "keep": 0.5}]}, OptionError, "beside the methods"),
-        ({"method": ["divprune", "pool"]}, OptionError, "at the same place"),
-        ({"method": ["downsample", "dynres"]}, OptionError, "at the same place"),
+        ({"method": ["dynres", {"method": "divprune", "keep": 0.5}]}, OptionError, "next to the methods"),
+        ({"method": ["divprune", "pool"]}, OptionError, "both act at"),
+        ({"method": ["downsample", "dynres"]}, OptionError, "both act at"),
         ({"method": ["dynres", "fastv"]}, OptionError, "true allows it, with limits"),
         ({"keep": [0.5, 0.25]}, BudgetError, "2 entries for 1 methods"),
         ({"per": "prompt"}, OptionError, 'must be "image" or "frame"'),
@@ -98,21 +98,21 @@ def test_later_layers_win(layers, wanted) -> None:
         ({"method": "downsample", "keep": 20}, BudgetError, "as a share"),
         ({"method": "dynres", "keep": 0.01}, BudgetError, "smaller min_scale"),
         ({"method": "dynres", "question_guard": True}, OptionError, "question_guard reads the question"),
-        ({"keep": 0}, BudgetError, "keeps nothing"),
-        ({"keep": 1.5}, BudgetError, "no share"),
-        ({"keep": -3}, BudgetError, "keeps nothing"),
-        ({"keep": float("nan")}, BudgetError, "must be a number"),
+        ({"keep": 0}, BudgetError, "keeps no token"),
+        ({"keep": 1.5}, BudgetError, "not a valid share"),
+        ({"keep": -3}, BudgetError, "keeps no token"),
+        ({"keep": float("nan")}, BudgetError, "must be a finite number"),
         ({"keep": "0.5"}, BudgetError, "must be a number"),
         ({"keep": True}, BudgetError, "must be a number"),
-        ({"keep": None}, BudgetError, "use a float"),
+        ({"keep": None}, BudgetError, "Pass a float"),
         ({"keep": {"flops_share": 0.5}}, BudgetError, "must be a number"),
         ({"off": 1}, OptionError, "true or false"),
-        ({"off": True, "keep": 0.5}, OptionError, "stands alone"),
+        ({"off": True, "keep": 0.5}, OptionError, "excludes other keys"),
         ({"seed": 1}, OptionError, "no option 'seed'"),
         ({"method": "random", "seed": "x"}, OptionError, "must be an int"),
         ({"method": "random", "seed": [1]}, OptionError, "must be an int"),
-        ({"padding": "x" * 5000}, OptionError, "characters long"),
-        ({"keep": object()}, OptionError, "what JSON can hold"),
+        ({"padding": "x" * 5000}, OptionError, "characters"),
+        ({"keep": object()}, OptionError, "must be a JSON value"),
         ({"method": "fastv"}, OptionError, "true allows it, with limits"),
         ({"method": "tome", "r": 3}, OptionError, "set before the tower runs.*Pass keep instead of r"),
         ({"method": "dymu"}, OptionError, "Pass exact=True"),
@@ -144,7 +144,7 @@ def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.Monk
     )
     check_model(setting, model_config)
     theirs, ours = (
-        tower_part(adapter_for(model), method, Budget.from_keep(0.5)).reducer.layout.shape,
+        build_tower_part(get_adapter(model), method, Budget.from_keep(0.5)).reducer.layout.shape,
         served_tower(method, model.config),
     )
     for fact in ("tokens", "protected", "blocks", "blocks_read", "unit"):
@@ -173,7 +173,7 @@ def test_a_setting_without_a_method_is_refused() -> None:
     with pytest.raises(OptionError, match="names no method"):
         ServedSetting.from_json({"off": True}, {"keep": 0.5})
     for layers in (({"off": False},), ({"off": True}, {"off": False})):
-        with pytest.raises(OptionError, match='"off": false switches nothing on, since no method is named'):
+        with pytest.raises(OptionError, match='"off": false requires a method'):
             ServedSetting.from_json(*layers)
     for layers in ((SERVER, {"off": False}), ({"off": True}, SERVER | {"off": False})):
         assert ServedSetting.from_json(*layers) == ServedSetting.from_json(SERVER)
