@@ -168,7 +168,7 @@ def test_unsupported_settings_stop_the_server(folder: Any, reference: Any, thres
         (dymu, ValueError, "Pass exact=True"),
         (dymu | {"exact": True}, ValueError, "requires thresholds=PATH"),
         (dymu | {"exact": True, "thresholds": str(tmp_path / "none")}, ValueError, "cannot read"),
-        (dymu | {"exact": True, "thresholds": str(tmp_path / "short.safetensors")}, ValueError, "with 2 blocks, and"),
+        (dymu | {"exact": True, "thresholds": str(tmp_path / "short.safetensors")}, ValueError, "with 2 blocks, but"),
         (dymu | {"exact": True, "thresholds": str(thresholds("llava_siglip"))}, ValueError, "Siglip.*is a CLIP"),
     ):
         with pytest.raises(error, match=says):

@@ -238,7 +238,7 @@ def test_frame_observables_require_whole_videos(build) -> None:
     model, inputs = build(family), family.make_inputs(images=(0,), video=True)
     seen = reader(("frames",), lambda tokens: (tokens.frames, tokens.frame, tokens.counts), "PRE_LLM")
     for per in ("frame", "prompt"):
-        with pytest.raises(BudgetError, match=r'compares the frames .*say per="image"'):
+        with pytest.raises(BudgetError, match=r'compares the frames .*Use per="image"'):
             tokenprune.patch(model, "reader", keep=tokenprune.Budget(keep=0.5, per=per))
     with tokenprune.patched(model, "reader", keep=0.5):
         model(**inputs)

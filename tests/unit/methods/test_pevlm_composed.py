@@ -279,7 +279,7 @@ def refused(model: Any, method: Any, error: type[Exception], match: str, **optio
 def test_unsupported_setups_raise(build) -> None:
     model = build(FAMILIES["qwen2_vl"])
     for keep in (0.5, Budget(tokens=1), 64):
-        refused(model, "pevlm", BudgetError, "removes no tokens", keep=keep)
+        refused(model, "pevlm", BudgetError, "does not remove tokens", keep=keep)
     refused(model, ["divprune", "pevlm"], BudgetError, r"keep=\[0.25, 1.0\]", keep=0.5)
     everyone = [tokenprune.method("fastv", query="all"), "pevlm"]
     refused(model, everyone, OptionError, "never see", keep=[0.5, 1.0])

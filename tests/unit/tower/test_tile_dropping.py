@@ -21,7 +21,7 @@ from tests.unit.methods.test_towerdrop import naive, seen_by
 from tests.unit.tower.test_encoder import with_features
 from tokenprune import OptionError, Site, UnsupportedSetupError
 from tokenprune.integrations.hf.families import get_adapter
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.attachable import change_output
 from tower_attention import attending_by
 from zoo import FAMILIES
@@ -97,8 +97,8 @@ def test_tower_matches_tower_masked_from_each_block(name: str, score: str, build
         with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=layer, score=score, guard="off"):
             got = encode(model, inputs)
         left = len(kept) * (ahead + most * len(units[0]))
-        assert record_of(got).block_tokens == [entered[0][..., 0].numel()] * layer + [left] * (len(blocks) - layer)
-        assert torch.equal(torch.cat([g[-len(units) :] for g in record_of(got).groups]).view_as(kept) >= 0, kept)
+        assert get_record(got).block_tokens == [entered[0][..., 0].numel()] * layer + [left] * (len(blocks) - layer)
+        assert torch.equal(torch.cat([g[-len(units) :] for g in get_record(got).groups]).view_as(kept) >= 0, kept)
         columns = torch.zeros(len(kept), entered[0].shape[1] - ahead, dtype=torch.bool)
         columns[:, torch.tensor(units).flatten()] = kept.repeat_interleave(len(units[0]), dim=1)
         with masked(model, torch.cat([columns.new_ones(len(kept), ahead), columns], dim=1), layer):
@@ -209,7 +209,7 @@ def test_restored_units_match_loop_over_tiles(name: str, stabilise: int, build) 
     whole, left = tiles * count, int(stays.sum())
     assert left < whole and stats.visual_tokens_out == stats.visual_tokens_in and stats.cuts == []
     given = [whole if index < 1 + stabilise or index >= read else left for index in range(len(blocks))]
-    assert record_of(got).block_tokens == given == stats.encoder_tokens_per_layer
+    assert get_record(got).block_tokens == given == stats.encoder_tokens_per_layer
     handles = [
         block.register_forward_hook(lambda m, args, out, x=x: change_output(lambda _: x, out), prepend=True)
         for block, x in zip(blocks[1:], states, strict=False)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a loaded model before it is patched, and of each call before a cut.
+"""Check a loaded model before it is patched.
 
-Checks that need only the method, family, engine and cache are in `integrations.shared.checks`.
+Checks of each call are in `engine.call_check`. Checks that need only the method, family, engine and cache are in
+`integrations.shared.checks`.
 """
 
 from __future__ import annotations
@@ -9,34 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
-from transformers import cache_utils
-from transformers.cache_utils import Cache
-
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.layer_storage import is_offloaded, is_quantized
-from tokenprune.integrations.hf.cache.static_cache import ReducedStatic, is_static
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.sequence.masks import sliding_layers
 from tokenprune.integrations.shared import checks
 from tokenprune.selection.method import Site
 from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import select_observables
-from tokenprune.selection.sites.decode import DecodeMethod
 from tokenprune.selection.sites.encoder import TowerMethod
 
 # Decoder arguments with one entry per token that the engine cuts itself.
-_PER_TOKEN = {"inputs_embeds", "input_ids", "attention_mask", "position_ids", *compat.CACHE_NAMES}
-# Cache layers whose tokens can be dropped. Quantized layers are checked separately.
-_KNOWN_LAYERS = {
-    cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.StaticLayer,
-    cache_utils.StaticSlidingWindowLayer, compat.LINEAR_LAYER, compat.EMPTY_LAYER,
-}  # fmt: skip
 # Observables of the attention in the layer before a cut, and in the layer after it.
 BEFORE, AFTER = (ObservedAt.LAYER_BEFORE, ObservedAt.UNROTATED), (ObservedAt.NEXT_LAYER,)
-
 # Attributes under which wrappers hold the original module: torch.compile, DataParallel, FSDP, gradient checkpointing.
 _WRAPPED_NAMES = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -139,102 +124,3 @@ def has_rotary_positions(adapter: Adapter, layer: int) -> bool:
     if not kinds or not parameters or kinds[layer] not in parameters:
         return True
     return parameters[kinds[layer]] is not None
-
-
-def check_call(steps: Iterable[Step], adapter: Adapter, kwargs: dict[str, Any], in_blocks: bool = False) -> None:
-    """Raise UnsupportedSetupError if `steps` cannot cut this call of the decoder.
-
-    Args:
-        steps: Steps of the patch.
-        adapter: Adapter of the model.
-        kwargs: Arguments of the decoder.
-        in_blocks: Whether some layers use block attention.
-    """
-    cache = compat.get_cache(kwargs)
-    if isinstance(cache, Cache):
-        check_cache(cache)
-        if is_static(cache):
-            check_static(cache, steps, adapter, in_blocks)
-    for step in steps:
-        if isinstance(step.method, DecodeMethod):
-            check_decoding(step.method, adapter.text_config, cache, len(kwargs["inputs_embeds"]))
-    if compat.reruns_hooks(adapter.decoder) and any(step.layer for step in steps):
-        raise UnsupportedSetupError(
-            "Gradient checkpointing runs decoder layers and their hooks a second time, without the state of the cut. "
-            "Call model.gradient_checkpointing_disable(), or use a PRE_LLM method or transformers 5.23 or later."
-        )
-    check_arguments(adapter, kwargs)
-
-
-def check_cache(cache: Cache) -> None:
-    """Raise UnsupportedSetupError if tokens cannot be dropped from this kind of cache."""
-    for layer in getattr(cache, "layers", []):
-        if type(layer) not in _KNOWN_LAYERS and not is_quantized(layer):
-            kind = type(layer).__name__
-            raise UnsupportedSetupError(
-                f"Pruning with cache layers of kind {kind} is not supported. Use a DynamicCache, or unpatch the model."
-            )
-
-
-def check_static(cache: Cache, steps: Iterable[Step], adapter: Adapter, in_blocks: bool) -> None:
-    """Raise UnsupportedSetupError if `steps` cannot cut a decoder with this static cache."""
-    sliding: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
-    if sliding and len(sliding) == len(cache.layers):
-        raise UnsupportedSetupError(
-            "Pruning with a static cache of sliding layers only is not supported, because such a cache does not "
-            "expose its capacity. Use a dynamic cache."
-        )
-    past = int(cache.get_seq_length())
-    filled = past and any(past >= layer.max_cache_len for layer in sliding)
-    if filled and not isinstance(cache, ReducedStatic):
-        raise UnsupportedSetupError(
-            "Images of a later turn cannot be pruned, because the sliding layers of the static cache are full. Put the "
-            "images into the first turn, or use a dynamic cache."
-        )
-    if compat.NEEDS_CACHE_POSITION:
-        raise UnsupportedSetupError(
-            f"Pruning with a static cache is not supported in transformers {compat.VERSION}. Use a dynamic cache, or "
-            "transformers 5.4 or later."
-        )
-    for step in steps:
-        checks.check_cache(step.method.site, adapter.family, checks.STATIC, step.method.name)
-    checks.check_cache(Site.ATTENTION if in_blocks else Site.PRE_LLM, adapter.family, checks.STATIC)
-    if (attention := adapter.attention) not in ("sdpa", "eager"):
-        raise UnsupportedSetupError(
-            f"Pruning with a static cache and attn_implementation={attention!r} is not supported. Use a dynamic cache, "
-            'or load the model with "sdpa".'
-        )
-
-
-def check_arguments(adapter: Adapter, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedSetupError if the decoder gets a per-token argument that its adapter does not cut."""
-    shape = kwargs["inputs_embeds"].shape[:2]
-    for name in kwargs.keys() - _PER_TOKEN - adapter.extra_arguments - adapter.family.entry_tokens.keys():
-        value = kwargs[name]
-        if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == shape:
-            raise UnsupportedSetupError(
-                f"The decoder of {adapter.config.model_type!r} got the per-token argument {name!r}, which its adapter "
-                "cannot cut. Override take_extras in an adapter for this family."
-            )
-
-
-def check_decoding(method: DecodeMethod, config: Any, cache: Any, batch: int) -> None:
-    """Raise UnsupportedSetupError if `mode="evict"` cannot remove keys from this cache.
-
-    Quantized and offloaded caches do not expose their keys. A sliding window hides the length of each row.
-    """
-    if method.mode != "evict":
-        return
-    sliding = any(layer >= method.layer for layer in sliding_layers(config))
-    if sliding and batch > 1 and "flash" in config._attn_implementation:
-        raise UnsupportedSetupError(
-            f"{method.name}: mode='evict' does not support several rows with sliding-window layers and flash "
-            "attention. Use mode='mask', one row at a time, or sdpa."
-        )
-    quantized = any(is_quantized(layer) for layer in getattr(cache, "layers", ()))
-    if quantized or is_offloaded(cache):
-        kind = "a quantized" if quantized else "an offloaded"
-        raise UnsupportedSetupError(
-            f"{method.name}: mode='evict' removes keys from the cache, which is not supported for {kind} cache. Use "
-            "mode='mask', or a dynamic cache."
-        )

@@ -12,11 +12,11 @@ from torch import nn
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.hf.checks import check_methods, check_steps
-from tokenprune.integrations.hf.engine.call_check import CallCheck
+from tokenprune.integrations.hf.engine.call_check import CallCheck, ChunkedPrefillCheck
 from tokenprune.integrations.hf.engine.decode_pruning import DecodePruning
 from tokenprune.integrations.hf.engine.drafts import Drafts
 from tokenprune.integrations.hf.engine.engine import Engine
-from tokenprune.integrations.hf.engine.kept_inputs import KeptInputs
+from tokenprune.integrations.hf.engine.input_recorder import InputRecorder
 from tokenprune.integrations.hf.engine.layer_attention import LayerAttention
 from tokenprune.integrations.hf.engine.packed_calls import PackedCalls
 from tokenprune.integrations.hf.engine.static_steps import StaticSteps
@@ -31,7 +31,6 @@ from tokenprune.integrations.hf.towers.attention_scores import BlockReader
 from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.build import build_tower_part
 from tokenprune.integrations.hf.towers.frame_merging import FrameMerging
-from tokenprune.integrations.hf.towers.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.shared import checks
 from tokenprune.integrations.shared.towers.tower_scores import find_pixel_observables
 from tokenprune.selection.method import Method, Pruner, Site
@@ -220,7 +219,7 @@ def _build_decoder_parts(adapter: Adapter, steps: Sequence[Step], record: bool) 
     if select_observables(needs, ObservedAt.LAYER_BEFORE, ObservedAt.NEXT_LAYER, ObservedAt.UNROTATED):
         parts.append(attention)
     if select_observables(needs, ObservedAt.ENTRY, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED, ObservedAt.OWN):
-        parts.append(KeptInputs(adapter, by_layer, attention))
+        parts.append(InputRecorder(adapter, by_layer, attention))
     # Last, because DecodePruning reads the results of the observers.
     parts += [DecodePruning(adapter, step.method, record) for step in steps if isinstance(step.method, DecodeMethod)]
     return parts

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out, stored_bytes
-from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
+from tokenprune.integrations.hf.cache.layer_storage import count_layer_bytes, count_slots
+from tokenprune.integrations.hf.cache.reduced_cache import get_reduction
 from tokenprune.integrations.hf.cache.static_cache import StaticReduction, is_static
 from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
+    from tokenprune.integrations.hf.forward.token_state import Layout
     from tokenprune.integrations.hf.forward.trace import Trace
-    from tokenprune.integrations.hf.sequence.layout import Layout
 
 
 class _ThreadStats(threading.local):
@@ -55,7 +55,7 @@ def _record_token_bytes_from_trace(trace: Trace, rows: int, layers: list[CacheLa
 
 def _count_cached_tokens(trace: Trace, layer: int, slots: int) -> int:
     """Count the tokens in the last `slots` slots of all rows after a forward that started with an empty cache."""
-    counts = trace.tokens_at(layer)
+    counts = trace.get_tokens(layer)
     if counts.after_cut and not trace.attends_all:
         return sum(min(slots, tokens) for tokens in counts.tokens_per_row)  # rows are right-aligned
     padding = trace.prompt.padding_to_drop
@@ -162,12 +162,12 @@ def _measure_layers(cache: Any, num_tokens: int) -> list[CacheLayer]:
         ]
         sizes = [(index, keys.shape[-2], keys.nbytes + values.nbytes) for index, keys, values in filled]
         return [(index, slots, size, size * num_tokens // slots) for index, slots, size in sizes]
-    static, reduction, measured = is_static(cache), reduction_of(cache), []
-    unpruned_slots = reduction.full if isinstance(reduction, StaticReduction) else {}
+    static, reduction, measured = is_static(cache), get_reduction(cache), []
+    unpruned_slots = reduction.original_slots if isinstance(reduction, StaticReduction) else {}
     for index, layer in enumerate(layers):
-        if not (slots := slots_handed_out(layer)):
+        if not (slots := count_slots(layer)):
             continue
-        size = stored_bytes(layer, slots)
+        size = count_layer_bytes(layer, slots)
         if static:
             num_slots = unpruned_slots.get(index, layer.max_cache_len)
         else:

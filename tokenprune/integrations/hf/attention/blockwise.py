@@ -22,12 +22,12 @@ from tokenprune.integrations.hf.attention_observer import Tap
 from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part, PerCall
-from tokenprune.integrations.hf.sequence.alignment import align_per_image, check_rows
-from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.hf.sequence.masks import sliding_layers
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.forward.token_state import Layout
+from tokenprune.integrations.hf.sequence.alignment import check_rows
+from tokenprune.integrations.hf.sequence.masks import find_sliding_layers
+from tokenprune.integrations.hf.sequence.record import align_per_image, get_record
 from tokenprune.integrations.hf.sequence.segments import find_segments
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.kernels.transfer import to_device
@@ -98,7 +98,7 @@ class BlockAttention(Part):
         self.layers: list[int] = [layer for layer in range(layers) if layer not in method.dense_layers]
         if not self.layers:
             raise OptionError(f"{name}: dense_layers names all {layers} layers. Leave at least one layer out.")
-        if sliding := [layer for layer in sliding_layers(adapter.text_config) if layer in self.layers]:
+        if sliding := [layer for layer in find_sliding_layers(adapter.text_config) if layer in self.layers]:
             raise UnsupportedSetupError(
                 f"{name} does not support decoder layers with a sliding window, here {sliding}. Pass "
                 f"dense_layers={sliding}."
@@ -175,7 +175,7 @@ class BlockAttention(Part):
         rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         if segments is None:
             return rows
-        encoded = record_of(call.outputs.get("video")).frames
+        encoded = get_record(call.outputs.get("video")).frames
         videos = [row for row, modality in zip(segments.row, segments.modality, strict=True) if modality == "video"]
         frames = iter(align_per_image(encoded or [], videos))
         for row, modality, count, position in zip(

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.checks import check_arguments
 from tokenprune.integrations.hf.compat import reruns_layers
+from tokenprune.integrations.hf.engine.call_check import check_arguments
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part, PerCall
-from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
+from tokenprune.integrations.hf.forward.token_state import Layout, gather_tokens
 from tokenprune.integrations.shared.attachable import change_output, get_hidden_states, replace_hidden_states
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import Selection
@@ -35,7 +35,7 @@ from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 
 _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
@@ -86,8 +86,8 @@ class Unmerged:
             dropped |= padding
         for row, before, after in zip(segments.row, segments.counts, selection.counts, strict=True):
             tokens_per_row[row] -= before - after
-        layout, _ = Layout.full(batch, length, device).cut(dropped, tokens_per_row)
-        slot = layout.slot_of.gather(1, first)
+        layout, _ = Layout.build_uncut(batch, length, device).cut(dropped, tokens_per_row)
+        slot = layout.slot_index.gather(1, first)
         if padding is not None:
             slot = slot.masked_fill(padding, layout.width - 1)
         return Unmerged(layout, slot, padding)
@@ -161,7 +161,7 @@ class VirtualUnmerging(Part):
         if call.merged is None:
             return
         (step, selection), call.merged = call.merged, None
-        check_arguments(self.adapter, inputs.arguments())
+        check_arguments(self.adapter, inputs)
         if reruns_layers(self.decoder):
             raise UnsupportedSetupError(
                 "Gradient checkpointing runs decoder layers a second time, without the groups of merged tokens. Call "

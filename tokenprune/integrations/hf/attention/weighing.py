@@ -20,10 +20,10 @@ from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.sequence.masks import sliding_layers
+from tokenprune.integrations.hf.sequence.masks import find_sliding_layers
 from tokenprune.kernels.observation import Observation
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import SIZES
@@ -64,7 +64,7 @@ class Weighing(Part):
         self._masks: PerCall[dict[Any, tuple[Any, Tensor | None]]] = PerCall()
         if (attention := adapter.attention) not in ("sdpa", "eager"):
             self._refuse(f"attention {attention!r}", 'Load the model with attn_implementation="sdpa"')
-        if sliding_layers(adapter.text_config):
+        if find_sliding_layers(adapter.text_config):
             self._refuse("layers with a sliding window")
         layers = (layer for layer in range(len(adapter.decoder.layers)) if layer not in adapter.stateful)
         self.observers = [Observer(adapter.get_attention(layer), partial(self._mask, layer == 0)) for layer in layers]

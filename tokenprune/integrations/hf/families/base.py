@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.layer_storage import keys_of
+from tokenprune.integrations.hf.cache.layer_storage import read_keys
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.hf.sequence.masks import sliding_layers
+from tokenprune.integrations.hf.forward.token_state import Layout
+from tokenprune.integrations.hf.sequence.masks import find_sliding_layers
 from tokenprune.integrations.shared.towers.patch_grid import PatchSource
 from tokenprune.kernels.transfer import to_device
 from tokenprune.models.families import FAMILIES, PIXELS_ONLY, SUPPORTED, Family, get_config_family, get_family
@@ -64,7 +64,7 @@ class Adapter(PatchSource):
         self.family = get_config_family(self.config)
         self.base, self.decoder = self._find(self.model)
         self.text_config = self.decoder.config
-        self.sliding = sliding_layers(self.text_config)  # the decoder layers that attend in a window
+        self.sliding = find_sliding_layers(self.text_config)  # the decoder layers that attend in a window
         kinds = getattr(self.text_config, "layer_types", None) or ()
         unknown = set(kinds) - _ATTENDING - STATEFUL - _POINTWISE
         if unknown and self.family.name not in PIXELS_ONLY:
@@ -222,7 +222,7 @@ class Adapter(PatchSource):
 
     def cached_keys(self, layer: int, cache: Any) -> Tensor:
         """Return the keys that a layer's cache holds, `[B, Hkv, K, Dh]`, as its attention function gets them."""
-        return keys_of(cache, layer)
+        return read_keys(cache, layer)
 
     # -- more that has to be put right in a patched model
 

@@ -22,10 +22,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.base import Adapter, embed_ids, register_adapter
+from tokenprune.integrations.hf.forward.call import find_module_frame, is_running
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.record import start_record
 from tokenprune.integrations.shared.attachable import get_thread_states, refuse_replica
-from tokenprune.integrations.shared.frames import find_module_frame, is_running
 
 
 @register_adapter("blip-2", "instructblip", "instructblipvideo")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.layer_storage import keys_of, values_of
+from tokenprune.integrations.hf.cache.layer_storage import read_keys, read_values
 from tokenprune.integrations.hf.families.base import Adapter, embed_ids, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
+from tokenprune.integrations.hf.forward.token_state import Layout, gather_tokens
 
 
 @register_adapter("gemma4", "gemma4_unified")
@@ -213,7 +213,7 @@ class LatentAdapter(Adapter):
 
     def cached_keys(self, layer: int, cache: Any) -> Tensor:
         attention: Any = self.get_attention(layer)
-        return attention.expand_kv(keys_of(cache, layer), values_of(cache, layer))[0]
+        return attention.expand_kv(read_keys(cache, layer), read_values(cache, layer))[0]
 
 
 @register_adapter("nemotron_h_omni")

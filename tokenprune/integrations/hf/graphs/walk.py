@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
+from tokenprune.integrations.hf.cache.layer_storage import count_slots
 from tokenprune.integrations.hf.cache.static_cache import is_static
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.graphs.replay import Buckets, LayerCall, NotGraphedError, States
@@ -138,7 +138,7 @@ class Walk:
             raise NotGraphedError("layers are called in a form of their own")
         if hidden.shape[1] > most:
             raise NotGraphedError(f"{hidden.shape[1]} tokens are more than most={most}")
-        if cache is not None and index < len(cache.layers) and slots_handed_out(cache.layers[index]):
+        if cache is not None and index < len(cache.layers) and count_slots(cache.layers[index]):
             raise NotGraphedError("the cache holds tokens already")
         if not (cache is None or type(cache) is DynamicCache or is_static(cache)):
             raise NotGraphedError(f"the cache is a {type(cache).__name__}")

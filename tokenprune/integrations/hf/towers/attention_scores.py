@@ -21,9 +21,9 @@ from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
-from tokenprune.integrations.hf.sequence.alignment import placeholder_to_feature
-from tokenprune.integrations.hf.sequence.record import open_record, record_of
-from tokenprune.integrations.hf.sequence.segments import feature_total
+from tokenprune.integrations.hf.sequence.alignment import index_placeholders
+from tokenprune.integrations.hf.sequence.record import get_record, open_record
+from tokenprune.integrations.hf.sequence.segments import count_features
 from tokenprune.integrations.hf.towers.blocks import find_blocks, get_attention
 from tokenprune.integrations.hf.towers.unit_dropping import denormalize, get_color_statistics
 from tokenprune.integrations.shared.attachable import get_thread_states
@@ -133,7 +133,7 @@ class BlockReader(Part):
 
     def _record_tokens(self, encoding: Encoding, output: Any) -> None:
         """Write the observables of the encoded visual tokens into the record on `output`."""
-        state, packed = record_of(output).take_attention(), pop_packed_features()
+        state, packed = get_record(output).take_attention(), pop_packed_features()
         if state is None:
             return
         # Scores have shape (rows of the tower, patches, channels). Packed towers have one row with all patches.
@@ -146,7 +146,7 @@ class BlockReader(Part):
             torch.cat([piece.flatten(0, 1) for piece in pieces])[None] if on_one_axis else torch.cat(pieces)
             for pieces in state.values()
         ]
-        traced = trace_tokens(self.adapter, encoding.modality, encoding.on_host, feature_total(output), layers, packed)
+        traced = trace_tokens(self.adapter, encoding.modality, encoding.on_host, count_features(output), layers, packed)
         encoded = TowerValues.from_scores(traced, self.blocks, state, [x.shape[-1] for x in layers])
         if self.pixel_observables:
             pixels = encoding.arguments["pixel_values_videos" if encoding.modality == "video" else "pixel_values"]
@@ -183,7 +183,7 @@ class EncodedTokens:
         self.device, self.parts = device, []
         self.masks: list[tuple[str, Tensor, int]] = []  # modality, placeholder mask, number of tokens
         for modality, output in call.outputs.items():
-            encoded, mask = record_of(output).encoded, call.prompt.placeholders[modality]
+            encoded, mask = get_record(output).encoded, call.prompt.placeholders[modality]
             if encoded is None:
                 raise UnsupportedSetupError(
                     f"These {modality} features were not encoded by the patched model, so values of its vision tower "
@@ -222,7 +222,7 @@ class EncodedTokens:
         """Return the index of each visual token among the features of all modalities, long `[S, N]`."""
         index, start = torch.zeros_like(self.masks[0][1], dtype=torch.long), 0
         for modality, mask, count in self.masks:
-            index = torch.where(mask, placeholder_to_feature(modality, mask, count) + start, index)
+            index = torch.where(mask, index_placeholders(modality, mask, count) + start, index)
             start += count
         return to_device(index, self.device)[segments.row_index, segments.position]
 

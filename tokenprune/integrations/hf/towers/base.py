@@ -17,10 +17,10 @@ from tokenprune.budgets import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.sequence.record import open_record, record_of
+from tokenprune.integrations.hf.sequence.record import get_record, open_record
 from tokenprune.integrations.hf.towers.merge_map import keep_one_per_group, keep_units
 from tokenprune.integrations.shared.towers.reducer import TowerReducer
 from tokenprune.selection.method import Selection
@@ -74,7 +74,7 @@ class TowerPart(Part):
         recorded: dict[str, list[Tensor]] = {}
         counts = []  # tokens at the input of each block of the tower
         for modality, output in call.outputs.items():
-            record = record_of(output)
+            record = get_record(output)
             counts.append(record.block_tokens)
             if modality not in self.modalities:
                 continue

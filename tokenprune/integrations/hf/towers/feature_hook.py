@@ -17,7 +17,7 @@ import torch
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part, acting
+from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part, select_moments
 from tokenprune.integrations.hf.sequence.record import start_record
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.eager import run_eagerly
@@ -98,7 +98,7 @@ class EncoderHook(Attachable):
         super().__init__()
         self.adapter, self.current, self.receive, self.check = adapter, current, receive, check
         self.acts_on = acts_on
-        self._around = acting(part.around_encode for part in parts)
+        self._around = select_moments(part.around_encode for part in parts)
 
     def _attach(self) -> None:
         base = self.adapter.base

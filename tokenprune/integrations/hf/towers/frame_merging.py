@@ -21,10 +21,10 @@ from tokenprune.errors import BudgetError, TokenPruneError, UnsupportedSetupErro
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.sequence.record import open_record
-from tokenprune.integrations.hf.sequence.segments import feature_total
+from tokenprune.integrations.hf.sequence.segments import count_features
 from tokenprune.integrations.hf.towers.base import TowerPart
 from tokenprune.integrations.hf.towers.blocks import check_layer, find_blocks, get_attention
 from tokenprune.integrations.shared.attachable import change_output, get_hidden_states, get_thread_states
@@ -213,7 +213,7 @@ class FrameMerging(TowerPart):
         # The host needs the number of kept tokens, so the rest is computed on the CPU.
         assert run.received is not None  # checked in `_leave_mixed`
         received = run.units.expand(run.received).cpu()
-        total = feature_total(output)
+        total = count_features(output)
         traced = trace_tokens(self.adapter, encoding.modality, encoding.on_host, total, [received.unsqueeze(-1)], None)
         size = len(traced.cells) // len(run.sizes)  # all videos of a call have the same number of frames
         pieces = zip(run.get_owners(), traced.cells.split(size), traced.scores.split(size), run.groups, strict=True)

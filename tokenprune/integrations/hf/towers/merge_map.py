@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenprune.integrations.hf.sequence.alignment import placeholder_to_feature
+from tokenprune.integrations.hf.sequence.alignment import index_placeholders
 from tokenprune.integrations.shared.towers.packed_features import find_first_of_group, pop_packed_features
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import Selection
@@ -72,7 +72,7 @@ def keep_one_per_group(
         starts = to_device((sizes.cumsum(0) - sizes).repeat_interleave(sizes), device)
         group = torch.cat([image.to(device) for image in images])
         group = torch.where(group < 0, group, group + starts)
-        feature_index = placeholder_to_feature(modality, mask, len(group))
+        feature_index = index_placeholders(modality, mask, len(group))
         columns = torch.empty(len(group), dtype=torch.long, device="cpu")
         columns[feature_index[mask]] = mask.nonzero()[:, 1]  # copies of a row have their features in the same columns
         group = group[to_device(feature_index.clamp(min=0), device)]
@@ -106,7 +106,7 @@ def keep_units(segments: Segments, masks: dict[str, Tensor], kept: dict[str, lis
     kept_placeholders = torch.ones_like(next(iter(masks.values())))
     for modality, images in kept.items():
         features, mask = torch.cat(images), masks[modality]
-        feature_index = placeholder_to_feature(modality, mask, len(features))
+        feature_index = index_placeholders(modality, mask, len(features))
         kept_placeholders[mask] = features[feature_index[mask]]
     keep = to_device(kept_placeholders, segments.mask.device)[segments.row_index, segments.position] & segments.mask
     return Selection(keep, counts=keep.sum(1).tolist())

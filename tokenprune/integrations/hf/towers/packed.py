@@ -19,7 +19,7 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.hf.towers.base import ThreadKey, TowerPart, check_bias
 from tokenprune.integrations.hf.towers.unit_dropping import check_drops, denormalize, get_color_statistics
 from tokenprune.integrations.shared.attachable import get_hidden_states, get_thread_states
@@ -100,7 +100,7 @@ class PackedTower(TowerPart):
         finally:
             get_thread_states().pop(self.grids_key, None)
         if self.record_field == "groups":
-            owners = record_of(output).owners
+            owners = get_record(output).owners
             self.record_groups(output, None if owners is None else find_first_units(list(owners)))
         return output
 

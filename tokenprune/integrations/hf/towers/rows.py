@@ -18,7 +18,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.hf.towers.base import TowerPart, build_tracing_error, check_bias
 from tokenprune.integrations.hf.towers.blocks import check_layer, find_blocks, get_attention
 from tokenprune.integrations.hf.towers.merge_map import find_feature_groups
@@ -181,7 +181,7 @@ class RowTower(TowerPart):
             raise build_tracing_error(self.method, self.adapter, encoding.modality)
         output = encode(encoding)
         check_layer(self.method.name, self.layer, encoding.on_host)
-        owners, groups = record_of(output).owners, None
+        owners, groups = get_record(output).owners, None
         if isinstance(owners, Tensor):
             groups = find_feature_groups(owners, output.pooler_output, self.layout.shape.protected)
         if groups is None:

@@ -124,7 +124,6 @@ class CutBlockTracker:
     The managers need them before vLLM allocates the blocks of the request.
 
     Args:
-        kv_cache_manager: vLLM's manager.
         block: Size of the blocks if items lose complete blocks, or None if tokens are packed.
     """
 

@@ -23,9 +23,7 @@ class VisualPiece:
     Attributes:
         indices: Indices of the tokens in the prompt, ascending.
         keep: Number of tokens after the cut.
-        item: Index of the multimodal item.
         ordinal: Index of this piece in its prompt.
-        modality: Modality of the item.
     """
 
     indices: tuple[int, ...]
@@ -51,8 +49,6 @@ def count_kept(setting: ServedSetting, count: int, block: int | None) -> int:
     """Return the number of visual tokens after the cut, out of `count`.
 
     Args:
-        setting: The server's setting.
-        count: Number of visual tokens.
         block: Block size if an item loses complete blocks, or None to keep exactly the budget. At least one block is
             kept, so the dropped blocks are within the item, wherever it begins.
     """
@@ -139,7 +135,6 @@ class RequestStep:
     Attributes:
         computed: Number of tokens computed before.
         end: End of the step's tokens.
-        pieces: Pieces of the prompt.
         prompt: Number of tokens of the prompt, if known.
     """
 

@@ -47,8 +47,6 @@ class InLLM:
     """Token dropping inside a model: the hooks on its layers, and the requests of the last step.
 
     Args:
-        model: A model of vLLM with the mixin.
-        reducer: The hooks.
         aligned: Whether items lose complete blocks of the KV cache.
     """
 

@@ -64,8 +64,6 @@ class Clock:
         """Time the selection of images or videos within the context.
 
         Args:
-            method: Name of the method.
-            device: Device of the selection.
             *items: Further fields of the log line of each item.
         """
         fields = [{"method": method, **item} for item in items or ({},)]

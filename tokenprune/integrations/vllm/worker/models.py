@@ -89,9 +89,6 @@ class ReducingModel(_Model):
 
         Args:
             embed: `embed_multimodal` of vLLM's model class.
-            plans: Plans of the items.
-            kwargs: Arguments of `embed`.
-            modality: "image" or "video".
             requests: Log fields of each item; see `get_batch_requests`.
         """
         tower = create_tower_treatment(self, plans, kwargs, modality)
@@ -126,11 +123,7 @@ class ReducingModel(_Model):
         """Return the rows of B equal items for their placeholders in the prompt, shape (B, kept rows, width).
 
         Args:
-            plan: The plan of each item.
             rows: Features of the encoder, shape (B * tokens, width).
-            modality: "image" or "video".
-            item: Shapes of one item.
-            shapes: Key of these shapes.
             result: Result of the tower, for a single item. Empty for several items.
         """
         kept = result.kept

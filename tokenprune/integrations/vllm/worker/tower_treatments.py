@@ -85,14 +85,7 @@ class ReducedTower:
 
 
 class ReadTower:
-    """Reads values of the tower for plans whose methods need them, without changing the tower.
-
-    Args:
-        reader: Reads the tower of the model.
-        plans: Plans of the items.
-        kwargs: Arguments of `embed_multimodal`.
-        modality: "image" or "video".
-    """
+    """Reads values of the tower for plans whose methods need them, without changing the tower."""
 
     def __init__(self, reader: TowerReader, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str) -> None:
         self.reader, self.plans, self.kwargs, self.modality = reader, plans, kwargs, modality
@@ -126,14 +119,7 @@ def _find_reading_method(plan: Plan) -> Pruner | None:
 def create_tower_treatment(
     model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str
 ) -> TowerTreatment:
-    """Return the treatment of plans that one forward of the tower may treat together; see `split_plans`.
-
-    Args:
-        model: A model of vLLM.
-        plans: Plans of the items.
-        kwargs: Arguments of `embed_multimodal`.
-        modality: "image" or "video".
-    """
+    """Return the treatment of plans that one forward of the tower may treat together; see `split_plans`."""
     if plans and (is_merging(plans[0]) or is_dropping(plans[0])):
         method = plans[0].setting.method if is_merging(plans[0]) else plans[0].setting.acting
         assert isinstance(method, TowerMethod)

@@ -58,10 +58,7 @@ def warm_up(
 
     Args:
         model: A model of vLLM with a setting.
-        vllm_config: Configuration of the engine.
-        device: Device of the model.
         largest: Number of tokens of the largest item of each modality.
-        settings: Settings that requests may use.
 
     Returns:
         The method and the number of tokens of each run. Empty on devices without compiled kernels.
