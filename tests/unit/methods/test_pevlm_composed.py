@@ -174,7 +174,7 @@ def test_prompts_that_keep_full_attention(build) -> None:
     images = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
     bare = {key: value for key, value in inputs.items() if not key.startswith("pixel")}
     bare["mm_encoder_outputs"] = {"video": encoded, "image": images}
-    assert "not known which tokens" in note(bare)
+    assert "frame are unknown" in note(bare)
 
 
 @torch.no_grad()
@@ -282,7 +282,7 @@ def test_unsupported_setups_raise(build) -> None:
         refused(model, "pevlm", BudgetError, "does not remove tokens", keep=keep)
     refused(model, ["divprune", "pevlm"], BudgetError, r"keep=\[0.25, 1.0\]", keep=0.5)
     everyone = [tokenprune.method("fastv", query="all"), "pevlm"]
-    refused(model, everyone, OptionError, "never see", keep=[0.5, 1.0])
+    refused(model, everyone, OptionError, "attend only within their block", keep=[0.5, 1.0])
     refused(model, "pevlm", OptionError, r"dense_layers=\[4\]", dense_layers=[0, 4])
     refused(model, "pevlm", OptionError, "names all 4 layers", dense_layers=[0, 1, 2, 3])
     refused(model, ["pevlm", "pevlm"], OptionError, "both act at")
@@ -307,5 +307,5 @@ def test_sliding_windows() -> None:
 def test_image_benchmark_skips_pevlm() -> None:
     from tokenprune_bench.profiling.patched import patched
 
-    with pytest.raises(UnsupportedSetupError, match="acts on videos"):
+    with pytest.raises(UnsupportedSetupError, match="works on videos"):
         patched(None, "pevlm", 1.0)
