@@ -132,9 +132,9 @@ def profile(
     if image and (limits := subject.describe_limits(image)):
         say(limits)
     if html is not None:
-        profile_page = require("tokenprune_bench.report.flame", "--html needs another package").profile_page
+        make_profile_page = require("tokenprune_bench.report.flame", "--html needs another package").make_profile_page
 
-        write_file(html, profile_page(result, shares[0]))
+        write_file(html, make_profile_page(result, shares[0]))
     if json_file is not None:
         write_file(json_file, json.dumps(result.as_dict(), indent=1, ensure_ascii=False) + "\n")
 

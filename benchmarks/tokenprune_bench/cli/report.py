@@ -51,12 +51,12 @@ def show_runs(
     """
     from rich.text import Text
 
-    from tokenprune_bench.report.compare import comparisons
+    from tokenprune_bench.report.compare import build_comparisons
     from tokenprune_bench.report.page import make_page
     from tokenprune_bench.report.png import plot_png, write
     from tokenprune_bench.report.summary import build_summary_table, describe_summary
     from tokenprune_bench.report.verdict import find_verdicts
-    from tokenprune_bench.report.warnings import lines
+    from tokenprune_bench.report.warnings import format_warnings
     from tokenprune_bench.tables import build_tables
 
     console = get_console()
@@ -71,11 +71,11 @@ def show_runs(
             console.print(Text(f"## {title}\n" if markdown else title, style="bold"), soft_wrap=True)
         for table in build_tables(run.results):
             _show(table, markdown)
-        for line in lines(run.results):
+        for line in format_warnings(run.results):
             console.print(Text(f"- {line}" if markdown else f"! {line}", style="yellow"), soft_wrap=markdown)
         for verdict in find_verdicts(run.results):
             console.print(Text(f"- {verdict.line}" if markdown else verdict.line, style="bold"), soft_wrap=markdown)
-    for table in comparisons(runs):
+    for table in build_comparisons(runs):
         _show(table, markdown)
     if html is not None:
         write(html, make_page(runs))

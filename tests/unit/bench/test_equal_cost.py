@@ -24,7 +24,7 @@ from tokenprune.settings.cost import CostModel, Load
 from tokenprune_bench.equal_cost import describe_setting, explain_miss, solve_setting
 from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.profiling.patched import build_escalation
-from tokenprune_bench.report.compare import same_questions
+from tokenprune_bench.report.compare import group_by_questions
 from tokenprune_bench.report.drawing import FILE, FOLDER
 from tokenprune_bench.report.runs import Run
 from tokenprune_bench.results import summarise
@@ -198,7 +198,7 @@ def test_a_plan_takes_shares_alone() -> None:
 def test_runs_at_equal_cost_are_compared_with_their_like_alone() -> None:
     plans = [dict(seeds=[0]), dict(seeds=[0], equal_cost=True), dict(seeds=[0], equal_cost=True)]
     runs = [Run(name, summarise([header(plan=plan), BASE, GOOD])) for name, plan in zip("abc", plans, strict=True)]
-    assert [[run.name for run in group] for group in same_questions(runs)] == [["a"], ["b", "c"]]
+    assert [[run.name for run in group] for group in group_by_questions(runs)] == [["a"], ["b", "c"]]
 
 
 # -- beside another method ---------------------------------------------------------------------------------------------
