@@ -18,6 +18,7 @@ from tokenprune_bench.cli.common import (
     BackendOption,
     BatchSizeOption,
     ColumnsOption,
+    DetailsOption,
     DeviceOption,
     DtypeOption,
     EngineArgsOption,
@@ -123,6 +124,7 @@ def bench(
     json: Annotated[Path | None, typer.Option(help="Write raw records as JSON lines, for `tokenprune report`.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one page with everything, which loads nothing else.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
+    details: DetailsOption = False,
     repeats: Annotated[int, typer.Option(min=0, help="Timed runs of each method and keep; 0: no timing.")] = 7,
     batch_size: BatchSizeOption = 32,
     backend: BackendOption = "hf",
@@ -202,7 +204,7 @@ def bench(
                 print_skipped(asked)
         records = _measure(subject, plan, asked, metric, run, json, group, wanted, evidence)
     if group.is_leader:
-        show_runs([finished_run(records, run)], html=html, plot=plot)
+        show_runs([finished_run(records, run)], html=html, plot=plot, details=details)
 
 
 def check_set(

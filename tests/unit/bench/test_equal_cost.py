@@ -156,7 +156,7 @@ def test_the_command_line_chooses_settings_and_draws_with_them(tmp_path: Path) -
     (one,) = load_heldout(kinds=("word",), limit=1)
     data, run = tmp_path / "one.jsonl", tmp_path / "run"
     data.write_text(json.dumps({"image": str(one.path), "question": one.question, "answer": one.answer}) + "\n")
-    done = bench("--methods", "fastv,dynres", "--data", data, "--run", run, "--sample", 0)
+    done = bench("--methods", "fastv,dynres", "--data", data, "--run", run, "--sample", 0, "--details")
     assert done.exit_code == 0, done.output
     assert "average_share=0.5: 100 %, 25 % from layer 2" in done.stdout
     assert "Skipped dynres at target 0.5: dynres has no setting" in done.stdout

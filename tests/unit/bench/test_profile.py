@@ -253,16 +253,16 @@ def test_the_command(tmp_path: Path) -> None:
     Image.new("RGB", (60, 40), "red").save(image)
     html, raw = tmp_path / "p.html", tmp_path / "p.json"
     small = ("--image", str(image), "--repeats", "1", "--max-new-tokens", "2", "--threads", "1")
-    told = run(*small, "--method", "divprune", "--html", str(html), "--json", str(raw))
+    told = run(*small, "--details", "--method", "divprune", "--html", str(html), "--json", str(raw))
     assert "to the first token" in told and "Maximum saving per site" in told
     assert json.loads(raw.read_text())["setting"] == {"method": "divprune", "keep": 0.25}
     assert html.read_text().count('<figure class="flame">') == 2
     for arguments, said in {
-        ("--tokens", "9"): "go with --config-only",
-        ("--config-only", "--html", str(html)): "measured times",
+        ("--tokens", "9"): "need --config-only",
+        ("--config-only", "--html", str(html)): "need measured times",
         ("--method", "nothing"): "nothing",
         ("--method", "pool+dart", "--keep", "0.1+0.2+0.3"): "3 numbers for 2 methods",
-        ("--keep", "1.5"): "a share lies in",
+        ("--keep", "1.5"): "pass a share in",
         ("--html", str(tmp_path / "no" / "p.html")): "does not exist",
         ("--config-only", "--model", str(tmp_path)): "cannot read the config",
         ("--image", str(tmp_path / "none.png")): "none.png",

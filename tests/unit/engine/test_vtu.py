@@ -19,7 +19,7 @@ from oracle import close, generate_logits
 from tests.unit.engine.test_cache import longer, words
 from tests.unit.tower.test_encoder import expected_sources, with_features
 from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged
-from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.forward.token_state import Layout
 from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.selection.method import Selection
 from zoo import FAMILIES, HEAD_DIM, TEXT, Family

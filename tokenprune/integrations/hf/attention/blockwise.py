@@ -22,12 +22,12 @@ from tokenprune.integrations.hf.attention_observer import Tap
 from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part, PerCall
-from tokenprune.integrations.hf.sequence.alignment import align_per_image, check_rows
-from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.hf.sequence.masks import sliding_layers
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.forward.token_state import Layout
+from tokenprune.integrations.hf.sequence.alignment import check_rows
+from tokenprune.integrations.hf.sequence.masks import find_sliding_layers
+from tokenprune.integrations.hf.sequence.record import align_per_image, get_record
 from tokenprune.integrations.hf.sequence.segments import find_segments
 from tokenprune.kernels.block_attention import PADDING, SINK, TAIL, Parts, attend_in_blocks
 from tokenprune.kernels.transfer import to_device
@@ -84,12 +84,12 @@ class BlockAttention(Part):
         self.layers: list[int] = [layer for layer in range(layers) if layer not in method.dense_layers]
         if not self.layers:
             raise OptionError(f"{name}: dense_layers names all layers, so nothing would be done; leave some out")
-        if sliding := [layer for layer in sliding_layers(adapter.text_config) if layer in self.layers]:
+        if sliding := [layer for layer in find_sliding_layers(adapter.text_config) if layer in self.layers]:
             raise UnsupportedSetupError(
                 f"{name} cannot act in decoder layers with a sliding window, here {sliding}: keep them as they are "
                 f"with dense_layers={sliding}"
             )
-        self.taps = [_BlockTap(adapter.attention_of(layer), partial(self._attend, layer)) for layer in self.layers]
+        self.taps = [_BlockTap(adapter.get_attention(layer), partial(self._attend, layer)) for layer in self.layers]
 
     def _attach(self) -> None:
         for tap in self.taps:
@@ -114,7 +114,7 @@ class BlockAttention(Part):
         self._plans[call] = BlockPlan(ids)
         call.maskless |= frozenset(self.layers)
         if self.method.position_mode == "reuse":
-            inputs = replace(inputs, positions=reused_positions(inputs.positions, ids, embeds.device))
+            inputs = replace(inputs, positions=reuse_positions(inputs.positions, ids, embeds.device))
         if len(self.layers) == len(self.adapter.decoder.layers):
             # So that the decoder makes no dense mask that no layer reads.
             mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
@@ -160,7 +160,7 @@ class BlockAttention(Part):
         rows: list[list[Visual] | str] = [[] for _ in range(batch)]
         if segments is None:
             return rows
-        encoded = record_of(call.outputs.get("video")).frames
+        encoded = get_record(call.outputs.get("video")).frames
         videos = [row for row, modality in zip(segments.row, segments.modality, strict=True) if modality == "video"]
         frames = iter(align_per_image(encoded or [], videos))
         for row, modality, count, position in zip(
@@ -238,7 +238,7 @@ def _ids(starts: list[int], length: int) -> Tensor:
     return ids
 
 
-def reused_positions(positions: Tensor | None, ids: Tensor, device: torch.device) -> Tensor:
+def reuse_positions(positions: Tensor | None, ids: Tensor, device: torch.device) -> Tensor:
     """Return positions (`[..., B or 1, L]`; None: counted) with which every context block starts where its row's first
     one does; sink and tail keep theirs. ids: long `[B, L]`."""
     if positions is None:

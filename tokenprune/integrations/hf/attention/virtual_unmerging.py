@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.checks import check_arguments
 from tokenprune.integrations.hf.compat import reruns_layers
+from tokenprune.integrations.hf.engine.call_check import check_arguments
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part, PerCall
-from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
+from tokenprune.integrations.hf.forward.token_state import Layout, gather_tokens
 from tokenprune.integrations.shared.attachable import change_output, get_hidden_states, replace_hidden_states
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import Selection
@@ -32,7 +32,7 @@ from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 
 _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
@@ -77,8 +77,8 @@ class Unmerged:
             gone |= padding
         for row, before, after in zip(segments.row, segments.counts, selection.counts, strict=True):
             left[row] -= before - after
-        layout, _ = Layout.full(batch, length, device).cut(gone, left)
-        slot = layout.slot_of.gather(1, first)
+        layout, _ = Layout.build_uncut(batch, length, device).cut(gone, left)
+        slot = layout.slot_index.gather(1, first)
         if padding is not None:
             slot = slot.masked_fill(padding, layout.width - 1)
         return Unmerged(layout, slot, padding)
@@ -122,7 +122,7 @@ class VirtualUnmerging(Part):
                 f'vtu="{form}": {adapter.config.model_type!r} adds features to its visual tokens between the '
                 'decoder\'s layers, by the positions of the full prompt; use vtu="off"'
             )
-        self.modules = [adapter.attention_of(index) for index in range(len(self.decoder.layers))]
+        self.modules = [adapter.get_attention(index) for index in range(len(self.decoder.layers))]
         self.inputs = [_input_projections(module, form) for module in self.modules]
 
     def _attach(self) -> None:
@@ -146,7 +146,7 @@ class VirtualUnmerging(Part):
         if call.merged is None:
             return
         (step, selection), call.merged = call.merged, None
-        check_arguments(self.adapter, inputs.arguments())
+        check_arguments(self.adapter, inputs)
         if reruns_layers(self.decoder):
             raise UnsupportedSetupError(
                 "gradient checkpointing runs decoder layers a second time, when it is forgotten which tokens are one; "

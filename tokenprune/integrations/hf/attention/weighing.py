@@ -20,10 +20,10 @@ from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.sequence.masks import sliding_layers
+from tokenprune.integrations.hf.sequence.masks import find_sliding_layers
 from tokenprune.kernels.observation import Observation
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import SIZES
@@ -60,10 +60,10 @@ class Weighing(Part):
         self._masks: PerCall[dict[Any, tuple[Any, Tensor | None]]] = PerCall()
         if (attention := adapter.attention) not in ("sdpa", "eager"):
             self._refuse(f'attention {attention!r}: load the model with attn_implementation="sdpa"')
-        if sliding_layers(adapter.text_config):
+        if find_sliding_layers(adapter.text_config):
             self._refuse("a sliding window in some layers")
         layers = (layer for layer in range(len(adapter.decoder.layers)) if layer not in adapter.stateful)
-        self.observers = [Observer(adapter.attention_of(layer), partial(self._mask, layer == 0)) for layer in layers]
+        self.observers = [Observer(adapter.get_attention(layer), partial(self._mask, layer == 0)) for layer in layers]
 
     def _refuse(self, what: str) -> None:
         raise UnsupportedSetupError(f"{self.name} cannot weigh attention with {what}; or pass calibrate=False")
@@ -114,7 +114,7 @@ class Weighing(Part):
         if not isinstance(tables, tuple):
             self._refuse(f"the positions of {self.adapter.config.model_type!r}, whose layers get no rotary tables")
         cos, sin = (table.float() for table in tables)
-        near = decay(cos, sin, _sections(self.adapter.text_config))
+        near = compute_decay(cos, sin, _sections(self.adapter.text_config))
         weights.distance = (_MOST - near).clamp(min=1e-6).log().unsqueeze(1)
 
     # -- in each layer
@@ -167,7 +167,7 @@ def _with(seen: Observation, bias: Tensor, attention: str) -> Tensor:
     return (bias + mask).clamp(min=torch.finfo(dtype).min).to(dtype)
 
 
-def decay(cos: Tensor, sin: Tensor, sections: list[int] | None) -> Tensor:
+def compute_decay(cos: Tensor, sin: Tensor, sections: list[int] | None) -> Tensor:
     """Return float32 `[B or 1, W, W]`, the mean over the rotary frequencies of the cosine of distance times frequency.
 
     cos, sin: float32 `[B or 1, W, D]`, or `[3, B or 1, W, D]` of three axes, of which each takes the channels of its
