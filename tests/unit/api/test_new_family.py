@@ -92,10 +92,10 @@ def test_missing_decoder_is_reported(unknown) -> None:
 
 def test_supported_family_is_rejected() -> None:
     for kind, error, says in (
-        ("llava", OptionError, "'llava' has a row in the table"),
+        ("llava", OptionError, "'llava' is already in the family table"),
         ("mllama", UnsupportedModelError, "enter through cross-attention"),
-        ("nothing", OptionError, "is no model type of transformers, nor a folder with config.json"),
-        ("llama", OptionError, "builds no 'llama' that takes images from its default config"),
+        ("nothing", OptionError, "is neither a model type of transformers nor a folder with config.json"),
+        ("llama", OptionError, "cannot build 'llama' with images from its default config"),
     ):
         with pytest.raises(error, match=says):
             describe(kind)
