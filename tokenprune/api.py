@@ -137,7 +137,7 @@ def _guard(given: Any, processor: Any) -> Guard | None:
         return None
     from tokenprune.integrations.hf.guard.settings import Guard
 
-    made: Guard = Guard.of("warn" if given is None else given)
+    made: Guard = Guard.from_argument("warn" if given is None else given)
     return None if made.mode == "off" else made
 
 
