@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tokenprune
+from tokenprune.integrations.hf.sessions.policies import registry as policies
 from tokenprune.methods import registry
 
 ROOT = Path(__file__).parents[3]
@@ -55,7 +56,8 @@ def photo() -> Any:
 @pytest.mark.parametrize("module_name", MODULES)
 def test_examples_run(module_name: str, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # examples may register methods
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # examples may register methods and policies
+    monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

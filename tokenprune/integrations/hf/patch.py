@@ -24,8 +24,8 @@ from tokenprune.integrations.hf.engine.video_frames import VideoFrames, compares
 from tokenprune.integrations.hf.families import Adapter, adapter_for
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.guard.part import check_processor as check_unread_processor
 from tokenprune.integrations.hf.guard.part import build_guard
+from tokenprune.integrations.hf.guard.part import check_processor as check_unread_processor
 from tokenprune.integrations.hf.processor_check import check_processor
 from tokenprune.integrations.hf.towers.attention_scores import BlockReader
 from tokenprune.integrations.hf.towers.base import TowerPart

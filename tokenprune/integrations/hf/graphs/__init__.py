@@ -26,8 +26,7 @@ def graphed(model: Any, graphs: bool | Graphs = True) -> Iterator[Any]:
         UnsupportedModelError: If the model type is not supported.
 
     Example:
-        >>> from tokenprune.graphs import graphed
-        >>> with graphed(model) as graphed_model:
+        >>> with tokenprune.graphs.graphed(model) as graphed_model:
         ...     ids = graphed_model.generate(**inputs, max_new_tokens=2, do_sample=False)
         >>> ids.shape[1] - inputs["input_ids"].shape[1]
         2
@@ -60,9 +59,8 @@ def warm_up(model: Any, lengths: Sequence[int], *, batch: int = 1) -> None:
         OptionError: If a length is below 2, or `batch` is below 1.
 
     Example:
-        >>> from tokenprune.graphs import warm_up
         >>> model = tokenprune.patch(model, "divprune", keep=0.25, graphs=True)
-        >>> warm_up(model, [64])
+        >>> tokenprune.graphs.warm_up(model, [64])
         >>> model = tokenprune.unpatch(model)
     """
     from tokenprune.integrations.hf.graphs.prefill import GraphedPrefill
