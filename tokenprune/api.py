@@ -152,7 +152,7 @@ def _parts(
     graphs: bool | Graphs | None,
 ) -> list[Any]:
     """Return what has to be attached to `model`, in order; the last part has the statistics."""
-    from tokenprune.integrations.timm import is_timm, timm_patch
+    from tokenprune.integrations.timm import build_timm_patch, is_timm
 
     if is_timm(model):
         if processor is not None:
@@ -163,7 +163,7 @@ def _parts(
             raise UnsupportedSetupError("a model of timm is asked no questions about images: leave out feature_cache=")
         if graphs:
             raise UnsupportedSetupError("a model of timm has no decoder to be graphed: leave out graphs=")
-        return [timm_patch(model, methods, budgets)]
+        return [build_timm_patch(model, methods, budgets)]
     from tokenprune.integrations.hf.patch import hf_parts
 
     return hf_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)

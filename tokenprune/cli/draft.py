@@ -43,7 +43,7 @@ def draft(
     settings = read_settings(method, keep)
     for setting in settings or (None,):
         methods, budgets = ([], []) if setting is None else setting.steps()
-        cost = DraftCost.of_configs(whole, own, methods, budgets, tokens=tokens, text=text)
+        cost = DraftCost.from_configs(whole, own, methods, budgets, tokens=tokens, text=text)
         rows = []
         for number in sorted({1, 2, drafts, 2 * drafts}):
             speedups = [f"x{cost.speedup(acceptance, number):.2f}" for acceptance in _ACCEPTANCES]

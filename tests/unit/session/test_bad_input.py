@@ -64,7 +64,7 @@ def unchanged(session: tokenprune.sessions.Session, before: tuple) -> bool:
         ({"memory": "-1MiB"}, BudgetError, "memory='-1MiB' must be"),
         ({"memory": "9" * 400 + "GiB"}, BudgetError, "must be"),
         ({"memory": "0.5KiB"}, BudgetError, "is 512 bytes: one token takes 1024 of this model's cache$"),
-        ({"memory": "50KiB"}, BudgetError, "room for 50 visual tokens, a compression keeps 37"),
+        ({"memory": "50KiB"}, BudgetError, "room for 50 visual tokens; a compression keeps 37"),
         ({"memory": 50}, BudgetError, "pins 64, so that no new token would be kept. Raise memory= to 87 "),
         ({"memory": 100, "target": 0}, BudgetError, "target=0"),
         ({"memory": 100, "target": 1.1}, BudgetError, "target=1.1"),
