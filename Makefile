@@ -18,27 +18,27 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check --no-input
 PYTEST = -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-vllm test-lmms test-newest lint docs pages clean
+.PHONY: help setup demo bench-demo test test-all test-vllm test-lmms test-newest lint docs pages clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
 
 setup: .venv/.setup-done ## create .venv with the pinned versions (again only when the pins or pyproject.toml change)
 
-# All of them would take a quarter of an hour: some of each site.
+demo: setup ## prune a shipped model, ask it about photographs, and write build/demo/report.html
+	@HF_HUB_OFFLINE=1 .venv/bin/tokenprune demo --out build/demo
+
+# All methods would take a quarter of an hour: some of each site.
 DEMO_METHODS := downsample,tome,dymu,divprune,pool,scope,uniform,visionzip,vscan,fastv,dart,pyramiddrop,dyrate
 
-demo: setup ## prune the demo model, then run the benchmark on it
-	HF_HUB_OFFLINE=1 .venv/bin/tokenprune demo
+bench-demo: setup ## compare methods at equal cost on a shipped model (about 8 minutes)
 	HF_HUB_OFFLINE=1 .venv/bin/tokenprune bench --equal-cost --methods $(DEMO_METHODS)
-	@echo "These are 24 drawn scenes, at one cost for all: which method comes out best here says little of photographs and"
-	@echo "pages. What to take for them, README.md and tokenprune recommend say, from hundreds of questions."
 
-test: setup ## run the tests
+test: setup ## run the fast tests: every method, every feature, one model family of each kind
+	$(TEST_ENV) .venv/bin/python $(PYTEST) -m fast
+
+test-all: setup ## run all tests, also on every model family (every combination: PYTEST_ARGS=--every-combination)
 	$(TEST_ENV) .venv/bin/python $(PYTEST)
-
-test-all: setup ## run every method on every family, and what takes long
-	$(TEST_ENV) .venv/bin/python $(PYTEST) --every-combination
 
 # One process and no -n: an engine takes as many cores as there are.
 test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (requirements/vllm.txt)

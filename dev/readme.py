@@ -23,6 +23,7 @@ import front_page  # noqa: E402
 import gpu_page  # noqa: E402
 import kernel_page  # noqa: E402
 import landing_page  # noqa: E402
+import method_pages  # noqa: E402
 import performance  # noqa: E402
 import recover_page  # noqa: E402
 import restore_page  # noqa: E402
@@ -243,7 +244,7 @@ PAGES = {
     "docs/start/choose.md": {"which": which_method.tables},
     "docs/results/advice.md": {"evidence": which_method.pieces, "rule": which_method.rule},
     "docs/serving/start.md": {"choice": which_method.served, "serving": serving_page.serving},
-    "docs/serving/reference.md": serving_page.IN_FULL,
+    "docs/results/serving.md": serving_page.PARTS,
     "docs/index.md": {
         "landing": landing_page.landing,
         "headline": landing_page.headline,
@@ -252,10 +253,14 @@ PAGES = {
     "docs/results/documents.md": {"pages": document_pages.pages},
     "docs/guides/gpu.md": {"expect": gpu_page.table},
     "docs/results/training.md": {"recover": recover_page.recover, "sft": recover_page.sft},
-    "docs/methods/earlytom.md": {"video-tower": video_tower},
-    "docs/methods/pixelprune.md": {"documents": documents},
-    "docs/methods/restore.md": {"restore-gain": restore_page.gain},
-    "docs/methods/towerdrop.md": {"tower-blocks": tower_page.blocks},
+    "docs/methods/README.md": {"measured": method_pages.overview},
+    "docs/results/methods.md": {
+        "documents": documents,
+        "tower-blocks": tower_page.blocks,
+        "restore-gain": restore_page.gain,
+        "video-tower": video_tower,
+        "prumerge-blocks": method_pages.prumerge_blocks,
+    },
     "docs/results/sessions.md": {"attend": attend},
     "docs/results/video.md": {
         "videos": accuracy_pages.videos,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated part of docs/methods/restore.md: what `restore` gains over each chooser by itself, on two models."""
+"""Generate the part of docs/results/methods.md about `restore`: its gain over each chooser, on two models."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated parts of docs/methods/towerdrop.md, answers right by score and block, and of docs/results/speed.md,
-times to the first token by where tokens leave and of what a processor does."""
+"""Generate parts of docs/results/methods.md (accuracy of `towerdrop` by score and block) and of docs/results/speed.md
+(times to the first token by site, and times of the processor)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AFTER = {"diverse": "divprune", "random": "random"}  # the same rule after the t
 
 
 def blocks() -> str:
-    """Return the tables of docs/methods/towerdrop.md: answers right by score and block, of each model."""
+    """Return the tables of docs/results/methods.md: answers right by score and block, of each model."""
     about = (
         "Right, % of questions, by the block at whose input units leave. After the tower: `divprune`, `random`. "
         "`downsample` saves what block 0 does. ▼: worse than `divprune` (McNemar's exact test, one-sided, 5 %). By "

@@ -164,7 +164,7 @@ def try_recommend(env: Environment) -> None:
 def try_demo(env: Environment) -> None:
     models = ("demo_vlm", "demo_qwen") if env.has("torchvision") else ("demo_vlm",)  # Qwen's processors need it
     for model in models:
-        require("unpatched" in env.run("tokenprune", "demo", "--model", model), f"`demo --model {model}` shows nothing")
+        require("KV cache" in env.run("tokenprune", "demo", "--model", model), f"`demo --model {model}` shows nothing")
 
 
 def held_out(env: Environment) -> str:

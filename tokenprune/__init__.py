@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make vision-language models see fewer visual tokens, in one line: `tokenprune.patch(model, method="divprune",
-keep=0.25)`.
+"""Prune visual tokens of vision-language models: `tokenprune.patch(model, method="divprune", keep=0.25)`.
 
-Importing this package changes nothing in torch or transformers, and loads neither: names are resolved on first use.
+Importing this package neither imports nor changes torch and transformers: names are resolved on first access.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from tokenprune.errors import require
 
 __version__ = "0.1.0"
 
-# The module of each public name. `_MODULES` has the public modules with further names.
-_HOMES = {
+# Names exported by each module. `_MODULES` lists the public modules.
+_NAMES = {
     "tokenprune.api": ("patch", "unpatch", "patched", "is_patched", "stats", "feature_cache", "method", "assistant"),
     "tokenprune.integrations.hf.pixels.api": ("patch_processor", "unpatch_processor"),
     "tokenprune_bench.recommend.recommendation": ("recommend",),
@@ -51,12 +50,12 @@ _MODULES = {
     "sessions": "tokenprune.integrations.hf.sessions",
     "statistics": "tokenprune.statistics",
 }
-# These change only after a deprecation; all others are experimental (docs/reference/stability.md).
+# Stable names change only after a deprecation. The other names are experimental (docs/reference/stability.md).
 _STABLE = frozenset(
     "patch unpatch patched is_patched stats method available_methods method_info register Budget Stats "
     "Setting read_config write_config Method Pruner Selection VisualTokens Site MethodInfo".split()
-) | {*_HOMES["tokenprune.errors"]}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+) | {*_NAMES["tokenprune.errors"]}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 if TYPE_CHECKING:
     from tokenprune.api import assistant, feature_cache, is_patched, method, patch, patched, stats, unpatch
@@ -88,16 +87,17 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
-    if (home := _HOME_OF.get(name)) is None:
+    if (module_name := _MODULE_OF.get(name)) is None:
         raise AttributeError(f"module 'tokenprune' has no attribute {name!r}")
-    module = importlib.import_module(home) if home.startswith("tokenprune.") else require(home, f"tokenprune.{name}")
+    is_own = module_name.startswith("tokenprune.")
+    module = importlib.import_module(module_name) if is_own else require(module_name, f"tokenprune.{name}")
     value = getattr(module, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF, *_MODULES])
+    return sorted([*globals(), *_MODULE_OF, *_MODULES])
 
 
-__all__ = ["__version__", *_HOME_OF]
+__all__ = ["__version__", *_MODULE_OF]

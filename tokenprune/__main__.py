@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tokenprune` is the `tokenprune` command: what `accelerate launch -m` and `torchrun -m` start."""
+"""Run the `tokenprune` command with `python -m tokenprune`, `accelerate launch -m` or `torchrun -m`."""
 
 from tokenprune.cli import main
 

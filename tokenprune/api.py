@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""patch, unpatch, patched, stats: the library's front door. All checks come before anything is changed."""
+"""Main functions of the library: patch, unpatch, patched and stats. All checks run before the model is changed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tokenprune.errors import (
     NotPatchedError,
     OptionError,
     TokenPruneError,
-    UnsupportedSetupError,
     shorten,
 )
+from tokenprune.integrations.parts import build_parts, read_guard
 from tokenprune.integrations.shared.attachment import Attachment, find_attachment, get_attachment, is_patched
 from tokenprune.methods import DEFAULT_METHOD
 from tokenprune.methods.registry import build
@@ -54,66 +54,84 @@ def patch(
     graphs: bool | Graphs | None = None,
     **options: Any,
 ) -> ModelT:
-    """Make `model` see fewer visual tokens, in place, and return it.
+    """Prune the visual tokens of `model` in place, and return it.
 
-    method:    a registered name (`available_methods()`), a configured `Method`, or a list of them that act at different
-               places. None: "divprune".
-    keep:      float in (0, 1]: share of the visual tokens of each image or video; int >= 2: tokens per image (more than
-               an image has keeps all of it; `Budget(tokens=1)` keeps one); a `Budget`; for a list of methods also a
-               list with one of these each. With a list of methods and a single `keep`, every method keeps that share of
-               what reaches it. None: the default of each method (`default_keep`), 0.25, or 1.0 for those that remove
-               nothing or choose between images.
-    record:    keep the positions that survive each cut in `stats(model).cuts`.
-    replace:   replace a patch that is there already, instead of raising.
-    processor: the model's processor; needed by methods that act on pixels (`downsample`), which change what it makes,
-    and by the guard, to read prompts; ignored where neither needs it.
-    guard:     "warn": log a warning where a prompt asks, or an image holds, what this method was measured to lose at
-               this budget (text, places, numbers); "auto": keep more tokens there; "off"; or a `Guard`. None: what
-               `config` says, else "warn" with a processor, "off" without. `print(model)` says in one line what it does.
-    config:    a file that `tokenprune tune` wrote, or its content, or a setting alone, as a file or a dict such as
-    {"method": "fastv", "keep": {"average_tokens": 192}}, in place of method, keep and options. On another model than it
-    was tuned on, a warning is logged.
-    feature_cache: bytes, on the tower's device, that encoded images may take, so that further questions about an image
-    do not encode it again (docs/guides/chats.md). None: nothing is kept.
-    max_visual_tokens: the most tokens of an image, ahead of the tower and of the methods: `downsample` with a number.
-    graphs:    True, or a `tokenprune.graphs.Graphs`: replay the decoder's prefill as CUDA graphs where a call fits them
-    (docs/guides/gpu.md); with keep=1.0 the unpruned model's.
-    options:   the method's own options (`method_info(name).options`); for a list of methods pass configured `Method`s
-    instead.
+    The caller's code does not change. If an error is raised, the model is unchanged.
 
-    Raises UnknownMethodError, OptionError, BudgetError, ConfigError, UnsupportedModelError, UnsupportedSetupError or
-    AlreadyPatchedError; the model is then as it was before.
+    Args:
+        model: Vision-language model of transformers, or a vision transformer of timm.
+        method: Registered name (see `available_methods`), configured `Method`, or a list of methods that act at
+            different sites. Default: "divprune".
+        keep: Float in (0, 1]: share of the visual tokens of each image or video. Int >= 2: tokens per image. Or a
+            `Budget`, such as `Budget(tokens=1)`. For several methods, a list with one entry each, or one value that
+            every method applies to the tokens that reach it. Default: `default_keep` of each method, usually 0.25.
+        record: Record the kept positions of each cut in `stats(model).cuts`.
+        replace: Replace an existing patch instead of raising an error.
+        processor: Processor of the model. Required by methods that act on pixels ("downsample"), which change its
+            output, and by the guard, which reads prompts. Ignored otherwise.
+        guard: "warn" logs a warning if a question or an image needs more tokens than the budget keeps (text, positions
+            or counting). "auto" keeps more tokens in this case. "off" disables the guard. Or a `Guard`. Default: the
+            value in `config`, else "warn" if a processor is passed, else "off".
+        config: Configuration file of `tokenprune tune`, its content as a dict, or a setting such as
+            `{"method": "fastv", "keep": {"average_tokens": 192}}`. Replaces `method`, `keep` and `options`. A warning
+            is logged if the model differs from the tuned model.
+        feature_cache: Bytes of device memory for encoded images, so that further questions about an image skip the
+            vision tower (docs/guides/chats.md). Default: no cache.
+        max_visual_tokens: Maximum number of tokens per image. Larger images are resized before the vision tower, as
+            with the method "downsample".
+        graphs: True or a `tokenprune.graphs.Graphs`: run the prefill of the decoder as CUDA graphs where possible
+            (docs/guides/gpu.md). Also works with keep=1.0.
+        options: Options of the method (`method_info(name).options`). For several methods, pass configured methods.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnknownMethodError: If a method is not registered.
+        OptionError: If an option or an argument is invalid.
+        BudgetError: If `keep` is invalid.
+        ConfigError: If `config` is invalid.
+        UnsupportedModelError: If the model is not supported.
+        UnsupportedSetupError: If the model does not support this method or mode.
+        AlreadyPatchedError: If the model is patched and `replace` is False.
+
+    Example:
+        >>> model = tokenprune.patch(model, "divprune", keep=0.25)
+        >>> output = model.generate(**inputs, max_new_tokens=2)
+        >>> tokenprune.stats(model).keep_ratio
+        0.25
     """
     _check_order(model, method)
     if not matches_type(feature_cache, _BYTES):
         raise OptionError(f"feature_cache={feature_cache!r} must be a number of bytes, {describe_type(_BYTES)}")
     if config is not None:
-        if options or any(one is not None for one in (method, keep, max_visual_tokens)):
-            raise OptionError("config= names method, keep and options: leave these out, or leave out config=")
+        if options or any(argument is not None for argument in (method, keep, max_visual_tokens)):
+            raise OptionError("config= already sets the method, keep and options. Pass either config= or these.")
         setting = read_config(config)
         check_tuned_model(setting, model)
         method, keep = setting.steps()
         if guard is None and setting.guard == "auto" and processor is None:
             raise OptionError(
-                f'{setting.where} is meant with guard="auto", which reads prompts: pass processor=, or guard="off"'
+                f'{setting.where} uses guard="auto", which reads prompts. Pass processor=..., or set guard="off".'
             )
         guard = setting.guard if guard is None else guard
-    guard = _guard(guard, processor)
-    alone = max_visual_tokens is not None and method is None and keep is None and not options
-    methods = [] if alone else read_methods(DEFAULT_METHOD if method is None else method, options, _PATCH_ARGUMENTS)
+    guard = read_guard(guard, processor)
+    only_limit = max_visual_tokens is not None and method is None and keep is None and not options
+    method = DEFAULT_METHOD if method is None else method
+    methods = [] if only_limit else read_methods(method, options, _PATCH_ARGUMENTS)
     methods, budgets = apply_limit(methods, read_budgets(keep, methods), max_visual_tokens)
     present = find_attachment(model)
     if present is not None and not replace:
         raise AlreadyPatchedError(
-            f"the model is patched already with {present.describe()}: call tokenprune.unpatch(model) first, "
-            "or pass replace=True"
+            f"The model is already patched with {present.describe()}. Call tokenprune.unpatch(model) first, or pass "
+            "replace=True."
         )
-    parts = _parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
-    made = Attachment(methods, budgets, parts, feature_cache)
+    parts = build_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
+    attachment = Attachment(methods, budgets, parts, feature_cache)
     if present is not None:
         present.detach()
     try:
-        made.attach()
+        attachment.attach()
     except BaseException:
         if present is not None:
             present.attach()
@@ -131,56 +149,32 @@ def _check_order(model: Any, method: Any) -> None:
         raise OptionError(f"The model comes first: tokenprune.patch(model, {name}).")
 
 
-def _guard(given: Any, processor: Any) -> Guard | None:
-    """Return the guard that is meant, None where it is off; raises OptionError."""
-    if given == "off" or (given is None and processor is None):
-        return None
-    from tokenprune.integrations.hf.guard.settings import Guard
-
-    made: Guard = Guard.from_argument("warn" if given is None else given)
-    return None if made.mode == "off" else made
-
-
-def _parts(
-    model: Any,
-    methods: list[Method],
-    budgets: list[Budget],
-    record: bool,
-    processor: Any,
-    guard: Guard | None,
-    feature_cache: int | None,
-    graphs: bool | Graphs | None,
-) -> list[Any]:
-    """Return what has to be attached to `model`, in order; the last part has the statistics."""
-    from tokenprune.integrations.timm import build_timm_patch, is_timm
-
-    if is_timm(model):
-        if processor is not None:
-            raise OptionError("a model of timm has no processor to act on: leave out processor=")
-        if guard is not None and guard.mode == "auto":
-            raise UnsupportedSetupError('a model of timm gets no prompts: guard="auto" has nothing to go by')
-        if feature_cache is not None:
-            raise UnsupportedSetupError("a model of timm is asked no questions about images: leave out feature_cache=")
-        if graphs:
-            raise UnsupportedSetupError("a model of timm has no decoder to be graphed: leave out graphs=")
-        return [build_timm_patch(model, methods, budgets)]
-    from tokenprune.integrations.hf.patch import hf_parts
-
-    return hf_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
-
-
 def unpatch(model: ModelT) -> ModelT:
-    """Give the model back as it was: hooks, attention functions and processor; raises NotPatchedError if there is no
-    patch."""
+    """Remove the patch from `model`, and return it. Hooks, attention functions and the processor are restored.
+
+    Raises:
+        NotPatchedError: If the model is not patched.
+
+    Example:
+        >>> model = tokenprune.unpatch(tokenprune.patch(model))
+        >>> tokenprune.is_patched(model)
+        False
+    """
     get_attachment(model).detach()
     return model
 
 
 @contextmanager
 def patched(model: ModelT, method: Any = None, *, keep: Any = None, **options: Any) -> Iterator[ModelT]:
-    """Patch for the length of a `with` block; takes what `patch` takes.
+    """Patch the model inside a `with` block. Takes the arguments of `patch`.
 
-    A patch that the model had before (with `replace=True`) is put back at the end.
+    With `replace=True`, the previous patch is restored at the end.
+
+    Example:
+        >>> with tokenprune.patched(model, "fastv", keep=0.5):
+        ...     output = model.generate(**inputs, max_new_tokens=2)
+        >>> tokenprune.is_patched(model)
+        False
     """
     before = find_attachment(model)
     patch(model, method, keep=keep, **options)
@@ -194,29 +188,46 @@ def patched(model: ModelT, method: Any = None, *, keep: Any = None, **options: A
 
 
 def stats(model: Any) -> Stats:
-    """Return the `Stats` of the last forward or `generate` with images in this thread.
+    """Return the `Stats` of the last forward or `generate` call with images in this thread.
 
-    A call without images leaves them as they are, such as the unconditional stream of `guidance_scale`. A thread that
-    ran no call with images gets the `Stats` of the last such call in any thread.
+    Calls without images do not change them, such as the unconditional stream of `guidance_scale`. A thread without
+    calls with images gets the `Stats` of the last such call in any thread.
 
     Raises:
         NotPatchedError: If the model is not patched.
+
+    Example:
+        >>> model = tokenprune.patch(model, "divprune", keep=0.5)
+        >>> output = model(**inputs)
+        >>> tokenprune.stats(model).keep_ratio
+        0.5
     """
-    found: Stats = get_attachment(model).engine.stats
-    return found
+    stats: Stats = get_attachment(model).engine.stats
+    return stats
 
 
 def feature_cache(model: Any) -> FeatureCache:
-    """Return the encoded images that a model keeps that was patched with `feature_cache=`; raises NotPatchedError."""
+    """Return the cache of encoded images of a model that is patched with `feature_cache=`.
+
+    Raises:
+        NotPatchedError: If the model is not patched, or has no feature cache.
+
+    Example:
+        >>> model = tokenprune.patch(model, keep=0.5, feature_cache=2**20)
+        >>> output = model.generate(**inputs, max_new_tokens=2)
+        >>> tokenprune.stats(model).feature_cache.misses
+        1
+        >>> tokenprune.feature_cache(model).clear()
+    """
     attachment = get_attachment(model)
     if attachment.feature_cache is None:
         raise NotPatchedError(
-            f"this {type(model).__name__} is patched without a feature cache: pass feature_cache=, a number of bytes"
+            f"This {type(model).__name__} is patched without a feature cache. Pass feature_cache=, a number of bytes."
         )
     from tokenprune.integrations.hf.feature_cache.part import FeatureReuse
 
-    found: FeatureCache = attachment.engine.part(FeatureReuse).cache
-    return found
+    cache: FeatureCache = attachment.engine.get_part(FeatureReuse).cache
+    return cache
 
 
 def assistant(
@@ -228,32 +239,45 @@ def assistant(
     guard: Any = "off",
     **options: Any,
 ) -> Any:
-    """Return a draft for `model`, to be handed to its `generate`; the answer stays the one that `model` gives alone.
+    """Create a draft model for assisted generation. The output of `model` does not change.
 
-        assistant = tokenprune.assistant(model, "divprune", keep=0.1)
-        model.generate(**inputs, assistant_model=assistant)
+    `assistant.generation_config.num_assistant_tokens` sets the number of drafted tokens per round.
+    `tokenprune.stats(assistant)` describes the draft. Until `tokenprune.unpatch(assistant)` is called, the target
+    records the inputs of its images, and runs one forward of one token before a draft reads a prompt. Create the
+    assistant last: weights that are moved or quantized later are not updated in it.
 
-    model:  the target, whose `generate` is called, one prompt at a time. It may be patched itself: then its own pruned
-            answer is what comes out.
-    method, keep, options: what the draft sees, as `tokenprune.patch` takes them.
-    draft:  a smaller model with the target's vocabulary and image processor; it is patched in place. None: a model that
-            shares every weight with the target. That is exact and takes no memory for weights, but it is hardly ever
-            faster: see `tokenprune.DraftCost`.
-    guard:  as in `patch`; off, since the target checks every token.
+    Args:
+        model: Target model, whose `generate` is called with one prompt at a time. If it is patched, the assistant
+            reproduces its pruned output.
+        method: Method of the draft. See `patch`.
+        draft: Smaller model with the vocabulary and the image processor of the target. It is patched in place.
+            Default: a model that shares all weights with the target. This takes no memory for weights, but is rarely
+            faster. See `tokenprune.DraftCost`.
+        keep: Budget of the draft. See `patch`.
+        guard: Guard of the draft. Default: "off", because the target verifies every token.
+        options: Options of the method. See `patch`.
 
-    How many tokens are drafted at a time stands in `assistant.generation_config` (`num_assistant_tokens`), as for any
-    assistant of transformers. `tokenprune.stats(assistant)` tells what the draft saw, `tokenprune.unpatch(assistant)`
-    ends it. Until then the target notes what its images were encoded from, and reads a prompt before any draft, which
-    costs one forward of one token; its hooks, config and generation config are not touched. Make the assistant when the
-    target is as it will stay: weights that are moved or quantized later are not followed.
+    Returns:
+        The draft, for `generate(assistant_model=...)`.
 
-    Raises what `patch` raises; OptionError for a method on pixels and for a draft that reads other prompts than the
-    target; UnsupportedModelError for models whose `generate` takes no assistant (layers with states, queries between
-    tower and decoder); UnsupportedSetupError for offloaded weights. A batch of several prompts raises transformers' own
-    ValueError.
+    Raises:
+        OptionError: If the method acts on pixels, or the draft reads prompts differently from the target. Also all
+            errors of `patch`.
+        UnsupportedModelError: If `generate` of the model supports no assistant (layers with states, or queries between
+            tower and decoder).
+        UnsupportedSetupError: If weights are offloaded.
 
-    Source: SpecVLM (arXiv 2508.16201) drafts on pruned video tokens. Differs from the paper: any registered method
-    chooses, and the draft keeps the positions of the full prompt (our decision).
+    Source:
+        "SpecVLM: Enhancing Speculative Decoding of Video LLMs via Verifier-Guided Token Pruning" (arXiv 2508.16201).
+
+    Differences from the paper:
+        - Any registered method selects the tokens.
+        - The draft keeps the positions of the full prompt.
+
+    Example:
+        >>> assistant = tokenprune.assistant(model, "divprune", keep=0.5)
+        >>> output = model.generate(**inputs, assistant_model=assistant, max_new_tokens=2)
+        >>> assistant = tokenprune.unpatch(assistant)
     """
     from tokenprune.integrations.hf.drafting.assistant import connect_draft, prepare_draft
 
@@ -269,7 +293,18 @@ def assistant(
 
 
 def method(name: str, **options: Any) -> Method:
-    """Return a configured method, to be composed with others; raises UnknownMethodError or OptionError."""
+    """Return a configured method, for example to combine it with others.
+
+    Raises:
+        UnknownMethodError: If no method is registered as `name`.
+        OptionError: If an option is invalid.
+
+    Example:
+        >>> model = tokenprune.patch(model, ["divprune", tokenprune.method("fastv", layer=1)], keep=[0.5, 0.5])
+        >>> output = model(**inputs)
+        >>> tokenprune.stats(model).visual_tokens_out / tokenprune.stats(model).visual_tokens_in
+        0.25
+    """
     return build(name, options)
 
 

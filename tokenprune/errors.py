@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error that tokenprune raises on purpose; the text always says what to do instead."""
+"""Exceptions of tokenprune. Each message states the problem and how to solve it."""
 
 from __future__ import annotations
 
@@ -26,78 +26,127 @@ __all__ = [
 
 
 class TokenPruneError(Exception):
-    """Base class of all errors of this library."""
+    """Base class of all errors of this library.
+
+    Example:
+        >>> try:
+        ...     tokenprune.patch(model, keep=2.5)
+        ... except tokenprune.TokenPruneError as error:
+        ...     print(type(error).__name__)
+        BudgetError
+    """
 
 
 class UnknownMethodError(TokenPruneError, ValueError):
-    """No method is registered under the given name."""
+    """No method is registered under this name.
+
+    Example:
+        >>> tokenprune.method("divprun")
+        Traceback (most recent call last):
+        tokenprune.errors.UnknownMethodError: unknown method 'divprun'...
+    """
 
 
 class UnknownPolicyError(TokenPruneError, ValueError):
-    """No policy of sessions is registered under the given name."""
+    """No session policy is registered under this name."""
 
 
 class SessionError(TokenPruneError, RuntimeError):
-    """A session cannot do what was asked: nothing to see, a second thread inside, a model that changed since."""
+    """A session cannot process a call: it has no image yet, another thread uses it, or its model has changed."""
 
 
 class RegistrationError(TokenPruneError, ValueError):
-    """A method or adapter cannot be registered as asked."""
+    """A method, an observable, a policy or an adapter cannot be registered."""
 
 
 class OptionError(TokenPruneError, ValueError):
-    """A method got an option it does not have, or a value it cannot use."""
+    """An option or an argument is unknown, or has an invalid value.
+
+    Example:
+        >>> tokenprune.method("fastv", layer=0)
+        Traceback (most recent call last):
+        tokenprune.errors.OptionError: fastv: layer=0 must be an int >= 1
+    """
 
 
 class BudgetError(TokenPruneError, ValueError):
-    """`keep` (or a `Budget`) does not describe a number of tokens."""
+    """`keep` or a `Budget` is invalid, or cannot be reached.
+
+    Example:
+        >>> tokenprune.Budget(keep=2.5)
+        Traceback (most recent call last):
+        tokenprune.errors.BudgetError: keep=2.5 is not a valid share...
+    """
 
 
 class UnsupportedModelError(TokenPruneError, TypeError):
-    """The model does not follow the contract that the engine needs."""
+    """The model is not supported.
+
+    Example:
+        >>> model = tokenprune.patch(torch.nn.Linear(2, 2))
+        Traceback (most recent call last):
+        tokenprune.errors.UnsupportedModelError: ...
+    """
 
 
 class UnsupportedSetupError(TokenPruneError, RuntimeError):
-    """The model is supported, but not in this mode (static cache, gradient checkpointing, flex attention ...)."""
+    """The model is supported, but not in this mode (static cache, gradient checkpointing, flex attention, ...)."""
 
 
 class AlreadyPatchedError(TokenPruneError, RuntimeError):
-    """The model carries a patch already."""
+    """The model is already patched.
+
+    Example:
+        >>> model = tokenprune.patch(tokenprune.patch(model))
+        Traceback (most recent call last):
+        tokenprune.errors.AlreadyPatchedError: The model is already patched with...
+    """
 
 
 class NotPatchedError(TokenPruneError, RuntimeError):
-    """The model carries no patch."""
+    """The model is not patched.
+
+    Example:
+        >>> model = tokenprune.unpatch(model)
+        Traceback (most recent call last):
+        tokenprune.errors.NotPatchedError: ...
+    """
 
 
 class PlaceholderMismatchError(TokenPruneError, ValueError):
-    """The prompt holds another number of image placeholders than the encoder returned features."""
+    """The prompt has a different number of image placeholders than the encoder has features."""
 
 
 class ConformanceError(TokenPruneError, AssertionError):
-    """A method does not do what every method has to; raised by `tokenprune.testing.check_method`."""
+    """A method violates a rule for all methods. Raised by `tokenprune.testing.check_method`."""
 
 
 class MissingPackageError(TokenPruneError, ImportError):
-    """A package that is installed apart is needed, and absent."""
+    """An optional package is not installed."""
 
 
 class ConfigError(TokenPruneError, ValueError):
-    """A file such as `tokenprune.json` cannot be read or written, or is none."""
+    """A configuration or session file cannot be read or written, or is invalid."""
 
 
 def shorten(value: Any) -> str:
-    """Return what to show of a wrong value."""
+    """Return the repr of a value for a message, with at most 80 characters."""
     try:
         text = repr(value)
-    except Exception:  # too deep, or a number of too many digits
+    except Exception:  # nested too deeply, or an integer with too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def require(module: str, what: str) -> Any:
-    """Import a module of tokenprune-demo or tokenprune-bench. what: what to say in front of "pip install".
+    """Import a module of tokenprune-demo or tokenprune-bench.
 
-    Raises MissingPackageError, which says what to install, where the package is absent.
+    Args:
+        module: Name of the module.
+        what: Start of the message, followed by the command to install the package.
+
+    Raises:
+        MissingPackageError: If the package is not installed.
     """
     package = module.partition(".")[0]
     try:

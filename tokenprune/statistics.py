@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of a patched model's last forward or generate."""
+"""Statistics of the last forward or `generate` call of a patched model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenprune.selection.method import Site
 
 __all__ = ["Cut", "FeatureCacheCounts", "GuardFinding", "Removal", "Stats"]
 
-# What adds up over calls; ratios follow from the sums.
+# Fields that are added over calls. Ratios are computed from the sums.
 _SUMS = (
     "visual_tokens_in",
     "visual_tokens_out",
@@ -28,18 +28,18 @@ _SUMS = (
 
 @dataclass
 class Cut:
-    """One cut, kept with `patch(..., record=True)`.
+    """One cut, recorded with `patch(..., record=True)`.
 
-    site:    the `Site` ("IN_ENCODER", "PRE_LLM", "IN_LLM" or "DECODE"). layer: the decoder layer at whose input it was
-             made (0 for tokens that the encoder merged). method: its name.
-    kept:    per batch row the sorted positions, in the caller's full-length sequence, that survive so far: text and
-             visual tokens, padding left out.
-    sources: None for dropping; for merging, per batch row a dict from each kept visual position to the positions merged
-             into it.
-    weights: None if those count alike; else, per batch row, a dict from each kept visual position to the weight of each
-             of its sources in their mean, in the same order; they sum to 1.
-    step:    the decode step at which it was made, 0 in prefill. A cut of a later step at the same layer tells anew what
-             is left of the prompt.
+    Args:
+        site: "IN_ENCODER", "PRE_LLM", "IN_LLM" or "DECODE".
+        layer: Decoder layer at whose input the cut is made. 0 for tokens that the vision tower merged.
+        method: Name of the method.
+        kept: Positions of the remaining text and visual tokens in the caller's sequence, sorted, for each batch row.
+            Padding is excluded.
+        sources: For each batch row, the positions merged into each kept visual position. None if no token is merged.
+        step: Decode step of the cut, 0 in prefill. A later cut at the same layer lists the remaining tokens again.
+        weights: For each batch row, the weights of the merged positions in their mean, in the order of `sources`. They
+            sum to 1. None if all weights are equal.
     """
 
     site: Site
@@ -53,9 +53,14 @@ class Cut:
 
 @dataclass
 class Removal:
-    """The tokens that one method removed in prefill: visual tokens before and after, over the whole batch.
+    """Number of visual tokens that one cut removed in prefill, over the batch.
 
-    site, layer, method: as in `Cut`.
+    Args:
+        site: Site of the method. See `Cut`.
+        layer: Decoder layer of the cut. See `Cut`.
+        method: Name of the method.
+        before: Number of visual tokens before the cut.
+        after: Number of visual tokens after the cut.
     """
 
     site: Site
@@ -67,16 +72,18 @@ class Removal:
 
 @dataclass
 class GuardFinding:
-    """The guard's findings on one row of the batch (docs/guides/guard.md).
+    """Result of the guard for one row of the batch (docs/guides/guard.md).
 
-    row:     its number.
-    image: how much its images look like text, 0 to 1, the most of them; None: they were not looked at.
-    prompt:  the kinds of question that its text asks, out of "text", "grounding", "counting"; None: it was not read,
-             which takes a tokenizer (`processor=`).
-    risks:   those kinds for which the budget keeps fewer tokens than was measured to be enough; an image that looks
-             like text counts as "text".
-    tokens:  its visual tokens. kept: what the budget of the last cut, and the guard, leave of them.
-    raised:  whether the guard keeps more than the budget says (guard="auto").
+    Args:
+        row: Index of the row.
+        image: Similarity of its images to text, from 0 to 1, maximum over the images. None if it was not computed.
+        prompt: Kinds of question in its text: "text", "grounding", "counting". None if the text was not read, which
+            requires `processor=`.
+        risks: Kinds of question for which the budget keeps too few tokens according to measurements. An image that
+            resembles text counts as "text".
+        tokens: Number of visual tokens.
+        kept: Number of visual tokens after the last cut, including tokens that the guard adds.
+        raised: True if the guard keeps more tokens than the budget (guard="auto").
     """
 
     row: int
@@ -90,10 +97,13 @@ class GuardFinding:
 
 @dataclass(frozen=True)
 class GraphCounts:
-    """Prefills of `patch(..., graphs=...)` since the model was patched (docs/guides/gpu.md).
+    """Counts of CUDA graph replays since the model was patched with `graphs=` (docs/guides/gpu.md).
 
-    hits:     prefills that were replayed. misses: those that ran without a graph, by reason.
-    captured: graphs that were made. bytes: what those take that are kept.
+    Args:
+        hits: Number of replayed prefills.
+        misses: Number of prefills without a graph, by reason.
+        captured: Number of captured graphs.
+        bytes: Memory of the cached graphs.
     """
 
     hits: int
@@ -104,14 +114,17 @@ class GraphCounts:
 
 @dataclass(frozen=True)
 class FeatureCacheCounts:
-    """Hits and misses of `patch(..., feature_cache=...)` since the model was patched (docs/guides/chats.md).
+    """Counts of the feature cache since the model was patched with `feature_cache=` (docs/guides/chats.md).
 
-    hits:      images that were found; where images cannot be distinguished, calls of the encoder.
-    misses:    those that the vision tower had to encode.
-    evictions: those that made room for others.
-    not_kept:  those that were larger than `limit`, and calls of the encoder while training, with gradients, or with
-               arguments that cannot be compared.
-    entries, bytes: what is held now. limit: bytes that may be held.
+    Args:
+        hits: Number of images found in the cache. If images cannot be distinguished, number of encoder calls.
+        misses: Number of images that the vision tower encoded.
+        evictions: Number of images that were removed to make room.
+        not_kept: Number of images larger than `limit`, and of encoder calls in training, with gradients, or with
+            arguments that cannot be compared.
+        entries: Number of cached images.
+        bytes: Size of the cached images.
+        limit: Maximum size in bytes.
     """
 
     hits: int
@@ -125,47 +138,53 @@ class FeatureCacheCounts:
 
 @dataclass
 class Stats:
-    """Counts over the whole batch of the last forward or generate with images. Before the first such call the counts
-    are zeros and the ratios are 1. Those of several calls can be added: the sum holds `sums()` and the ratios of these.
+    """Statistics of the last forward or `generate` call with images, over the batch.
 
-    visual_tokens_in:        visual tokens that entered the decoder.
-    visual_tokens_out:       visual tokens that its last layer saw.
-    visual_tokens_per_layer: visual tokens that each decoder layer saw in prefill; with virtual unmerging (`vtu`) those
-                             that its weights were applied to, while attention and cache hold all of them.
-    keep_ratio:              visual_tokens_out / visual_tokens_in.
-    width_per_layer:         slots of each row that each decoder layer computed in prefill: all rows of a batch are as
-                             wide as the longest.
-    padding_share:           share of these slots, over rows and layers, that held no token: padding, and what fills up
-                             rows that are shorter than the widest. It is work, and KV memory, without a use.
-    visual_tokens_full:      with a method on pixels, the visual tokens that the prompt would have had without it;
-                             None: there is no such method, or it is not known, because the images come from another
-                             processor than the patched one, or from more than 64 calls ago, or because images of
-                             several sizes make as many tokens.
-    prefill_flops, prefill_flops_full: decoder prefill FLOPs, of all slots: what was computed, and what the unpatched
-                             model would compute (closed form, accounting.py; no tower, no head).
-    prefill_flops_ratio:     prefill_flops / prefill_flops_full.
-    prefill_flops_ratio_tokens: the same of the tokens alone, here and in the unpatched model: what a batch without
-                             padding would compute.
-    kv_bytes, kv_bytes_full: bytes of the keys and values of the prompt, as cached and as the unpatched model would
-                             cache them, in all slots; with a method that acts while decoding, those after the last
-                             step, answer included.
-    kv_bytes_tokens:         what of `kv_bytes` is keys and values of tokens.
-    removals:                one `Removal` for each cut of prefill, in order. What methods on pixels save is not
-                             among them: their tokens never enter the model (see visual_tokens_full).
-    encoder_tokens_per_layer: tokens that entered each block of the vision tower, class tokens included, if a method
-                              acts there; else empty.
-    attention_blocks:        context blocks that prefill attention went in, over all rows; 0 for full attention.
-    notes:                   what a method did not do for this prompt, and why; and rows whose last token is gone, so
-                             that their last output is zero.
-    guard:                   one `GuardFinding` for each row with visual tokens; None where the guard is off, or has
-                             nothing to look for because `keep` is enough for any question.
-    feature_cache:           a `FeatureCacheCounts`, since the model was patched; None without `feature_cache=`.
-    graphs:                  a `GraphCounts`, since the model was patched; None without `graphs=`.
-    overhead_ms:             wall time on the host spent in choosing and removing tokens. On a GPU this is launch time.
-                             None: an engine in another process, which does not tell.
-    cuts:                    one `Cut` per cut in order, with record=True; else empty.
-    decode_rates, decode_kept: for each decode step, for each batch row, the pruning rate in force and how many visual
-                             tokens are left, if a method acts while decoding; else empty.
+    Before the first such call, counts are 0 and ratios are 1. Statistics of several calls can be added: the result has
+    `sums()` and the ratios of these sums.
+
+    Args:
+        visual_tokens_in: Number of visual tokens at the input of the decoder.
+        visual_tokens_out: Number of visual tokens in its last layer.
+        visual_tokens_per_layer: Number of visual tokens in each decoder layer in prefill. With virtual unmerging
+            (`vtu`), the number of tokens to which the weights are applied. Attention and cache hold all tokens then.
+        keep_ratio: visual_tokens_out / visual_tokens_in.
+        width_per_layer: Slots per row in each decoder layer in prefill. All rows are as wide as the longest row.
+        padding_share: Share of these slots, over rows and layers, without a token.
+        visual_tokens_full: Number of visual tokens without the PRE_ENCODER method. None if there is no such method, or
+            the number is unknown: the images come from an unpatched processor or from more than 64 calls ago, or
+            images of different sizes have the same number of tokens.
+        prefill_flops: FLOPs of the decoder in prefill, for all slots, in closed form. Excludes tower and LM head.
+        prefill_flops_full: FLOPs that the unpatched decoder would need.
+        prefill_flops_ratio: prefill_flops / prefill_flops_full.
+        prefill_flops_ratio_tokens: The same ratio without padding in both terms.
+        kv_bytes: Bytes of the cached keys and values of the prompt, for all slots. With a DECODE method, bytes after
+            the last step, including the answer.
+        kv_bytes_full: Bytes that the unpatched model would cache.
+        kv_bytes_tokens: Part of `kv_bytes` that belongs to tokens, without padding.
+        removals: One `Removal` per cut in prefill, in order. PRE_ENCODER methods are not included, because their
+            tokens never enter the model. See visual_tokens_full.
+        encoder_tokens_per_layer: Number of tokens in each block of the vision tower, including class tokens. Empty
+            without a method in the tower.
+        attention_blocks: Number of context blocks in prefill attention, over all rows. 0 for full attention.
+        notes: Parts of the method that were skipped for this prompt, with the reason. Also lists rows whose last token
+            was dropped, so that their last output is zero.
+        guard: One `GuardFinding` per row with visual tokens. None if the guard is off, or `keep` is sufficient for any
+            question.
+        feature_cache: Counts since the model was patched. None without `feature_cache=`.
+        graphs: Counts since the model was patched. None without `graphs=`.
+        overhead_ms: Host time for selecting and removing tokens. On a GPU this is launch time. None if the engine runs
+            in another process.
+        cuts: One `Cut` per cut, in order, with `record=True`. Empty otherwise.
+        decode_rates: Pruning rate of each row at each decode step. Empty without a DECODE method.
+        decode_kept: Number of remaining visual tokens of each row at each decode step. Empty without a DECODE method.
+
+    Example:
+        >>> with tokenprune.patched(model, "divprune", keep=0.25):
+        ...     output = model(**inputs)
+        ...     stats = tokenprune.stats(model)
+        >>> stats.visual_tokens_out / stats.visual_tokens_in
+        0.25
     """
 
     visual_tokens_in: int = 0
@@ -196,24 +215,28 @@ class Stats:
     _later: dict[Any, Callable[[Stats], None]] = field(default_factory=dict, repr=False, compare=False)
 
     def defer(self, fill: Callable[[Stats], None], name: str | None = None) -> None:
-        """Have `fill` write something here when the statistics are asked for, not in the forward; in the place of what
-        was left under the same `name` before."""
+        """Call `fill` on these statistics when they are read, not during the forward.
+
+        Args:
+            fill: Function that sets fields.
+            name: Key of the function. A later function with the same key replaces it.
+        """
         self._later[name or object()] = fill
 
     def finalize(self) -> Stats:
-        """Return these statistics, with everything written that was left for later."""
+        """Run the deferred functions, and return the statistics."""
         while self._later:
             self._later.pop(next(iter(self._later)))(self)
         return self
 
     def sums(self) -> dict[str, Any]:
-        """Return what adds up over calls, as plain values; `Stats(**sums)` holds it again."""
+        """Return the fields that can be added over calls, as plain values for `Stats(**sums)`."""
         self.finalize()
         return {name: getattr(self, name) for name in _SUMS}
 
     def __add__(self, other: Stats) -> Stats:
         theirs = other.sums()
-        total = Stats(**{name: _plus(value, theirs[name]) for name, value in self.sums().items()})
+        total = Stats(**{name: _add(value, theirs[name]) for name, value in self.sums().items()})
         if total.visual_tokens_in:
             total.keep_ratio = total.visual_tokens_out / total.visual_tokens_in
         if total.prefill_flops_full:
@@ -222,16 +245,16 @@ class Stats:
 
     @property
     def visual_tokens_average(self) -> float:
-        """Mean of `visual_tokens_per_layer`: what papers call "192 tokens"."""
+        """Mean of `visual_tokens_per_layer`. Papers mean this by "192 tokens"."""
         return sum(self.visual_tokens_per_layer) / max(1, len(self.visual_tokens_per_layer))
 
     @property
     def pixel_keep_ratio(self) -> float | None:
-        """visual_tokens_in / visual_tokens_full: what a method on pixels left; None where that is not known."""
+        """visual_tokens_in / visual_tokens_full: share kept by a PRE_ENCODER method. None if it is unknown."""
         return self.visual_tokens_in / self.visual_tokens_full if self.visual_tokens_full else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, the layer average and the ratio of methods on pixels, as plain Python values."""
+        """Return all fields, `visual_tokens_average` and `pixel_keep_ratio` as plain Python values."""
         record = dataclasses.asdict(self.finalize()) | {"visual_tokens_average": self.visual_tokens_average}
         record["pixel_keep_ratio"] = self.pixel_keep_ratio
         del record["_later"]
@@ -254,7 +277,7 @@ class Stats:
 
     def _guard(self) -> str:
         rows = self.guard or []
-        risky, raised = (sum(bool(getattr(one, what)) for one in rows) for what in ("risks", "raised"))
+        risky, raised = (sum(bool(getattr(row, name)) for row in rows) for name in ("risks", "raised"))
         return f"guard: {risky} of {len(rows)} rows at risk, {raised} raised, " if risky else ""
 
     def _feature_cache(self) -> str:
@@ -262,8 +285,8 @@ class Stats:
         return "" if counts is None else f"feature cache: {counts.hits} hits, {counts.misses} misses, "
 
 
-def _plus(one: Any, other: Any) -> Any:
-    """Add numbers, None if either is unknown, or lists with one number a layer, of which one may be empty."""
-    if isinstance(one, list):
-        return [a + b for a, b in itertools.zip_longest(one, other, fillvalue=0)]
-    return None if one is None or other is None else one + other
+def _add(value: Any, other: Any) -> Any:
+    """Add two numbers (None if either is unknown), or two lists per layer (either may be empty)."""
+    if isinstance(value, list):
+        return [a + b for a, b in itertools.zip_longest(value, other, fillvalue=0)]
+    return None if value is None or other is None else value + other

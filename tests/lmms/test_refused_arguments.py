@@ -29,7 +29,7 @@ NOWHERE = f"pretrained=/there/is/no/such/model,{CPU}"
         ("base=openai_compatible,method=dart", UnsupportedModelError, "base=openai_compatible"),
         ("base=llava_hf", OptionError, "method= is missing"),
         ("base=llava_hf,method=dort", UnknownMethodError, "did you mean 'dart'"),
-        ("base=llava_hf,method=dart,keep=2.5", BudgetError, "is no share"),
+        ("base=llava_hf,method=dart,keep=2.5", BudgetError, "is not a valid share"),
         ("base=llava_hf,method=fastv,keep=0.25,lyer=3", OptionError, "did you mean 'layer'"),
         ("base=llava_hf,method=fastv,keep=0.25,layer=first", OptionError, "layer='first'"),
         ("base=qwen2_5_vl,method=dart,max_pixel=9", OptionError, "did you mean 'max_pixels'"),

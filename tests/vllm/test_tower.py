@@ -21,8 +21,8 @@ from tokenprune import BudgetError, OptionError, Pruner, Site, UnsupportedSetupE
 from tokenprune.integrations.shared.checks.reading import find_missing_observable
 from tokenprune.integrations.shared.towers.tower_scores import find_last_read_block
 from tokenprune.integrations.vllm.settings import tower_items, towers
+from tokenprune.integrations.vllm.settings.parse import check_method
 from tokenprune.integrations.vllm.settings.plan import MODALITIES
-from tokenprune.integrations.vllm.settings.servable import check_method
 from tokenprune.integrations.vllm.worker.tower import find_tower_blocks
 from tokenprune.methods.registry import available_methods, method_class, register
 from tokenprune.models.families import SUPPORTED, TOWERS, get_family, get_tower
@@ -342,7 +342,7 @@ def test_towerdrop_keeps_equal_numbers_per_tile(
     assert sum(last) == get_family(config.model_type).get_unit_side(config) ** 2 * tokens.count(config.image_token_id)
     prompt, images, read = *asked[-1][:2], find_last_read_block(config, towers.depth_of(config.vision_config)) + 1
     for more, says in (
-        ({"layer": read}, f"has {read} blocks, and no block {read}"),
+        ({"layer": read}, f"block {read} is out of range: the vision tower has {read} blocks"),
         ({"score": "detail"}, r"which needs complete grids .*Use a method that acts after the tower"),
     ):
         with pytest.raises(OptionError, match=says):

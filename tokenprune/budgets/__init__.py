@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets: `keep` resolved into a number of visual tokens for each image."""
+"""Budgets: the number of visual tokens to keep."""
 
-from tokenprune.budgets.budget import Budget, compute_joint_share
+from tokenprune.budgets.budget import Budget
+from tokenprune.budgets.joint_share import compute_joint_share
 
 __all__ = ["Budget", "compute_joint_share"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets that are averages over the decoder's layers, solved for the layers at which a method cuts."""
+"""Solve budgets that are averages over the decoder layers for the layers at which a method cuts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ Cuts = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class CostShare:
-    """Share of a cost of the decoder. target: "kv_share" (KV bytes of the visual tokens) or "flops_share" (prefill)."""
+    """Share of a decoder cost.
+
+    Args:
+        target: "kv_share" (KV bytes of the visual tokens) or "flops_share" (FLOPs of the prefill).
+        share: Share of the cost without pruning, in (0, 1].
+    """
 
     target: str
     share: float
 
 
 class OverLayers(Protocol):
-    """The part of a `Budget` that is read here."""
+    """Part of a `Budget` that this module reads."""
 
     @property
     def target(self) -> str: ...
@@ -40,70 +45,72 @@ class OverLayers(Protocol):
 def solve(
     budget: OverLayers, cuts: Cuts, counts: tuple[int, ...], shape: DecoderShape, text_tokens: int
 ) -> list[list[int]]:
-    """Return how many of each segment's tokens each cut keeps; see `Budget.solve`."""
+    """Return the number of kept tokens per segment for each cut. See `Budget.solve`."""
     kept: Iterable[tuple[int, ...]]
     if budget.target == "flops_share":
-        kept = _kept_for_flops(budget, cuts, counts, shape, text_tokens)
+        kept = _solve_flops(budget, cuts, counts, shape, text_tokens)
     else:
-        kept = zip(*(_kept_on_average(budget, cuts, count, shape) for count in counts), strict=True)
-    return [list(of_cut) for of_cut in kept]
+        kept = zip(*(_solve_average(budget, cuts, count, shape) for count in counts), strict=True)
+    return [list(kept_of_cut) for kept_of_cut in kept]
 
 
 @lru_cache(maxsize=4096)
-def _kept_on_average(budget: OverLayers, cuts: Cuts, count: int, shape: DecoderShape) -> tuple[int, ...]:
-    """Return the number of a segment's `count` tokens that each cut keeps; see `Budget.solve`."""
+def _solve_average(budget: OverLayers, cuts: Cuts, count: int, shape: DecoderShape) -> tuple[int, ...]:
+    """Return the number of tokens that each cut keeps of a segment with `count` tokens. See `Budget.solve`."""
     sizes = shape.kv_widths if budget.target == "kv_share" else [1] * shape.layers
     ends = [layer for layer, _ in cuts[1:]] + [shape.layers]
     weights = [sum(sizes[layer:end]) for (layer, _), end in zip(cuts, ends, strict=True)]
-    before, whole = sum(sizes[: cuts[0][0]]), sum(sizes)
+    before, total = sum(sizes[: cuts[0][0]]), sum(sizes)
     share = min(1.0, float(budget.amount) / count if budget.share is None else budget.share)
-    if before and before >= share * whole * (1 - 1e-12) and share < 1:
+    if before and before >= share * total * (1 - 1e-12) and share < 1:
         raise BudgetError(
-            f"{budget} cannot be reached by a cut at layer {cuts[0][0]} of {shape.layers}: the layers before it alone "
-            f"spend {before / whole:.3f} of the visual tokens; cut earlier or ask for more"
+            f"{budget} cannot be reached by a cut at layer {cuts[0][0]} of {shape.layers}: the layers before it spend "
+            f"{before / total:.3f} of the visual tokens. Cut earlier, or keep more."
         )
 
     def spent(scale: float) -> float:
-        kept = _kept(cuts, count, scale)
-        return before * count + sum(weight * number for weight, number in zip(weights, kept, strict=True))
+        kept = _scale_counts(cuts, count, scale)
+        return before * count + sum(weight * num_kept for weight, num_kept in zip(weights, kept, strict=True))
 
-    return tuple(map(round, _kept(cuts, count, _largest(spent, share * whole * count, cuts))))
+    return tuple(map(round, _scale_counts(cuts, count, _find_scale(spent, share * total * count, cuts))))
 
 
 @lru_cache(maxsize=1024)
-def _kept_for_flops(
+def _solve_flops(
     budget: OverLayers, cuts: Cuts, counts: tuple[int, ...], shape: DecoderShape, text: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return for each cut how many of each segment's `counts` tokens it keeps; see `Budget.solve`."""
+    """Return the number of kept tokens per segment for each cut, for a share of the FLOPs. See `Budget.solve`."""
     target, visual, first = float(budget.amount), sum(counts), cuts[0][0]
     ends = [layer for layer, _ in cuts[1:]] + [shape.layers]
     spans = [end - layer for (layer, _), end in zip(cuts, ends, strict=True)]
 
     def flops(kept: Sequence[float]) -> float:
-        after = [text + number for number, span in zip(kept, spans, strict=True) for _ in range(span)]
+        after = [text + num_kept for num_kept, span in zip(kept, spans, strict=True) for _ in range(span)]
         return shape.prefill_flops([text + visual] * first + after)
 
-    full, least = flops([visual] * len(cuts)), flops([0] * len(cuts))
-    if least >= target * full:
+    max_flops, min_flops = flops([visual] * len(cuts)), flops([0] * len(cuts))
+    if min_flops >= target * max_flops:
         raise BudgetError(
-            f"{budget} cannot be reached by a cut at layer {first}: text and the layers before it alone cost "
-            f"{least / full:.3f} of the prefill; cut earlier or ask for more"
+            f"{budget} cannot be reached by a cut at layer {first}: text and the layers before it cost "
+            f"{min_flops / max_flops:.3f} of the prefill. Cut earlier, or keep more."
         )
 
     def spent(scale: float) -> float:
-        return flops([sum(of_cut) for of_cut in zip(*(_kept(cuts, count, scale) for count in counts), strict=True)])
+        scaled = (_scale_counts(cuts, count, scale) for count in counts)
+        return flops([sum(counts_of_cut) for counts_of_cut in zip(*scaled, strict=True)])
 
-    scale = _largest(spent, target * full, cuts)
-    return tuple(zip(*(map(round, _kept(cuts, count, scale)) for count in counts), strict=True))
+    scale = _find_scale(spent, target * max_flops, cuts)
+    return tuple(zip(*(map(round, _scale_counts(cuts, count, scale)) for count in counts), strict=True))
 
 
-def _kept(cuts: Cuts, count: int, scale: float) -> list[float]:
+def _scale_counts(cuts: Cuts, count: int, scale: float) -> list[float]:
+    """Return the kept tokens of each cut in proportion to its relative size, from 1 to `count`."""
     return [max(1.0, min(count, scale * relative * count)) for _, relative in cuts]
 
 
-def _largest(spent: Callable[[float], float], target: float, cuts: Cuts) -> float:
-    """Return the largest scale that does not spend more than `target`, by bisection: the cost grows with the scale."""
-    low, high = 0.0, 1 / min(relative for _, relative in cuts)  # at which every cut keeps all
+def _find_scale(spent: Callable[[float], float], target: float, cuts: Cuts) -> float:
+    """Return the largest scale whose cost is at most `target`, by bisection. The cost increases with the scale."""
+    low, high = 0.0, 1 / min(relative for _, relative in cuts)  # at `high`, every cut keeps all tokens
     for _ in range(64):
         middle = (low + high) / 2
         low, high = (low, middle) if spent(middle) > target else (middle, high)

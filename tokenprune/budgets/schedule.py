@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share one budget among several cuts of a method: `profile` is what `Method.stages` of such a method calls."""
+"""Split one budget over several cuts of a method. Used by `Method.stages` of these methods."""
 
 from __future__ import annotations
 
@@ -15,88 +15,115 @@ from tokenprune.models.decoder_shape import DecoderShape
 
 
 class PlannedCut(NamedTuple):
-    """One of several cuts: the decoder layer at whose input it is made (0: the decoder's entry), and its budget."""
+    """One of several cuts.
+
+    Attributes:
+        layer: Decoder layer at whose input the cut is made. 0 is the input of the decoder.
+        budget: Budget of the cut.
+    """
 
     layer: int
     budget: StageBudget
 
 
 def plan_cuts(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Budget) -> list[PlannedCut]:
-    """Return the layer and the budget of each cut of a method, such that `budget` is met as an average over the layers.
+    """Return the layer and the budget of each cut, so that `budget` is met on average over the layers.
 
-    layers: of the decoder. cuts: (depth, relative) of each cut, in order. depth: an int is a layer, a float the share
-    of the layers that come before the cut. relative: what the cut keeps of the tokens that arrive at the first one, in
-    proportion to the other cuts; it may not rise from cut to cut. ((0.25, 4), (0.5, 2), (0.75, 1)) is PyramidDrop's.
+    A float `keep` then means the same as `average_share`, and an int the same as `average_tokens`. `kv_share` and
+    `flops_share` keep their meaning. `Budget.solve` computes the counts once the tokens of an image are known. The
+    average over the layers is within one token of the budget. With `keep=1.0`, every budget is the identity.
 
-    A float `keep` is then the average share of an image's tokens, like `average_share`, an int the average number, like
-    `average_tokens`; `kv_share` and `flops_share` mean what they mean for one cut. The counts are solved when an
-    image's tokens are known (`Budget.solve`): each is at least 1 and at most what arrives, and their average over the
-    layers is within one token of what was asked for. With `keep=1.0` every budget is the identity.
+    Args:
+        layers: Number of decoder layers.
+        cuts: (depth, relative) of each cut, in order. An int depth is a layer, a float depth the share of the layers
+            before the cut. Cuts keep tokens in proportion to `relative`, which must not increase. PyramidDrop is
+            ((0.25, 4), (0.5, 2), (0.75, 1)).
+        budget: Budget of the method.
 
-    Raises OptionError for cuts that are not in order, or fall on one layer in a decoder of so few, and BudgetError for
-    a share that the layers before the first cut spend alone.
+    Raises:
+        OptionError: If the cuts are not in order, or two cuts are at the same layer.
+        BudgetError: If the layers before the first cut spend more than the budget.
+
+    Example:
+        >>> [cut.layer for cut in plan_cuts(32, ((0.25, 2), (0.5, 1)), Budget(keep=0.5))]
+        [8, 16]
     """
-    placed = tuple((_layer_at(depth, layers), float(relative)) for depth, relative in cuts)
-    if not placed:
-        raise OptionError("a schedule needs at least one cut")
-    for (layer, relative), (later, less) in pairwise(placed):
-        if later <= layer:
+    layer_cuts = tuple((_find_layer(depth, layers), float(relative)) for depth, relative in cuts)
+    if not layer_cuts:
+        raise OptionError("A schedule needs at least one cut.")
+    for (layer, relative), (next_layer, next_relative) in pairwise(layer_cuts):
+        if next_layer <= layer:
             raise OptionError(
-                f"cuts {list(cuts)} fall on layer {layer} and then on layer {later} of {layers}: name layers that are "
-                "apart, and in order"
+                f"cuts {list(cuts)} are at layer {layer} and then at layer {next_layer} of {layers}. "
+                "Pass increasing layers."
             )
-        if less > relative:
-            raise OptionError(f"the cut at layer {later} may not keep more than the one before it: {less} > {relative}")
-    if not all(0 < relative < float("inf") for _, relative in placed):
-        raise OptionError(f"relative sizes of cuts must be positive numbers: {list(cuts)}")
-    tokens = budget.keep is not None or budget.average_share is not None  # not bytes or FLOPs, for which layers differ
-    share = budget.share if tokens else None
-    if share is not None and placed[0][0] >= share * layers and share < 1:
+        if next_relative > relative:
+            raise OptionError(
+                f"The cut at layer {next_layer} keeps more than the cut before it: {next_relative} > {relative}."
+            )
+    if not all(0 < relative < float("inf") for _, relative in layer_cuts):
+        raise OptionError(f"The relative sizes of cuts must be positive numbers: {list(cuts)}.")
+    counts_tokens = budget.keep is not None or budget.average_share is not None  # bytes and FLOPs differ between layers
+    share = budget.share if counts_tokens else None
+    first = layer_cuts[0][0]
+    if share is not None and first >= share * layers and share < 1:
         raise BudgetError(
-            f"{budget} cannot be reached by cuts from layer {placed[0][0]} of {layers} on: the layers before it alone "
-            f"spend {placed[0][0] / layers:.3f} of the visual tokens; cut earlier or ask for more"
+            f"{budget} cannot be reached by cuts from layer {first} of {layers} on: the layers before it spend "
+            f"{first / layers:.3f} of the visual tokens. Cut earlier, or keep more."
         )
-    values = budget.init_values() | {"total": budget, "cuts": placed}
-    stages = (StageBudget(**values, index=index) for index in range(len(placed)))
-    return [PlannedCut(layer, stage) for (layer, _), stage in zip(placed, stages, strict=True)]
+    values = budget.init_values() | {"total": budget, "cuts": layer_cuts}
+    stages = (StageBudget(**values, index=index) for index in range(len(layer_cuts)))
+    return [PlannedCut(layer, stage) for (layer, _), stage in zip(layer_cuts, stages, strict=True)]
 
 
 def choose_layers(depths: Sequence[float], layers: int, budget: Budget) -> list[int]:
-    """Return the decoder layers at which a method that cuts several times inside the decoder does so, for `profile`.
+    """Return the decoder layers of several cuts, for `plan_cuts`.
 
-    depths: for each cut the share of the layers that come before it, rising. layers: of the decoder. Cuts are at
-    layer 1 or after it, each at a layer of its own, however few there are. Where the layers before the first cut alone
-    would spend more than three quarters of the share that `budget` asks for, all depths shrink in proportion, until
-    they spend half of it. A number of tokens says no share before an image is seen, and moves nothing.
+    Each cut has its own layer, from layer 1 on. If the layers before the first cut would spend more than three quarters
+    of the share that `budget` keeps, all depths shrink in proportion, until these layers spend half of it. A number of
+    tokens changes no depth, because it has no share before an image is known.
 
-    Raises OptionError for a decoder that has fewer layers than that takes.
+    Args:
+        depths: Share of the layers before each cut, increasing.
+        layers: Number of decoder layers.
+        budget: Budget of the method.
+
+    Raises:
+        OptionError: If the decoder has too few layers.
+
+    Example:
+        >>> choose_layers((0.25, 0.5, 0.75), 32, Budget(keep=0.5))
+        [8, 16, 24]
     """
     if layers <= len(depths):
         raise OptionError(
-            f"a decoder of {layers} layers is too shallow for {len(depths)} cuts, each at a layer of its own after "
-            "the first: use a method that cuts once, such as fastv"
+            f"A decoder of {layers} layers is too shallow for {len(depths)} cuts at different layers. "
+            "Use a method with one cut, such as fastv."
         )
     share = budget.share
     shrink = share / 2 / depths[0] if share is not None and depths[0] > share * 3 / 4 else 1.0
-    placed: list[int] = []
-    for number, depth in enumerate(depths):
-        least, most = (placed[-1] if placed else 0) + 1, layers - len(depths) + number
-        placed.append(min(most, max(least, round(depth * shrink * layers))))
-    return placed
+    chosen: list[int] = []
+    for index, depth in enumerate(depths):
+        lowest, highest = (chosen[-1] if chosen else 0) + 1, layers - len(depths) + index
+        chosen.append(min(highest, max(lowest, round(depth * shrink * layers))))
+    return chosen
 
 
-def _layer_at(depth: float | int, layers: int) -> int:
+def _find_layer(depth: float | int, layers: int) -> int:
     layer = int(depth) if isinstance(depth, numbers.Integral) else round(depth * layers)
     if not 0 <= layer < layers:
-        raise OptionError(f"a cut at layer {layer} of {layers} is out of range: the last one is layer {layers - 1}")
+        raise OptionError(f"A cut at layer {layer} is out of range: the decoder has layers 0 to {layers - 1}.")
     return layer
 
 
 @dataclass(frozen=True, repr=False)
 class StageBudget(Budget):
-    """The part that one of several cuts has in a budget; `profile` makes them.
+    """Budget of one of several cuts. Created by `plan_cuts`.
 
-    total: the budget that the cuts share. cuts: (layer, relative) of all of them. index: which of them this is.
+    Args:
+        total: Budget that the cuts share.
+        cuts: (layer, relative) of all cuts.
+        index: Index of this cut.
     """
 
     total: Budget | None = None
@@ -112,9 +139,16 @@ class StageBudget(Budget):
         text_tokens: int,
         original: Sequence[int] | None = None,
     ) -> list[int]:
-        """Return how many of each segment's `counts` tokens to keep; see `Budget.resolve`. original: tokens of each
-        segment at the method's first cut; None at that cut itself."""
+        """Return the number of kept tokens per segment. See `Budget.resolve`.
+
+        Args:
+            counts: Tokens of each segment before this cut.
+            layer: Ignored.
+            shape: Sizes of the decoder.
+            text_tokens: Number of text tokens of the prompt.
+            original: Tokens of each segment at the first cut of the method. None at the first cut.
+        """
         original = counts if original is None else original
-        assert self.total is not None  # a default for dataclasses alone
+        assert self.total is not None  # the default exists only because dataclass fields need one
         planned = self.total.solve(self.cuts, original, shape=shape, text_tokens=text_tokens)[self.index]
-        return [min(count, number) for count, number in zip(counts, planned, strict=True)]
+        return [min(count, num_kept) for count, num_kept in zip(counts, planned, strict=True)]

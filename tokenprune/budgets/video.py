@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets of videos: tokens for each second, a number or a share for each frame, or weights that divide a budget."""
+"""Video budgets: tokens per second, tokens or a share per frame, or weights that split a budget over the frames."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tokenprune.errors import BudgetError
 
 @dataclass(frozen=True)
 class Clip:
-    """A segment that is a video, or a frame of one, as budgets of videos see it.
+    """Facts about a segment that is a video, or a frame of a video.
 
-    length:  frames of the whole video, such as the decoder sees them; None: this is not known.
-    frame:   index of the frame that the segment is; None: it is the whole video.
-    seconds: of video that a frame stands for, as the caller's arguments tell it; None: they do not.
-    joined:  sampled frames that the decoder sees as one.
+    Args:
+        length: Number of frames of the video, as the decoder sees them. None if it is unknown.
+        frame: Index of the frame, if the segment is one frame. None if it is a whole video.
+        seconds: Duration of one frame, from the arguments of the caller. None if it is unknown.
+        joined: Number of sampled frames that form one frame of the decoder.
     """
 
     length: int | None
@@ -29,23 +30,28 @@ class Clip:
     joined: int = 1
 
     def duration(self, fps: float | None) -> float | None:
-        """Return the seconds that the segment lasts; None where that is not known. fps: sampled frames a second."""
+        """Return the duration of the segment in seconds, or None if it is unknown.
+
+        Args:
+            fps: Sampled frames per second. None: use `seconds`.
+        """
         seconds = self.seconds if fps is None else self.joined / fps
-        number = self.length if self.frame is None else 1
-        return None if seconds is None or number is None else number * seconds
+        num_frames = self.length if self.frame is None else 1
+        return None if seconds is None or num_frames is None else num_frames * seconds
 
 
 @dataclass(frozen=True)
 class VideoBudget:
-    """Tokens for each second or frame of a video. Exactly one of `per_second`, `frames` and `frame_weights` is set.
+    """Tokens per second or per frame of a video. Exactly one of `per_second`, `frames` and `frame_weights` is set.
 
-    per_second:    Tokens for each second.
-    fps:           Frames per second at which videos were sampled, for `per_second`.
-    frames:        For each frame an int >= 2 (tokens) or a share in (0, 1].
-    frame_weights: Weights by which the frames divide the tokens that the budget's `keep` leaves of the video.
+    Args:
+        per_second: Number of tokens per second.
+        fps: Frames per second at which videos were sampled, for `per_second`.
+        frames: An int >= 2 (tokens) or a share in (0, 1] for each frame.
+        frame_weights: Weights that split the tokens that `keep` leaves of the video over the frames.
 
     Raises:
-        BudgetError: If a value is invalid; the message names the frame.
+        BudgetError: If a value is invalid.
     """
 
     per_second: float | None = None
@@ -57,7 +63,7 @@ class VideoBudget:
         _check_rate(self.per_second, self.fps)
         vars(self).update(frames=_read_frames(self.frames), frame_weights=_read_weights(self.frame_weights))
         if sum(value is not None for value in (self.per_second, self.frames, self.frame_weights)) != 1:
-            raise BudgetError("a budget of videos needs exactly one of per_second, frames and frame_weights")
+            raise BudgetError("A video budget needs exactly one of per_second, frames and frame_weights.")
 
     @property
     def target(self) -> str:
@@ -70,7 +76,7 @@ class VideoBudget:
         return self.frames if self.per_second is None else self.per_second
 
     def describe_constructor(self, keep: str, per: str) -> str:
-        """Return the call of the constructor of `Budget` that makes this budget."""
+        """Return the call of the `Budget` constructor, such as `per_second(64)`."""
         if self.frame_weights is not None:
             return f"by_frame_weights({keep}, {self.frame_weights!r})"
         if self.frames is not None:
@@ -80,7 +86,7 @@ class VideoBudget:
 
 
 class HasVideoBudget(Protocol):
-    """The part of a `Budget` that is read here."""
+    """Part of a `Budget` that this module reads."""
 
     @property
     def video(self) -> VideoBudget | None: ...
@@ -89,106 +95,124 @@ class HasVideoBudget(Protocol):
 
 
 def _check_rate(per_second: Any, fps: Any) -> None:
-    """Raise BudgetError for a rate that is not positive, or for `fps` without `per_second`."""
+    """Raise BudgetError if a rate is not positive, or `fps` is set without `per_second`."""
     for name, value in (("per_second", per_second), ("fps", fps)):
-        if value is not None and not (_is_real(value) and 0 < value < math.inf):
-            raise BudgetError(f"{name}={value!r} must be a positive number, for each second of video")
+        if value is not None and not (_is_number(value) and 0 < value < math.inf):
+            raise BudgetError(f"{name}={value!r} must be a positive number per second of video.")
     if fps is not None and per_second is None:
-        raise BudgetError(f"fps={fps} tells how long a video is, and no per_second= is given: add it, or leave fps out")
+        raise BudgetError(f"fps={fps} requires per_second=. Pass per_second=, or leave out fps.")
 
 
 def _read_frames(frames: Any) -> tuple[float | int, ...] | None:
-    listed = _listed("frames", frames)
-    for frame, value in enumerate(listed or ()):
-        if not _is_real(value) or not (value >= 2 if _is_whole(value) else 0 < value <= 1):
+    values = _to_list("frames", frames)
+    for frame, value in enumerate(values or ()):
+        if not _is_number(value) or not (value >= 2 if _is_integer(value) else 0 < value <= 1):
             raise BudgetError(
-                f"frames[{frame}]={value!r} must be an int >= 2 (tokens of the frame) or a float in (0, 1] (its "
-                "share): every frame keeps a token at least, and 1.0 keeps it whole"
+                f"frames[{frame}]={value!r} must be an int >= 2 (tokens of the frame) or a float in (0, 1] (share of "
+                "its tokens). Pass 1.0 to keep all tokens of a frame."
             )
-    return None if listed is None else tuple(map(_plain, listed))
+    return None if values is None else tuple(map(_to_number, values))
 
 
 def _read_weights(weights: Any) -> tuple[float, ...] | None:
-    listed = _listed("frame_weights", weights)
-    for frame, value in enumerate(listed or ()):
-        if not _is_real(value) or not 0 <= value < math.inf:
-            raise BudgetError(f"frame_weights[{frame}]={value!r} must be a number that is 0 or more")
-    if listed is not None and not any(listed):
-        raise BudgetError("frame_weights are all 0: give the frames that matter a weight, or leave frame_weights out")
-    return None if listed is None else tuple(map(float, listed))
+    values = _to_list("frame_weights", weights)
+    for frame, value in enumerate(values or ()):
+        if not _is_number(value) or not 0 <= value < math.inf:
+            raise BudgetError(f"frame_weights[{frame}]={value!r} must be a number >= 0.")
+    if values is not None and not any(values):
+        raise BudgetError("frame_weights are all 0. Pass at least one positive weight, or leave out frame_weights.")
+    return None if values is None else tuple(map(float, values))
 
 
 def resolve_videos(budget: HasVideoBudget, counts: Sequence[int], clips: Sequence[Clip | None]) -> list[int]:
-    """Return how many of each segment's `counts` tokens a budget of videos keeps, at least 1 and at most all.
+    """Return the number of kept tokens per segment for a video budget, at least 1.
 
     Args:
-        clips: The clip of each segment of a prompt, in order. None for an image, which keeps all its tokens, or with
-            `frame_weights` its `keep`.
+        budget: Budget with `video` set.
+        counts: Number of tokens of each segment of a prompt.
+        clips: Clip of each segment, in order. None for an image, which keeps all its tokens, or its `keep` with
+            `frame_weights`.
 
     Raises:
-        BudgetError: If the budget does not fit a video, or too little is known about the video.
+        BudgetError: If the budget lists a different number of frames, or the duration of a video is unknown.
     """
     video = budget.video
     assert video is not None
     if video.per_second is not None:
         return [
-            count if clip is None else _whole(count, video.per_second * _duration(video, clip))
+            count if clip is None else _round_count(count, video.per_second * _get_duration(video, clip))
             for count, clip in zip(counts, clips, strict=True)
         ]
     kept = [count if video.frames else budget.resolve_keep(count) for count in counts]
-    for segments in _videos(clips):
-        frames = [(counts[index], _frame(video, clips[index])) for index in segments]
-        for index, num_kept in zip(segments, _of_frames(budget, video, frames), strict=True):
+    for segments in _group_videos(clips):
+        frames = [(counts[index], _get_frame(video, clips[index])) for index in segments]
+        for index, num_kept in zip(segments, _resolve_frames(budget, video, frames), strict=True):
             kept[index] = num_kept
     return kept
 
 
-def spread(total: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Return how many of `total` tokens each frame gets by its weight, at most `most` and at least 1 (DyToK).
+def spread(total: int, weights: Sequence[float], limits: Sequence[int]) -> list[int]:
+    """Split `total` tokens over frames in proportion to their weights.
 
-    Shares are rounded down, and what is left goes to the largest fractions, one each. What a frame cannot take goes in
-    rounds to the others, one each, the heaviest first. A frame that would get nothing gets 1 of the frame that has
-    most. Of equal ones the earlier comes first.
+    Shares are rounded down. The remainder goes to the frames with the largest fractions, one token each. Tokens above
+    the limit of a frame go to the other frames in rounds, one token each, in order of decreasing weight. A frame
+    without a token takes one from the frame with most tokens. Ties go to the earlier frame.
 
-    Source: DyToK (arXiv 2512.06866, NeurIPS 2025), the budgets of its code. Differs from it: no frame is left without
-    a token, so that `total` may be exceeded where there are more frames than tokens; and no endless loop where all
-    tokens of a video are kept.
+    Args:
+        total: Number of tokens.
+        weights: Weight of each frame.
+        limits: Maximum number of tokens of each frame.
+
+    Returns:
+        The number of tokens of each frame, at least 1.
+
+    Source:
+        "DyToK" (arXiv 2512.06866, NeurIPS 2025), the budgets in the authors' code.
+
+    Differences from the paper:
+        - Every frame keeps at least one token, so `total` is exceeded if there are more frames than tokens.
+        - A video that keeps all tokens does not cause an endless loop.
+
+    Example:
+        >>> spread(10, [3.0, 1.0], limits=[6, 6])
+        [6, 4]
     """
-    total = min(total, sum(most))
-    # Exact, so that a share which is a whole number is not missed by its last bit.
+    total = min(total, sum(limits))
+    # Fractions are exact, so that rounding errors do not lower a share that is a whole number.
     parts = [Fraction(weight) for weight in weights]
     exact = [total * part / sum(parts) for part in parts]
-    given = [math.floor(one) for one in exact]
-    first = sorted(range(len(exact)), key=lambda frame: given[frame] - exact[frame])
-    for frame in first[: total - sum(given)]:
-        given[frame] += 1
-    given = [min(number, limit) for number, limit in zip(given, most, strict=True)]
+    counts = [math.floor(share) for share in exact]
+    by_fraction = sorted(range(len(exact)), key=lambda frame: counts[frame] - exact[frame])
+    for frame in by_fraction[: total - sum(counts)]:
+        counts[frame] += 1
+    counts = [min(count, limit) for count, limit in zip(counts, limits, strict=True)]
     heaviest = sorted(range(len(parts)), key=lambda frame: -parts[frame])
-    while (left := total - sum(given)) > 0:
-        for frame in [one for one in heaviest if given[one] < most[one]][:left]:
-            given[frame] += 1
-    for frame in [one for one, number in enumerate(given) if number == 0]:
-        given[frame] = 1
-        if (largest := max(given)) > 1:
-            given[given.index(largest)] -= 1
-    return given
+    while (remaining := total - sum(counts)) > 0:
+        for frame in [frame for frame in heaviest if counts[frame] < limits[frame]][:remaining]:
+            counts[frame] += 1
+    for frame in [frame for frame, count in enumerate(counts) if count == 0]:
+        counts[frame] = 1
+        if (largest := max(counts)) > 1:
+            counts[counts.index(largest)] -= 1
+    return counts
 
 
-def _of_frames(budget: HasVideoBudget, video: VideoBudget, frames: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the number of kept tokens of each frame of a video. frames: (tokens, index) of each."""
+def _resolve_frames(budget: HasVideoBudget, video: VideoBudget, frames: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the number of kept tokens of each frame of a video, given (tokens, index) of each frame."""
     if (weights := video.frame_weights) is not None:
         counts = [count for count, _ in frames]
         return spread(budget.resolve_keep(sum(counts)), [weights[index] for _, index in frames], counts)
     amounts = [(count, (video.frames or ())[index]) for count, index in frames]
     return [
-        min(count, amount) if isinstance(amount, int) else _whole(count, count * amount) for count, amount in amounts
+        min(count, amount) if isinstance(amount, int) else _round_count(count, count * amount)
+        for count, amount in amounts
     ]
 
 
-def _videos(clips: Sequence[Clip | None]) -> list[list[int]]:
-    """Return the segments of each video, one for each frame."""
+def _group_videos(clips: Sequence[Clip | None]) -> list[list[int]]:
+    """Return the indices of the segments of each video, one segment per frame."""
     videos: list[list[int]] = []
-    last = -1  # frame before
+    last = -1  # index of the previous frame
     for index, clip in enumerate(clips):
         if clip is None or clip.frame is None:
             continue
@@ -199,52 +223,51 @@ def _videos(clips: Sequence[Clip | None]) -> list[list[int]]:
     return videos
 
 
-def _frame(video: VideoBudget, clip: Clip | None) -> int:
-    """Return which frame a segment is, of a video that has as many as the budget lists."""
+def _get_frame(video: VideoBudget, clip: Clip | None) -> int:
+    """Return the frame index of a segment. Raise BudgetError if the budget lists a different number of frames."""
     name = "frame_weights" if video.frames is None else "frames"
-    listed = len(getattr(video, name))
-    assert clip is not None and clip.frame is not None  # `_videos` names no others
-    if clip.length != listed:
-        joined = f" ({clip.joined} of those sampled are joined to one)" if clip.joined > 1 else ""
+    num_listed = len(getattr(video, name))
+    assert clip is not None and clip.frame is not None  # `_group_videos` returns only such segments
+    if clip.length != num_listed:
+        joined = f" ({clip.joined} sampled frames form one)" if clip.joined > 1 else ""
         raise BudgetError(
-            f"{name}= lists {listed} frames, and the decoder sees {clip.length} of this video{joined}: list "
-            f"{clip.length} numbers"
+            f"{name}= lists {num_listed} frames, but the decoder sees {clip.length} frames of this video{joined}. "
+            f"Pass {clip.length} numbers."
         )
     return clip.frame
 
 
-def _duration(video: VideoBudget, clip: Clip) -> float:
+def _get_duration(video: VideoBudget, clip: Clip) -> float:
     seconds = clip.duration(video.fps)
     if seconds is None or not 0 < seconds < math.inf:
         raise BudgetError(
-            f"per_second={video.per_second!r}: nothing tells how long a video of this call lasts (Qwen2.5-VL's "
-            "processor does, by second_per_grid_ts): give the frames a second at which it was sampled, as in "
-            f"Budget.per_second({video.per_second!r}, fps=2.0)"
+            f"per_second={video.per_second!r} requires the duration of each video, which this processor does not "
+            f"return. Pass the sampling rate, as in Budget.per_second({video.per_second!r}, fps=2.0)."
         )
     return seconds
 
 
-def _whole(count: int, wanted: float) -> int:
-    return min(count, max(1, round(min(wanted, count))))
+def _round_count(count: int, requested: float) -> int:
+    return min(count, max(1, round(min(requested, count))))
 
 
-def _listed(name: str, given: Any) -> list[Any] | None:
-    if given is None:
+def _to_list(name: str, values: Any) -> list[Any] | None:
+    if values is None:
         return None
-    plain: Callable[[], Any] | None = getattr(given, "tolist", None)  # of a tensor or an array
-    given = given if plain is None else plain()
-    if not isinstance(given, (list, tuple)) or not given:
-        raise BudgetError(f"{name}={given!r} must list a number for each frame of a video, such as (64, 16, 16)")
-    return list(given)
+    tolist: Callable[[], Any] | None = getattr(values, "tolist", None)  # of a tensor or an array
+    values = values if tolist is None else tolist()
+    if not isinstance(values, (list, tuple)) or not values:
+        raise BudgetError(f"{name}={values!r} must be a list of one number per frame of a video, such as (64, 16, 16).")
+    return list(values)
 
 
-def _plain(value: Any) -> float | int:
-    return int(value) if _is_whole(value) else float(value)
+def _to_number(value: Any) -> float | int:
+    return int(value) if _is_integer(value) else float(value)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral)
 
 
-def _is_real(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line. Nothing heavy is imported before a command needs it: `tokenprune --help` must answer at once."""
+"""The `tokenprune` command. Imports are deferred to the commands that need them, to keep `--help` fast."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Prune the visual tokens of vision-language models, and see what that costs.",
+    help="Prune visual tokens of vision-language models, and measure speed and accuracy.",
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"tokenprune {__version__}")
         raise typer.Exit
 
@@ -38,7 +38,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    pass  # the version is answered by its callback
+    pass  # `_print_version` handles the option
 
 
 for command in (methods, families, capacity, draft, new_method, new_family, serve_check):

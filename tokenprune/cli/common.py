@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of all commands: the console, where commands come from, and reading of --methods and --keep."""
+"""Shared code of all commands: console, command lookup, and the options --model, --methods and --keep."""
 
 from __future__ import annotations
 
@@ -20,19 +20,25 @@ if TYPE_CHECKING:
 
     from tokenprune.settings import Setting
 
-STOPPED = 130  # exit code after Ctrl+C, as of a shell
+STOPPED = 130  # exit code after Ctrl+C, as in a shell
 _PIPED_WIDTH = 160
-_LARGEST = 2**31 - 1  # of a whole number that an option takes; C code below takes few that are larger
-BENCH_COMMANDS = (
-    "app bench demo fit leaderboard profile recommend report show tune".split()
-)  # commands of tokenprune-bench
-METHODS_HELP = "Names with commas between them; options (dart:pivot_text=0) and stacks (divprune+fastv) too"
+_MAX_INT = 2**31 - 1  # largest value of an integer option
+# Commands by section of `tokenprune --help`, in order.
+SECTIONS = {
+    "Use": ("demo", "methods", "recommend", "families", "show", "app"),
+    "Measure": ("bench", "report", "leaderboard", "profile", "tune", "draft"),
+    "Serve": ("capacity", "serve-check"),
+    "Extend": ("new-method", "new-family", "fit"),
+}
+# Commands of the package tokenprune-bench.
+BENCH_COMMANDS = "app bench demo fit leaderboard profile recommend report show tune".split()
+METHODS_HELP = "Comma-separated methods, with options (dart:pivot_text=0) or combined (divprune+fastv)"
 
 ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Directory, hub id, demo_qwen, demo_smol, demo_video or demo_vlm; default: demo_vlm.",
+        help="Directory, Hub id, demo_qwen, demo_smol, demo_video or demo_vlm. Default: demo_vlm.",
         autocompletion=complete_models,
     ),
 ]
@@ -48,7 +54,7 @@ def get_console(error: bool = False) -> Console:
 
 
 def say(text: str, style: str = "", error: bool = False) -> None:
-    """Print a line: broken between words on a screen, whole in a pipe."""
+    """Print a line, wrapped on a terminal and unwrapped in a pipe."""
     from rich.text import Text
 
     console = get_console(error)
@@ -57,12 +63,12 @@ def say(text: str, style: str = "", error: bool = False) -> None:
 
 @cache
 def _entries() -> dict[str, EntryPoint]:
-    """Return the commands that installed packages bring, by name."""
+    """Return the commands of installed packages by name."""
     return {entry.name: entry for entry in entry_points(group="tokenprune.commands")}
 
 
-def _imported(entry: EntryPoint) -> Any:
-    """Return the command of another package; one that cannot be imported says so when it is called."""
+def _import_command(entry: EntryPoint) -> Any:
+    """Return the command of another package. If it cannot be imported, the command raises an error when called."""
     holder = typer.Typer()
     try:
         command = entry.load()
@@ -83,19 +89,21 @@ def _imported(entry: EntryPoint) -> Any:
 
 
 class BoundedCommand(TyperCommand):
-    """A command whose whole numbers are of a size that torch and itertools take."""
+    """Command that rejects integers above 2**31 - 1, which torch and itertools do not accept."""
 
     def invoke(self, ctx: Any) -> Any:
-        names = {one.name: one.opts[0] for one in self.params}
+        names = {param.name: param.opts[0] for param in self.params}
         for name, value in ctx.params.items():
-            if isinstance(value, int) and abs(value) > _LARGEST:
-                raise OptionError(f"{names[name]} {value} is too large: use {_LARGEST} at most")
+            if isinstance(value, int) and abs(value) > _MAX_INT:
+                raise OptionError(f"{names[name]} {value} is too large. The maximum is {_MAX_INT}.")
         return super().invoke(ctx)
 
 
 class ErrorGroup(TyperGroup):
-    """A group of commands that turns our own errors into one red line and exit code 2, Ctrl+C into one line and exit
-    code 130; other exceptions are bugs and keep their traceback."""
+    """Command group that prints a TokenPruneError as one red line and exits with code 2. Ctrl+C exits with code 130.
+
+    Other exceptions are bugs and keep their traceback.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -109,20 +117,23 @@ class ErrorGroup(TyperGroup):
 
 
 class Commands(ErrorGroup):
-    """Commands of this package, and of packages installed beside it, which are imported when they are named."""
+    """Commands of this package and of installed packages, in the sections of `SECTIONS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *sorted(_entries())]
+        names = {*super().list_commands(ctx), *_entries()}
+        ordered = [name for section in SECTIONS.values() for name in section if name in names]
+        return [*ordered, *sorted(names - {*ordered})]
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """Return a command of ours, or import that of an installed package."""
-        if name in self.commands:
-            return self.commands[name]
-        if name in _entries():
-            return _imported(_entries()[name])
-        if name in BENCH_COMMANDS:
-            raise MissingPackageError(f"`tokenprune {name}` is of another package: pip install tokenprune-bench")
-        return None
+        """Return a command of this package, or import a command of an installed package."""
+        command: Any = self.commands.get(name)
+        if command is None and name in _entries():
+            command = _import_command(_entries()[name])
+        if command is not None:
+            command.rich_help_panel = next((title for title, names in SECTIONS.items() if name in names), "Other")
+        elif name in BENCH_COMMANDS:
+            raise MissingPackageError(f"`tokenprune {name}` requires another package: pip install tokenprune-bench")
+        return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None and (close := get_close_matches(args[0], self.list_commands(ctx))):
@@ -131,40 +142,53 @@ class Commands(ErrorGroup):
 
 
 def load_config(model: str | None) -> Any:
-    """Return the config of a model, without its weights; None: the one that ships."""
+    """Return the configuration of a model without loading weights. Default: the shipped model demo_vlm."""
     from tokenprune.models.model_config import read_model_config
 
     return read_model_config(model or "demo_vlm")
 
 
-def read_keeps(text: str, one: bool = False) -> tuple[float | int, ...]:
+def read_keeps(text: str, single: bool = False) -> tuple[float | int, ...]:
+    """Read the comma-separated numbers of --keep, or a single number. Raise TokenPruneError if they are invalid."""
     from tokenprune.settings.one_line import parse_number
 
     keeps = tuple(parse_number(part) for part in text.split(",") if part.strip())
-    if not keeps or any(isinstance(keep, str) for keep in keeps) or (one and len(keeps) > 1):
-        wanted = "one number" if one else "numbers with commas between them"
-        hint = "a share such as 0.25, or a whole number of tokens per image"
-        raise TokenPruneError(f"--keep {text!r} is not {wanted}: use {hint}")
+    if not keeps or any(isinstance(keep, str) for keep in keeps) or (single and len(keeps) > 1):
+        expected = "one number" if single else "a comma-separated list of numbers"
+        hint = "Pass a share such as 0.25, or a number of tokens per image such as 64."
+        raise TokenPruneError(f"--keep {text!r} is not {expected}. {hint}")
     if 1 in (keep for keep in keeps if isinstance(keep, int)):
         raise TokenPruneError(
-            f"--keep {text} could mean all tokens or a single one of each image: use 1.0 for all of them; a single one "
-            'is Budget(tokens=1) in Python, and "keep": {"tokens": 1} in the setting of a server or a configuration'
+            f"--keep {text} is ambiguous. Use 1.0 to keep all tokens. To keep one token per image, pass "
+            'Budget(tokens=1) in Python, or "keep": {"tokens": 1} in a configuration.'
         )
     return keeps
 
 
 def read_specs(methods: str) -> list[Setting]:
-    """Return the methods and stacks that --methods names, each a setting without a keep."""
+    """Return the settings that --methods lists, without a keep."""
     from tokenprune.settings import Setting
     from tokenprune.settings.one_line import split_methods
 
-    return [Setting.from_text(one).validate() for one in split_methods(methods)]
+    return [Setting.from_text(text).validate() for text in split_methods(methods)]
 
 
-def read_settings(methods: str, keep: str, most: int | None = None) -> list[Setting]:
-    """Return each setting that --methods and --keep name; none without a method. most: of --max-visual-tokens.
+def read_settings(methods: str, keep: str, max_tokens: int | None = None) -> list[Setting]:
+    """Return a setting for each combination of --methods and --keep. Empty without a method.
 
-    Commas part settings, and plus signs the methods of a stack and their keeps: "divprune+fastv,dart" at "0.5+0.25" ...
+    Commas separate settings. Plus signs combine methods and their keeps, as in "divprune+fastv,dart" with "0.5+0.25".
+
+    Args:
+        methods: Value of --methods.
+        keep: Value of --keep.
+        max_tokens: Value of --max-visual-tokens.
+
+    Raises:
+        OptionError: If the number of keeps does not match the number of methods.
+
+    Example:
+        >>> [str(setting) for setting in read_settings("divprune,fastv", "0.5,0.25")]
+        ['divprune 0.5', 'divprune 0.25', 'fastv 0.5', 'fastv 0.25']
     """
     from tokenprune.budgets import Budget
     from tokenprune.errors import OptionError
@@ -172,23 +196,23 @@ def read_settings(methods: str, keep: str, most: int | None = None) -> list[Sett
     from tokenprune.settings.max_visual_tokens import LIMITER, check_limit
 
     settings: list[Setting] = []
-    if most is not None and not methods.strip():
-        return [Setting.from_text(LIMITER, Budget(tokens=most).to_json())]
+    if max_tokens is not None and not methods.strip():
+        return [Setting.from_text(LIMITER, Budget(tokens=max_tokens).to_json())]
     for stack in read_specs(methods):
-        number = len(stack.names)
+        num_methods = len(stack.names)
         for text in keep.split(","):
             keeps: list[Any] = [*read_keeps(text.replace("+", ","))]
-            if len(keeps) not in (1, number):
+            if len(keeps) not in (1, num_methods):
                 raise OptionError(
-                    f"--keep {text} has {len(keeps)} numbers for {number} method{'s'[: number > 1]} in "
-                    f"{stack.to_text()}: give one, or one for each with plus signs between them (commas part settings)"
+                    f"--keep {text} has {len(keeps)} numbers for {num_methods} method{'s'[: num_methods > 1]} in "
+                    f"{stack.to_text()}. Pass one number, or one per method joined with plus signs."
                 )
-            if most is None:
+            if max_tokens is None:
                 settings.append(stack.with_keep(keeps if keeps[1:] else keeps[0]))
                 continue
-            check_limit(most, stack.names)
-            of_each = keeps if keeps[1:] else keeps * number
+            check_limit(max_tokens, stack.names)
+            keep_of_each = keeps if keeps[1:] else keeps * num_methods
             settings.append(
-                Setting.from_text(f"{LIMITER}+{stack.to_text()}", [Budget(tokens=most).to_json(), *of_each])
+                Setting.from_text(f"{LIMITER}+{stack.to_text()}", [Budget(tokens=max_tokens).to_json(), *keep_of_each])
             )
     return settings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune draft`: whether a draft that sees fewer visual tokens pays, before anything is run."""
+"""`tokenprune draft`: estimate the speed-up of assisted generation with a pruned draft."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 def draft(
     model: ModelOption = None,
     draft: Annotated[
-        str | None, typer.Option("--draft", help="A smaller model; default: one that shares the model's weights.")
+        str | None,
+        typer.Option("--draft", help="Smaller model. Default: a draft that shares the weights of the model."),
     ] = None,
     method: Annotated[
         str,
@@ -25,45 +26,50 @@ def draft(
             "--methods",
             "--method",
             autocompletion=complete_methods,
-            help=f"What the draft is patched with. {METHODS_HELP}; each has a table.",
+            help=f"Methods of the draft. {METHODS_HELP}. One table each.",
         ),
     ] = "divprune",
-    keep: Annotated[str, typer.Option(help="Shares of the visual tokens, or whole numbers; as for `profile`.")] = "0.1",
+    keep: Annotated[
+        str, typer.Option(help="Shares of the visual tokens, or numbers of tokens, as for `profile`.")
+    ] = "0.1",
     tokens: Annotated[int, typer.Option(min=1, help="Visual tokens of the prompt.")] = 1024,
-    text: Annotated[int, typer.Option(min=0, help="Tokens of text, the answer's among them.")] = 256,
-    drafts: Annotated[int, typer.Option(min=1, help="Tokens drafted in a round.")] = 4,
+    text: Annotated[int, typer.Option(min=0, help="Text tokens, including the answer.")] = 256,
+    drafts: Annotated[int, typer.Option(min=1, help="Drafted tokens per round.")] = 4,
 ) -> None:
-    """Show what a step of a draft costs beside one of its target (c), and how much faster decoding gets by the share of
-    drafts that the target accepts. Reads configs alone: no weights are loaded, and nothing is measured."""
+    """Estimate the speed-up of decoding with a pruned draft model.
+
+    Reads only model configurations: no weights are loaded.
+    """
     from tokenprune.cli.table import Cell, Table
     from tokenprune.integrations.hf.drafting.cost import DraftCost
 
-    own = None if draft is None else load_config(draft)
-    whole = load_config(model)
+    draft_config = None if draft is None else load_config(draft)
+    config = load_config(model)
     settings = read_settings(method, keep)
     for setting in settings or (None,):
         methods, budgets = ([], []) if setting is None else setting.steps()
-        cost = DraftCost.from_configs(whole, own, methods, budgets, tokens=tokens, text=text)
+        cost = DraftCost.from_configs(config, draft_config, methods, budgets, tokens=tokens, text=text)
         rows = []
-        for number in sorted({1, 2, drafts, 2 * drafts}):
-            speedups = [f"x{cost.speedup(acceptance, number):.2f}" for acceptance in _ACCEPTANCES]
-            least = cost.break_even(number)
-            rows.append([*map(Cell, (f"{number} a round", *speedups, "never" if least is None else f"{least:.0%}"))])
+        for num_drafts in sorted({1, 2, drafts, 2 * drafts}):
+            speedups = [f"x{cost.speedup(acceptance, num_drafts):.2f}" for acceptance in _ACCEPTANCES]
+            rate = cost.break_even(num_drafts)
+            break_even = "never" if rate is None else f"{rate:.0%}"
+            rows.append([*map(Cell, (f"{num_drafts} a round", *speedups, break_even))])
         columns = ("drafted", *(f"{acceptance:.0%}" for acceptance in _ACCEPTANCES), "pays from")
-        drawn = " + ".join(f"{one.name} {budget.format_short()}" for one, budget in zip(methods, budgets, strict=True))
-        title = f"{drawn or 'unpatched'}: how many times faster decoding gets, by the share of drafts accepted"
-        print_table(Table(title, columns, rows))
-        said = (
-            f"c = {cost.c:.3f}: a step of the draft reads {_gigabytes(cost.draft)} and one of the target "
-            f"{_gigabytes(cost.target)}, in numbers of 2 bytes."
+        steps = zip(methods, budgets, strict=True)
+        name = " + ".join(f"{method.name} {budget.format_short()}" for method, budget in steps)
+        print_table(Table(f"{name or 'unpatched'}: speed-up of decoding by acceptance rate", columns, rows))
+        say(
+            f"c = {cost.c:.3f}: a draft step reads {_format_bytes(cost.draft)}, a target step "
+            f"{_format_bytes(cost.target)}, with 2 bytes per value.",
+            "dim",
         )
-        say(said, "dim")
-    said = (
-        "One prompt at a time, so that memory decides. The draft reads the prompt too, and a smaller one encodes its "
-        "images: that time is not in it."
+    say(
+        "For one prompt at a time, where memory reads determine the speed. Not included: the prefill of the draft, and "
+        "the image encoding of a smaller draft.",
+        "dim",
     )
-    say(said, "dim")
 
 
-def _gigabytes(number: float) -> str:
-    return f"{number / 1e9:.3g} GB" if number >= 1e9 else f"{number / 1e6:.3g} MB"
+def _format_bytes(count: float) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune families`: the model families, and where a method may act."""
+"""`tokenprune families`: list model families, and the sites at which methods support them."""
 
 from __future__ import annotations
 
@@ -26,44 +26,47 @@ def families(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Say of each family whether this method may act, or why not; as in fastv:layer=3, or divprune+fastv.",
+            help="Show which families support this method, such as fastv:layer=3 or divprune+fastv.",
             autocompletion=_complete,
         ),
     ] = None,
 ) -> None:
-    """List the model families: where methods may act in each, and which are refused, with the reason."""
+    """List the supported model families and their sites.
+
+    Also lists the families that are not supported, with the reason.
+    """
     from tokenprune.cli.table import Cell, Table, to_rich
 
     console = get_console()
-    for title, columns, rows in _known() if method is None else _answers(method):
-        shown = to_rich(Table(title, tuple(columns), [[Cell(text) for text in row] for row in rows]))
-        for index, column in enumerate(shown.columns):
+    for title, columns, rows in _list_families() if method is None else _list_answers(method):
+        table = to_rich(Table(title, tuple(columns), [[Cell(text) for text in row] for row in rows]))
+        for index, column in enumerate(table.columns):
             column.justify, column.no_wrap = "left", method is None and index == 0
         if method is not None:
             longest = max(len(name) for _, names in rows for name in names.split(", "))
-            shown.columns[0].max_width = console.width - longest - _LINES
+            table.columns[0].max_width = console.width - longest - _LINES
         elif console.width < _NARROW:
-            shown.box, shown.padding, shown.pad_edge = None, (0, 1, 0, 0), False
-        console.print(shown)
+            table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
+        console.print(table)
 
 
-_NARROW = 80  # columns of the screen below which the lines of a table take too many of them
-_LINES = 8  # columns of the screen that hold no text: lines and blanks of a table with two columns, and a comma
-_Shown = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
+_NARROW = 80  # width of a terminal below which tables have no lines
+_LINES = 8  # width of the lines and blanks of a table with two columns, and of a comma
+_TableData = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
 
 
-def _known() -> Iterator[_Shown]:
+def _list_families() -> Iterator[_TableData]:
     from tokenprune.models.families import REFUSED, SUPPORTED
     from tokenprune.models.families.tested import list_tested_sites
 
     rows = sorted(SUPPORTED.items())
-    known = [(name, ", ".join(list_tested_sites(row)), str(row.since), row.note) for name, row in rows]
-    yield "Families (since: the first version of transformers)", ("model type", "sites", "since", "notes"), known
-    yield "Refused", ("model type", "because"), sorted(REFUSED.items())
+    families = [(name, ", ".join(list_tested_sites(row)), str(row.since), row.note) for name, row in rows]
+    yield "Families (since: minimum version of transformers)", ("model type", "sites", "since", "notes"), families
+    yield "Not supported", ("model type", "reason"), sorted(REFUSED.items())
 
 
-def _answers(text: str) -> Iterator[_Shown]:
-    """Yield a table for each engine; families of one answer share a row, and those that may stand first."""
+def _list_answers(text: str) -> Iterator[_TableData]:
+    """Yield a table for each engine. Families with the same answer share a row. Supported families come first."""
     defer_torch()
     from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
     from tokenprune.selection.method import Site
@@ -71,10 +74,10 @@ def _answers(text: str) -> Iterator[_Shown]:
     from tokenprune.settings import IN_LLM, Setting
 
     methods = Setting.from_text(text).methods
-    columns = (f"may {text} act?", "families")
-    refused = "no, as no method may: `tokenprune families` says why", ", ".join(sorted(REFUSED))
+    columns = (f"{text} supported?", "families")
+    refused = "no, like all methods (see `tokenprune families`)", ", ".join(sorted(REFUSED))
     yield "transformers", columns, [*_by_answer(methods, SUPPORTED, Backend.HF), refused]
-    refused = "no, as no method may: docs/serving/reference.md says why", ", ".join(sorted(REFUSED_IN_VLLM))
+    refused = "no, like all methods (see docs/serving/reference.md)", ", ".join(sorted(REFUSED_IN_VLLM))
     served = [row.name for row in SERVED.values()]
     yield "vLLM", columns, [*_by_answer(methods, served, Backend.VLLM), refused]
     if all(method.site is Site.IN_LLM for method in methods):
@@ -83,10 +86,12 @@ def _answers(text: str) -> Iterator[_Shown]:
 
 
 def _by_answer(methods: Iterable[Method], names: Iterable[str], backend: Backend) -> list[tuple[str, ...]]:
-    found: dict[str, list[str]] = defaultdict(list)
+    by_answer: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
-        found[_answer(methods, name, backend)].append(name)
-    return [(answer, ", ".join(of)) for answer, of in sorted(found.items(), key=lambda one: one[0] != "yes")]
+        by_answer[_answer(methods, name, backend)].append(name)
+    return [
+        (answer, ", ".join(families)) for answer, families in sorted(by_answer.items(), key=lambda row: row[0] != "yes")
+    ]
 
 
 def _answer(methods: Iterable[Method], name: str, backend: Backend) -> str:
@@ -95,7 +100,7 @@ def _answer(methods: Iterable[Method], name: str, backend: Backend) -> str:
 
     for method in methods:
         if reason := find_unsupported_reason(method, name, backend):
-            for own in (f"this {name!r}", repr(name), FAMILIES[name].vllm.architecture or name):
-                reason = reason.replace(own, "this family", 1)
+            for family in (f"this {name!r}", repr(name), FAMILIES[name].vllm.architecture or name):
+                reason = reason.replace(family, "this family", 1)
             return f"no: {reason}"
     return "yes"

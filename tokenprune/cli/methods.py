@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune methods` and `families`: see what there is."""
+"""`tokenprune methods`: list the registered methods, or describe one method."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
     from tokenprune.methods.registry import MethodInfo
 
-WIDE = 150  # columns of a terminal from which a method's flags stand beside it
+WIDE = 150  # minimum width of a terminal for the table with all flags
 _COST = (
-    "Keep: where none is given. FLOPs left: of tower and decoder in prefill at that keep, by closed forms, on "
-    "LLaVA-1.5-7B with one image (576 visual tokens) and 64 tokens of text; what choosing takes is not in it, and a "
-    "method whose number of tokens follows from content is taken to keep what it is asked for."
+    "keep: default value. FLOPs left: estimated share of the prefill FLOPs of tower and decoder at this keep, for "
+    "LLaVA-1.5-7B with one image (576 visual tokens) and 64 text tokens. Excludes the cost of the selection. Methods "
+    "with a variable number of tokens are assumed to keep exactly this share."
 )
-_MORE = "`tokenprune methods NAME` shows options, paper and cost; --site, --prefix-cache-safe and --video choose."
+_MORE = (
+    "Run `tokenprune methods NAME` for options, paper and cost. Filter with --site, --prefix-cache-safe and --video."
+)
 _SITES = ("PRE_ENCODER", "IN_ENCODER", "PRE_LLM", "ATTENTION", "IN_LLM", "DECODE")
 
 
@@ -35,19 +37,21 @@ def _complete_names(incomplete: str) -> list[str]:
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(help="Show this one in full, with its options.", autocompletion=_complete_names)
+        str | None, typer.Argument(help="Describe this method and its options.", autocompletion=_complete_names)
     ] = None,
     site: Annotated[
         str | None,
-        typer.Option(help=f"Those that act at a site: {', '.join(_SITES)}.", autocompletion=complete_values(*_SITES)),
+        typer.Option(
+            help=f"Show only methods of this site: {', '.join(_SITES)}.", autocompletion=complete_values(*_SITES)
+        ),
     ] = None,
     prefix_cache_safe: Annotated[
         bool,
-        typer.Option("--prefix-cache-safe", help="Those whose choice depends on nothing that comes after the image."),
+        typer.Option("--prefix-cache-safe", help="Show only methods whose selection does not depend on later tokens."),
     ] = False,
-    video: Annotated[bool, typer.Option("--video", help="Those that are for videos alone.")] = False,
+    video: Annotated[bool, typer.Option("--video", help="Show only methods for videos.")] = False,
 ) -> None:
-    """List the methods that are registered, by the site where they act; or show one in full."""
+    """List the registered methods by site, or describe one method."""
     defer_torch()
     from rich.text import Text
 
@@ -56,33 +60,35 @@ def methods(
     console = get_console()
     if name is not None:
         if site is not None or prefix_cache_safe or video:
-            raise OptionError(f"{name} is one method: leave out --site, --prefix-cache-safe and --video")
-        for part in _in_full(tokenprune.method_info(name)):
+            raise OptionError(
+                f"--site, --prefix-cache-safe and --video do not apply to a single method. Leave out {name}."
+            )
+        for part in _describe(tokenprune.method_info(name)):
             console.print(part)
         return
-    chosen = None if site is None else _site(site)
+    site_name = None if site is None else _read_site(site)
     infos = [
         info
         for info in map(tokenprune.method_info, tokenprune.available_methods())
-        if chosen in (None, info.site)
+        if site_name in (None, info.site)
         and (info.prefix_cache_safe or not prefix_cache_safe)
         and (info.for_videos or not video)
     ]
     if not infos:
-        console.print("No method is all of that.")
+        console.print("No method matches.")
         return
-    wide = console.width >= WIDE
-    for part in _table(infos) if wide else _by_site(infos):
+    is_wide = console.width >= WIDE
+    for part in _table(infos) if is_wide else _by_site(infos):
         console.print(part)
-    for note in (_COST, _MORE) if wide else (_MORE,):
+    for note in (_COST, _MORE) if is_wide else (_MORE,):
         console.print(Text(note, style="dim"))
 
 
-def _site(text: str) -> str:
-    """Return the site that a text names; raise OptionError where it names none."""
+def _read_site(text: str) -> str:
+    """Return the site for a value of --site. Raise OptionError if it is unknown."""
     name = text.strip().upper().replace("-", "_")
     if name not in _SITES:
-        raise OptionError(f"--site {text!r} is no site: use one of {', '.join(_SITES)}")
+        raise OptionError(f"--site {text!r} is unknown. Use one of {', '.join(_SITES)}.")
     return name
 
 
@@ -92,26 +98,26 @@ def _clause(info: MethodInfo) -> str:
 
 
 def _by_site(infos: Sequence[MethodInfo]) -> list[RenderableType]:
-    """Return the methods of each site below its name, for a narrow terminal."""
+    """Return one table per site, for a narrow terminal."""
     from rich.table import Table
     from rich.text import Text
 
     width = max(len(info.name) for info in infos)
     parts: list[RenderableType] = []
     for site in sorted({info.site for info in infos}, key=_SITES.index):
-        mine = [info for info in infos if info.site == site]
-        parts.append(Text(f"{site}: {mine[0].site.description}", style="bold"))
+        infos_of_site = [info for info in infos if info.site == site]
+        parts.append(Text(f"{site}: {infos_of_site[0].site.description}", style="bold"))
         table = Table.grid(padding=(0, 1), pad_edge=False)
         table.add_column(min_width=width + 1, no_wrap=True)
-        table.add_column(min_width=_longest_word(map(_clause, mine)))
-        for info in mine:
+        table.add_column(min_width=_longest_word(map(_clause, infos_of_site)))
+        for info in infos_of_site:
             table.add_row(Text(f" {info.name}"), Text(_clause(info)))
         parts.append(table)
     return parts
 
 
 def _table(infos: Sequence[MethodInfo]) -> list[RenderableType]:
-    """Return one table with all flags, for a wide terminal, or a pipe."""
+    """Return one table with all flags, for a wide terminal or a pipe."""
     from rich.table import Table
     from rich.text import Text
 
@@ -130,8 +136,8 @@ def _table(infos: Sequence[MethodInfo]) -> list[RenderableType]:
     return [table]
 
 
-def _in_full(info: MethodInfo) -> list[RenderableType]:
-    """Return what is known of one method."""
+def _describe(info: MethodInfo) -> list[RenderableType]:
+    """Return the full description of a method."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -143,18 +149,20 @@ def _in_full(info: MethodInfo) -> list[RenderableType]:
     facts = {
         "acts": f"{info.site} ({info.site.description})",
         "paper": info.source,
-        "keep": f"{_keep(info)}, where none is given",
+        "default keep": _keep(info),
         "FLOPs left": _costs()(info),
         "query-aware": query,
         "prefix-cache-safe": safe,
         "merges": merges,
         "in a CUDA graph": _yes(info.capturable),
-        "for": "videos alone" if info.for_videos else "images and videos",
-        "reads": ", ".join(sorted(info.needs)) or "nothing of the model",
+        "for": "videos only" if info.for_videos else "images and videos",
+        "reads": ", ".join(sorted(info.needs)) or "no observables",
         "docs": f"docs/methods/{info.name}.md" if info.cls.__module__.startswith("tokenprune.") else "",
     }
     if info.query_aware and info.cls.query_free:
-        facts["query-aware"] += "; not with " + ", ".join(f"{key}={one!r}" for key, one in info.cls.query_free.items())
+        facts["query-aware"] += "; not with " + ", ".join(
+            f"{key}={value!r}" for key, value in info.cls.query_free.items()
+        )
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for name, value in facts.items():
@@ -188,19 +196,18 @@ def _yes(value: bool) -> str:
 
 
 def _keep(info: MethodInfo) -> str:
-    # Of a method whose count follows from content the default is a limit that no image reaches.
+    # Methods with a variable count have a default that no image reaches.
     return "all" if info.default_keep > 1e5 else f"{info.default_keep:.2g}"
 
 
 def _costs() -> Callable[[MethodInfo], str]:
-    """Return a function from a method to the share of a prefill's FLOPs that its default keep leaves; "" where the
-    method promises none."""
+    """Return a function from a method to its share of the prefill FLOPs at the default keep, or "" if it is unknown."""
     from tokenprune.errors import TokenPruneError
     from tokenprune.selection.sites.pixels import ImageChooser
     from tokenprune.settings.cost import LLAVA_7B as model
     from tokenprune.settings.cost import LLAVA_7B_LOAD as load
 
-    whole = model.compute_cost(load).flops
+    total = model.compute_cost(load).flops
 
     def cost(info: MethodInfo) -> str:
         from tokenprune.budgets import Budget
@@ -208,9 +215,9 @@ def _costs() -> Callable[[MethodInfo], str]:
         if info.default_keep == 1 or issubclass(info.cls, ImageChooser):
             return ""
         try:
-            left = model.predict(load, [info.cls()], [Budget.from_keep(info.default_keep)]).flops / whole
+            share = model.predict(load, [info.cls()], [Budget.from_keep(info.default_keep)]).flops / total
         except TokenPruneError:
             return ""
-        return f"{left:.0%}"
+        return f"{share:.0%}"
 
     return cost

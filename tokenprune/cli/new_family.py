@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune new-family`: start a model family that the library does not know."""
+"""`tokenprune new-family`: create an adapter for a new model family."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from tokenprune.cli.common import get_console
 
 def new_family(
     model: Annotated[
-        str, typer.Argument(help="A model type of transformers, or the folder of a checkpoint; no weights are read.")
+        str, typer.Argument(help="Model type of transformers, or folder of a checkpoint. No weights are loaded.")
     ],
     to: Annotated[
-        Path | None, typer.Option(help="The folder to make; default: family-TYPE, in the current one.")
+        Path | None, typer.Option(help="Folder to create. Default: family-TYPE in the current folder.")
     ] = None,
 ) -> None:
-    """Write a row for a model family and a test of it, and say what its config and class do not tell."""
+    """Create an adapter and a test for a model family.
+
+    Prints the facts that its configuration and class do not contain.
+    """
     from tokenprune.cli.scaffold import write_folder
     from tokenprune.integrations.hf.families.describe import describe
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune new-method`: start a method in a package of your own."""
+"""`tokenprune new-method`: create a package with a new method."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _SITES = ("pre-encoder", "in-encoder", "pre-llm", "attention", "in-llm", "decode
 
 
 def new_method(
-    name: Annotated[str, typer.Argument(help="Of the method: small letters, digits and underscores, as in my_method.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of the method: lowercase letters, digits and underscores, such as my_method.")
+    ],
     site: Annotated[
         str,
-        typer.Option(
-            help=f"Where it acts: {', '.join(_SITES)} (a policy of sessions).", autocompletion=complete_values(*_SITES)
-        ),
+        typer.Option(help=f"Site: {', '.join(_SITES)} (a session policy).", autocompletion=complete_values(*_SITES)),
     ] = "pre-llm",
     to: Annotated[
-        Path | None, typer.Option(help="The folder to make; default: tokenprune-NAME, in the current one.")
+        Path | None, typer.Option(help="Folder to create. Default: tokenprune-NAME in the current folder.")
     ] = None,
 ) -> None:
-    """Write a package with one method in it, its test and its page, to start from: it works as written."""
+    """Create a package with a working method, its test and its README."""
     from tokenprune.cli import scaffold
 
     folder = scaffold.new_method(name, site, to)
     console = get_console()
-    for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         console.print(f"written: {path}", markup=False, soft_wrap=True)
-    place = shlex.quote(str(folder))
-    console.print(f"try it:  cd {place} && python -m pytest", markup=False, soft_wrap=True)
-    use = f"pip install -e {place} && tokenprune bench --methods {name}"
+    quoted = shlex.quote(str(folder))
+    console.print(f"try it:  cd {quoted} && python -m pytest", markup=False, soft_wrap=True)
+    use = f"pip install -e {quoted} && tokenprune bench --methods {name}"
     if site.lower() == scaffold.SESSION:
-        use = f'pip install -e {place}; tokenprune.sessions.session(model, processor, memory=512, policy="{name}")'
+        use = f'pip install -e {quoted}; tokenprune.sessions.session(model, processor, memory=512, policy="{name}")'
     console.print(f"use it:  {use}", markup=False, soft_wrap=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables on the terminal and files that commands write."""
+"""Print tables and write output files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_table(table: Table) -> None:
-    """Print a table with its notes; one that is wider than the screen in parts."""
+    """Print a table with its notes. A table that is too wide for the terminal is split by columns."""
     from tokenprune.cli.table import split_table, to_rich
 
     console = get_console()
@@ -25,7 +25,7 @@ def print_table(table: Table) -> None:
 
 
 def write_file(path: Path, content: str) -> None:
-    """Write a file and say so; raises TokenPruneError where it cannot be written."""
+    """Write a file and print its path. Raise TokenPruneError if it cannot be written."""
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:

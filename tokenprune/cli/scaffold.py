@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a package with one method, or policy of sessions, to start from (`tokenprune new-method`), or a family."""
+"""Create packages for new methods and session policies (`tokenprune new-method`), and folders for new families."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tokenprune.selection.method import Site
 
 _TEMPLATES = Path(__file__).parent / "templates/new_method"
 _NAME = re.compile(r"[a-z](?:[a-z0-9_]*[a-z0-9])?")
-# Not registered, and yet taken: words of the benchmark's tables, and what makes the name of the library's own package.
+# Reserved names: words in benchmark tables, and the suffix of the package tokenprune-vlm.
 RESERVED = ("unpatched", "escalate", "vlm")
-SESSION = "session"  # in place of a site: a policy of sessions
-# The options under which the test of a new method tries it, beside the default ones.
+SESSION = "session"  # value of --site for a session policy
+# Non-default options for the test of a new method.
 _OPTIONS = {
     Site.PRE_ENCODER: '{"flat": 0.5}',
     Site.IN_ENCODER: '{"first": 1}',
@@ -32,80 +32,99 @@ _OPTIONS = {
 
 
 def spell_site(site: Site) -> str:
-    """Return a site as the command line writes it: "pre-llm"."""
+    """Return a site as written on the command line, such as "pre-llm"."""
     return site.lower().replace("_", "-")
 
 
 def new_method(name: str, site: str = "pre-llm", to: str | Path | None = None) -> Path:
-    """Write a package with one method, its test and its page, which passes its test as written; return its folder.
+    """Create a package with a working method, its test and its README, and return its folder.
 
-    name: of the method, a lower-case identifier. site: where it acts, as in "pre-llm" or "PRE_LLM"; "session" for a
-    policy of sessions. to: the folder to make; default: tokenprune-NAME in the current one.
-    Raises RegistrationError for a name that is taken or none, and OptionError for a site that there is not, a folder
-    that exists, or one that cannot be written; nothing is left behind then.
+    If an error is raised, no file remains.
+
+    Args:
+        name: Name of the method, a lowercase identifier.
+        site: Site of the method, such as "pre-llm" or "PRE_LLM", or "session" for a session policy.
+        to: Folder to create. Default: tokenprune-NAME in the current folder.
+
+    Raises:
+        RegistrationError: If the name is invalid or taken.
+        OptionError: If the site is unknown, or the folder exists or cannot be written.
+
+    Example:
+        >>> folder = new_method("my_method", site="in-llm", to="example")
+        >>> sorted(path.name for path in folder.iterdir())
+        ['README.md', 'pyproject.toml', 'tests', 'tokenprune_my_method.py']
     """
-    where = _site(site)
-    _check_name(name, where)
+    site_or_none = _read_site(site)
+    _check_name(name, site_or_none)
     package = f"tokenprune-{name.replace('_', '-')}"
     _check_package(package, name)
-    return write_folder(Path(package if to is None else to), _files(name, package, where))
+    return write_folder(Path(package if to is None else to), _build_files(name, package, site_or_none))
 
 
 def write_folder(folder: Path, files: dict[str, str]) -> Path:
-    """Write a new folder with the texts of files, by their paths in it, and return it. Raises OptionError for one that
-    exists, or that cannot be written; nothing is left behind then."""
+    """Create a folder with files, and return it. If an error is raised, no file remains.
+
+    Args:
+        folder: Folder to create.
+        files: Content of each file by its relative path.
+
+    Raises:
+        OptionError: If the folder exists, or cannot be written.
+    """
     if folder.exists() or folder.is_symlink():
-        raise OptionError(f"{folder} exists: name a folder that does not, with --to")
+        raise OptionError(f"{folder} already exists. Pass a new folder as --to.")
     if not folder.parent.is_dir():
-        raise OptionError(f"there is no folder {folder.parent} to write {folder.name} into: make it, or name another")
+        raise OptionError(f"cannot write {folder}: the folder {folder.parent} does not exist.")
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as draft:
-            made = Path(draft) / "package"
+            package = Path(draft) / "package"
             for path, text in files.items():
-                (made / path).parent.mkdir(parents=True, exist_ok=True)
-                (made / path).write_text(text, encoding="utf-8")
-            made.rename(folder)
+                (package / path).parent.mkdir(parents=True, exist_ok=True)
+                (package / path).write_text(text, encoding="utf-8")
+            package.rename(folder)
     except OSError as error:
         raise OptionError(f"cannot write {folder}: {error.strerror or error}") from error
     return folder
 
 
-def _site(site: str) -> Site | None:
-    """Return the site of a spelling, None for a policy of sessions."""
+def _read_site(site: str) -> Site | None:
+    """Return the site for a value of --site, or None for a session policy."""
     try:
         return None if site.lower() == SESSION else Site(site.upper().replace("-", "_"))
     except ValueError:
-        raise OptionError(f"--site {site!r} is none of {', '.join([*map(spell_site, Site), SESSION])}") from None
+        raise OptionError(
+            f"--site {site!r} is unknown. Use one of {', '.join([*map(spell_site, Site), SESSION])}."
+        ) from None
 
 
 def _check_name(name: str, site: Site | None) -> None:
     if not _NAME.fullmatch(name):
         raise RegistrationError(
-            f"{name!r} is no name of a method: write small letters a to z, digits and underscores between them, as in "
-            "my_method"
+            f"{name!r} is not a valid name. Use lowercase letters, digits and underscores, such as my_method."
         )
     if keyword.iskeyword(name):
-        raise RegistrationError(f"{name!r} is a word of Python's own: choose another name, such as {name}_method")
+        raise RegistrationError(f"{name!r} is a Python keyword. Choose another name, such as {name}_method.")
     if site is None and name in policies.available_policies():
-        raise RegistrationError(f"{name!r} is taken by {type(policies.policy(name)).__module__}: choose another name")
+        raise RegistrationError(f"{name!r} is taken by {type(policies.policy(name)).__module__}. Choose another name.")
     if site is not None and name in available_methods():
-        raise RegistrationError(f"{name!r} is taken by {method_class(name).__module__}: choose another name")
+        raise RegistrationError(f"{name!r} is taken by {method_class(name).__module__}. Choose another name.")
     if name in RESERVED:
-        raise RegistrationError(f"{name!r} means something else in tokenprune: choose another name")
+        raise RegistrationError(f"{name!r} is a reserved name. Choose another name.")
 
 
 def _check_package(package: str, name: str) -> None:
     try:
-        found = distribution(package)
+        installed = distribution(package)
     except PackageNotFoundError:
         return
     raise RegistrationError(
-        f"a package {package} {found.version} is installed, so {name!r} would clash with it: choose another name"
+        f"The package {package} {installed.version} is installed, so {name!r} would conflict. Choose another name."
     )
 
 
-def _files(name: str, package: str, site: Site | None) -> dict[str, str]:
-    """Return the text of each file of the package, by its path in it. site: None for a policy of sessions."""
+def _build_files(name: str, package: str, site: Site | None) -> dict[str, str]:
+    """Return the content of each file of the package by its relative path. site: None for a session policy."""
     prefix = "session_" if site is None else ""
     templates = {
         "pyproject.toml": "pyproject.toml",
@@ -113,28 +132,30 @@ def _files(name: str, package: str, site: Site | None) -> dict[str, str]:
         f"tokenprune_{name}.py": f"{SESSION if site is None else site.lower()}.py",
         f"tests/test_{name}.py": f"{prefix}test.py",
     }
-    texts = {path: (_TEMPLATES / f"{one}.template").read_text(encoding="utf-8") for path, one in templates.items()}
+    texts = {
+        path: (_TEMPLATES / f"{template}.template").read_text(encoding="utf-8") for path, template in templates.items()
+    }
     values = {
         "name": name,
         "cls": _class_name(name, "\n".join(texts.values())),
         "module": f"tokenprune_{name}",
         "distribution": package,
-    } | (_OF_POLICIES if site is None else _of_methods(site))
+    } | (_POLICY_VALUES if site is None else _build_method_values(site))
     return {path: Template(text).substitute(values) for path, text in texts.items()}
 
 
-_OF_POLICIES = {
+_POLICY_VALUES = {
     "group": policies.ENTRY_POINT_GROUP,
-    "what": "a policy of sessions",
+    "what": "a session policy",
     "looked": "a policy",
     "options": '{"order": 1}',
 }
 
 
-def _of_methods(site: Site) -> dict[str, str]:
+def _build_method_values(site: Site) -> dict[str, str]:
     return {
         "group": ENTRY_POINT_GROUP,
-        "what": "a method of pruning visual tokens",
+        "what": "a method to prune visual tokens",
         "looked": "a method",
         "words": site.description,
         "keep": "1.0" if site is Site.ATTENTION else "0.25",
@@ -144,6 +165,7 @@ def _of_methods(site: Site) -> dict[str, str]:
 
 
 def _class_name(name: str, texts: str) -> str:
-    """Return the name of the class: MyMethod of my_method. One that the templates use, or Python, gets a word more."""
-    made = "".join(part.capitalize() for part in name.split("_"))
-    return f"{made}Method" if keyword.iskeyword(made) or re.search(rf"\b{made}\b", texts) else made
+    """Return the class name: MyMethod for my_method. A name that the templates or Python use gets the suffix Method."""
+    class_name = "".join(part.capitalize() for part in name.split("_"))
+    is_taken = keyword.iskeyword(class_name) or re.search(rf"\b{class_name}\b", texts)
+    return f"{class_name}Method" if is_taken else class_name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table, as it is shown in the terminal and in Markdown."""
+"""Tables for the terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from rich.table import Table as RichTable
 from rich.text import Text
 
-_NAME, _NUMBER = 24, 14  # letters of a line, in the first two columns and in others, at least
-_LINES = 3  # what a column takes besides its text, lines and blanks
+_NAME, _NUMBER = 24, 14  # minimum width of long texts in the first two columns, and in the others
+_LINES = 3  # width of the lines and blanks of a column
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Text of one field; bad: to be shown in red."""
+    """Text of a table cell. `bad` cells are red in the terminal and bold in Markdown."""
 
     text: str
     bad: bool = False
@@ -22,9 +22,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Column names, rows of cells, and notes to be printed below; the first column is text, the others align right.
+    """Table with a title, column names, rows of cells, and notes.
 
-    grouped: whether a line parts rows whose first cells differ. last_left: whether the last column is text, too.
+    The first column is left-aligned, the others right-aligned.
+
+    Args:
+        title: Text above the table.
+        columns: Column names.
+        rows: Cells of each row.
+        notes: Paragraphs below the table.
+        grouped: True to separate rows with different first cells by a line.
+        last_left: True to left-align the last column.
     """
 
     title: str
@@ -36,71 +44,73 @@ class Table:
 
 
 def split_table(table: Table, width: int) -> list[Table]:
-    """Return the table as tables that a screen of so many letters holds: itself, or some of its columns each, after
-    those that name a row. The notes stay with the last."""
+    """Split a table by columns into tables that fit a terminal of `width` characters.
+
+    Each part repeats the leading columns. The last part has the notes.
+    """
     needs, keys = _needs(table), 2 if table.grouped else 1
     groups: list[list[int]] = [[]]
     for column in range(keys, len(table.columns)):
-        if groups[-1] and sum(needs[one] + _LINES for one in (*range(keys), *groups[-1], column)) >= width:
+        if groups[-1] and sum(needs[index] + _LINES for index in (*range(keys), *groups[-1], column)) >= width:
             groups.append([])
         groups[-1].append(column)
     if len(groups) == 1:
         return [table]
     parts = []
-    for number, group in enumerate(groups):
-        shown, last = [*range(keys), *group], number == len(groups) - 1
+    for index, group in enumerate(groups):
+        columns, is_last = [*range(keys), *group], index == len(groups) - 1
         parts.append(
             replace(
                 table,
-                title=f"{table.title}, continued" if number else table.title,
-                columns=tuple(table.columns[one] for one in shown),
-                rows=[[row[one] for one in shown] for row in table.rows],
-                notes=table.notes if last else (),
-                last_left=table.last_left and last,
+                title=f"{table.title}, continued" if index else table.title,
+                columns=tuple(table.columns[column] for column in columns),
+                rows=[[row[column] for column in columns] for row in table.rows],
+                notes=table.notes if is_last else (),
+                last_left=table.last_left and is_last,
             )
         )
     return parts
 
 
 def _needs(table: Table) -> list[int]:
-    """Return how many letters each column needs to be read: a short text is whole, and of a long one its words are."""
+    """Return the minimum width of each column. Short texts are not wrapped, long texts are wrapped between words."""
     needs = []
     for column, name in enumerate(table.columns):
         cells = [row[column].text for row in table.rows]
-        whole, words = max(map(len, cells), default=0), " ".join([name, *cells]).split()
-        needs.append(max(min(whole, _NAME if column < 2 else _NUMBER), *map(len, words), 0))
+        longest, words = max(map(len, cells), default=0), " ".join([name, *cells]).split()
+        needs.append(max(min(longest, _NAME if column < 2 else _NUMBER), *map(len, words), 0))
     return needs
 
 
 def _widths(table: Table, width: int) -> list[int]:
-    """Return the letters of each column on a screen of `width`: what it needs, and of the rest what it can use."""
+    """Return the width of each column for a terminal of `width` characters."""
     needs, rows = _needs(table), ([cell.text for cell in row] for row in table.rows)
-    whole = [max(map(len, texts)) for texts in zip(table.columns, *rows, strict=True)]
+    longest = [max(map(len, texts)) for texts in zip(table.columns, *rows, strict=True)]
     for _ in range(width - 1 - sum(needs) - _LINES * len(needs)):
-        widest = max(range(len(needs)), key=lambda one: whole[one] - needs[one])
-        needs[widest] += whole[widest] > needs[widest]
+        widest = max(range(len(needs)), key=lambda column: longest[column] - needs[column])
+        needs[widest] += longest[widest] > needs[widest]
     return needs
 
 
 def to_rich(table: Table, width: int | None = None) -> RichTable:
-    """Return the table for a terminal of so many letters, None for any; its notes are left to the caller."""
-    made = RichTable(title=table.title, title_justify="left", header_style="bold")
+    """Return a rich table without the notes, for a terminal of `width` characters. None: no limit."""
+    rich_table = RichTable(title=table.title, title_justify="left", header_style="bold")
     widths = [None] * len(table.columns) if width is None else _widths(table, width)
-    for index, (name, letters) in enumerate(zip(table.columns, widths, strict=True)):
+    for index, (name, column_width) in enumerate(zip(table.columns, widths, strict=True)):
         left = index == 0 or (table.last_left and index == len(table.columns) - 1)
-        whole = letters is None and index < min(2, len(table.columns) - 1)
-        made.add_column(name, justify="left" if left else "right", no_wrap=whole, width=letters)
+        no_wrap = column_width is None and index < min(2, len(table.columns) - 1)
+        rich_table.add_column(name, justify="left" if left else "right", no_wrap=no_wrap, width=column_width)
     previous = None
     for row in table.rows:
         if table.grouped and previous not in (None, row[0].text):
-            made.add_section()
+            rich_table.add_section()
         previous = row[0].text
-        made.add_row(*(Text(cell.text, style="bold red" if cell.bad else "") for cell in row))
-    return made
+        rich_table.add_row(*(Text(cell.text, style="bold red" if cell.bad else "") for cell in row))
+    return rich_table
 
 
 def to_markdown(table: Table) -> str:
-    """Return the table in GitHub's Markdown; bad cells are bold."""
+    """Return the table in GitHub Markdown."""
     lines = [f"**{table.title}**", "", "| " + " | ".join(table.columns) + " |"]
     lines.append("| --- |" + " ---: |" * (len(table.columns) - 1))
     for row in table.rows:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views and selections of visual tokens, and the base class of the methods of each site.
+"""Visual tokens, observables, and the base class of the methods of each site.
 
-This package has the names for authors of methods and observables, beside `tokenprune.Method`, `Pruner`, `Selection`,
-`VisualTokens` and `Site` (docs/extend/add-a-method.md).
+This package exports the names for authors of methods and observables. `tokenprune` exports `Method`, `Pruner`,
+`Selection`, `VisualTokens` and `Site`. See docs/extend/add-a-method.md.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# The module of each public name; importing one module of this package does not import the others.
-_HOMES = {
+# Module of each public name. Modules are imported on first access.
+_MODULES = {
     "tokenprune.selection.frames": ("Visual",),
     "tokenprune.selection.observable": (
-        "AttentionToTokens",
         "Backend",
         "Observable",
         "ObservedAt",
         "PerToken",
+    ),
+    "tokenprune.selection.observable_bases": (
+        "AttentionToTokens",
         "TowerBlock",
     ),
     "tokenprune.selection.observable_registry": (
@@ -49,11 +51,12 @@ _HOMES = {
     "tokenprune.selection.tokens": ("TextTokens",),
     "tokenprune.selection.videos": ("Videos",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 if TYPE_CHECKING:
     from tokenprune.selection.frames import Visual
-    from tokenprune.selection.observable import AttentionToTokens, Backend, Observable, ObservedAt, PerToken, TowerBlock
+    from tokenprune.selection.observable import Backend, Observable, ObservedAt, PerToken
+    from tokenprune.selection.observable_bases import AttentionToTokens, TowerBlock
     from tokenprune.selection.observable_registry import available_observables, register_observable
     from tokenprune.selection.segments import Patches, Segments
     from tokenprune.selection.sites.attention import AttentionPattern
@@ -69,13 +72,13 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'tokenprune.selection' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF])
+    return sorted([*globals(), *_MODULE_OF])
 
 
-__all__ = [*_HOME_OF]
+__all__ = [*_MODULE_OF]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a method's `Selection`, and merge tokens by it, in any engine."""
+"""Check the `Selection` of a method, and merge tokens according to it. Used by all engines."""
 
 from __future__ import annotations
 
@@ -13,80 +13,98 @@ from tokenprune.selection.segments import Segments
 
 
 def validate_selection(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, list[int]]:
-    """Return the selection's `keep`, and how many tokens of each segment it keeps.
+    """Check a selection.
 
-    On a device, counts that the method states are used as they are, and values go unchecked: a check would let the
-    host wait for the device. Otherwise tokens are counted, and values are checked (`checked_keep`).
+    On an accelerator, `selection.counts` is trusted and values are not checked, because a check would wait for the
+    device. Otherwise the kept tokens are counted and `assign` is checked.
+
+    Returns:
+        The mask of kept tokens, shape (S, N), and the number of kept tokens per segment.
+
+    Raises:
+        TokenPruneError: If the selection is invalid.
     """
     stated = selection.counts if isinstance(selection, Selection) else None
     if stated is not None and segments.mask.device.type != "cpu":
-        keep, counts = checked_form(selection, segments, method), list(stated)
+        keep, counts = check_form(selection, segments, method), list(stated)
     else:
-        keep, valid = _with_validity(selection, segments, method)
-        found = keep.sum(1) if valid is None else torch.cat([keep.sum(1), valid.view(1)])  # one question for both
-        counts = found.tolist()
-        if valid is not None and not counts.pop():
-            raise TokenPruneError(_BAD_ASSIGN.format(method.name))
+        keep, is_valid = _check_assign(selection, segments, method)
+        # One transfer for the counts and the validity.
+        values = keep.sum(1) if is_valid is None else torch.cat([keep.sum(1), is_valid.view(1)])
+        counts = values.tolist()
+        if is_valid is not None and not counts.pop():
+            raise TokenPruneError(_INVALID_ASSIGN.format(method.name))
     if method.min_tokens and not all(counts):
         raise TokenPruneError(
-            f"{method.name}.select() keeps nothing of an image: keep at least one token "
-            "of each, or declare min_tokens = 0 in the method"
+            f"{method.name}.select() keeps no token of an image. Keep at least one token per image, or set "
+            "min_tokens = 0 in the method."
         )
     if stated is not None and list(stated) != counts:
         raise TokenPruneError(
-            f"{method.name}.select(): counts says {stated}, but keep holds {counts}: leave out counts"
+            f"{method.name}.select() returns counts={stated}, but its mask keeps {counts}. Leave out counts."
         )
     return keep, counts
 
 
-def checked_keep(selection: Selection, segments: Segments, method: Method) -> Tensor:
-    """Return the selection's `keep`; a third party's method may get any part of it wrong."""
-    keep, valid = _with_validity(selection, segments, method)
-    if valid is not None and not bool(valid):
-        raise TokenPruneError(_BAD_ASSIGN.format(method.name))
+def check_keep(selection: Selection, segments: Segments, method: Method) -> Tensor:
+    """Return the mask of kept tokens. Raise TokenPruneError if any part of the selection is invalid."""
+    keep, is_valid = _check_assign(selection, segments, method)
+    if is_valid is not None and not bool(is_valid):
+        raise TokenPruneError(_INVALID_ASSIGN.format(method.name))
     return keep
 
 
-_BAD_ASSIGN = "{}.select(): assign must hold -1 or the index of a token that is kept"
+_INVALID_ASSIGN = "{}.select(): each entry of assign must be -1 or the index of a kept token."
 
 
-_PARTS = {"keep": (torch.bool,), "assign": (torch.long,), "weight": (torch.float32, torch.float16, torch.bfloat16)}
+_DTYPES = {"keep": (torch.bool,), "assign": (torch.long,), "weight": (torch.float32, torch.float16, torch.bfloat16)}
 
 
-def checked_form(selection: Selection, segments: Segments, method: Method) -> Tensor:
-    """Return the selection's `keep`, checked as far as types and shapes tell."""
+def check_form(selection: Selection, segments: Segments, method: Method) -> Tensor:
+    """Return the mask of kept tokens. Raise TokenPruneError if a type, a dtype or a shape is invalid."""
     shape = segments.mask.shape
     if not isinstance(selection, Selection):
         raise TokenPruneError(f"{method.name}.select() must return a Selection, not {type(selection).__name__}")
-    for (part, dtypes), value in zip(_PARTS.items(), (selection.keep, selection.assign, selection.weight), strict=True):
+    tensors = (selection.keep, selection.assign, selection.weight)
+    for (part, dtypes), value in zip(_DTYPES.items(), tensors, strict=True):
         if value is None and part != "keep":
             continue
         if not isinstance(value, Tensor) or value.dtype not in dtypes or value.shape != shape:
-            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            wanted = f"{str(dtypes[0]).removeprefix('torch.')} {tuple(shape)}"
-            raise TokenPruneError(f"{method.name}.select(): {part} must be {wanted}, not {found}")
+            actual = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            expected = f"{str(dtypes[0]).removeprefix('torch.')} {tuple(shape)}"
+            raise TokenPruneError(f"{method.name}.select(): {part} must be {expected}, not {actual}")
     return selection.keep & segments.mask if segments.has_padding else selection.keep
 
 
-def _with_validity(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, Tensor | None]:
-    """Return the selection's `keep`, and bool `[]`, True if its `assign`, if it has one, leads to tokens that are
-    kept."""
-    keep = checked_form(selection, segments, method)
+def _check_assign(selection: Selection, segments: Segments, method: Method) -> tuple[Tensor, Tensor | None]:
+    """Return the mask of kept tokens, and a scalar bool tensor: True if `assign` refers only to kept tokens.
+
+    The second value is None if the selection has no `assign`.
+    """
+    keep = check_form(selection, segments, method)
     if selection.assign is None:
         return keep, None
     target = selection.assign.masked_fill(~segments.mask, -1)
-    inside = (target >= -1) & (target < keep.shape[1])
-    kept = (target < 0) | keep.gather(1, target.clamp(0, keep.shape[1] - 1))
-    return keep, (inside & kept).all()
+    in_range = (target >= -1) & (target < keep.shape[1])
+    is_kept = (target < 0) | keep.gather(1, target.clamp(0, keep.shape[1] - 1))
+    return keep, (in_range & is_kept).all()
 
 
-def merge_tokens(features: Tensor, selection: Selection, segments: Segments, places: Tensor) -> Tensor:
-    """Return `[B, W, D]` features in which each kept token is the weighted mean of the tokens assigned to it.
+def merge_tokens(features: Tensor, selection: Selection, segments: Segments, flat_indices: Tensor) -> Tensor:
+    """Replace each kept token by the weighted mean of the tokens assigned to it.
 
-    places: long `[S, N]`, places of the segments' tokens in the flattened `[B * W]`.
+    Args:
+        features: Features of all slots, shape (B, W, D).
+        selection: Selection with `assign`.
+        segments: Segments of the visual tokens.
+        flat_indices: Index of each visual token in the flattened slots, shape (S, N), int64.
+
+    Returns:
+        Features of the same shape. Slots without merged tokens are unchanged.
     """
     flat = features.reshape(-1, features.shape[-1])
-    assert selection.assign is not None  # without it nothing merges
-    given = selection.assign, segments.mask, places, selection.weight
-    own, target, weight = destinations(*given, len(flat))
-    return join(flat, None, own, places.flatten(), target, weight).view_as(features)
+    assert selection.assign is not None
+    own_weight, target, weight = destinations(
+        selection.assign, segments.mask, flat_indices, selection.weight, len(flat)
+    )
+    return join(flat, None, own_weight, flat_indices.flatten(), target, weight).view_as(features)

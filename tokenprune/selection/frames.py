@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of the frames of videos in a prompt."""
+"""Frames of videos: number of tokens per frame, and positions in the prompt."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Visual:
-    """One video or image of a row.
+    """One image or video of a prompt, with the positions of its frames.
 
-    modality: "image" or "video". frames: for each frame in order (an image is one) the position of its first visual
-    token, and the one after its last. A frame is what the decoder sees as one: Qwen's towers join two of a video's.
+    Args:
+        modality: "image" or "video".
+        frames: (start, end) of each frame: the position of its first visual token, and one past its last. An image has
+            one frame. Frames are counted as the decoder sees them: Qwen's towers join two frames of a video.
+
+    Example:
+        >>> Visual.from_positions("video", range(10, 18), frames=2)
+        Visual(modality='video', frames=((10, 14), (14, 18)))
     """
 
     modality: str
@@ -29,43 +35,54 @@ class Visual:
 
     @staticmethod
     def from_positions(modality: str, positions: Sequence[int], frames: int) -> Visual | None:
-        """Return the visual whose tokens stand at `positions`, split into `frames` by `split_into_frames`, or None."""
+        """Split the visual tokens at `positions` into `frames` frames. Return None if they do not split evenly."""
         counts = split_into_frames(len(positions), frames)
         if counts is None:
             return None
-        end = list(accumulate(counts))
-        return Visual(
-            modality, tuple((positions[b - n], positions[b - 1] + 1) for b, n in zip(end, counts, strict=True))
-        )
+        ends = list(accumulate(counts))
+        spans = ((positions[end - count], positions[end - 1] + 1) for end, count in zip(ends, counts, strict=True))
+        return Visual(modality, tuple(spans))
 
 
 def count_tokens_per_frame(tokens: int, frames: int, behind: int = 0) -> list[int] | None:
-    """Return how many of a video's `tokens` each of its `frames` has, or None if they do not split evenly. behind:
-    tokens that follow the last frame and are in none (the newline of LLaVA-OneVision)."""
+    """Return the number of tokens in each frame of a video, or None if the tokens do not split evenly.
+
+    Args:
+        tokens: Number of visual tokens of the video.
+        frames: Number of frames.
+        behind: Number of tokens after the last frame that belong to no frame (the newline of LLaVA-OneVision).
+    """
     size, rest = divmod(tokens - behind, frames) if frames > 0 else (0, 0)
     return [size] * frames if size > 0 and rest == 0 else None
 
 
 def compute_frame_indices(frames: Sequence[Sequence[int]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return long `[S, width]` twice: the index of each token's frame in its segment, and of the token in its frame; -1
-    for what is in no frame (a newline after a video, padding).
+    """Return the frame of each token, and the index of each token in its frame.
 
-    frames: how many tokens each frame of each segment has. Both are made on the host, so that the device is not asked.
+    Both tensors have shape (S, width) and dtype int64. Tokens outside of frames (a newline, padding) get -1. The
+    tensors are built on the host, which avoids waiting for the device.
+
+    Args:
+        frames: Number of tokens in each frame, for each of S segments.
+        width: Number of tokens in the longest segment.
+        device: Device of the result.
     """
-    made = torch.full((2, len(frames), width), -1, device="cpu")
+    indices = torch.full((2, len(frames), width), -1, device="cpu")
     for segment, counts in enumerate(frames):
         length = torch.tensor(counts, device="cpu")
         frame = torch.arange(len(counts), device="cpu").repeat_interleave(length)
         start = (length.cumsum(0) - length).repeat_interleave(length)
-        made[0, segment, : len(frame)] = frame
-        made[1, segment, : len(frame)] = torch.arange(len(frame), device="cpu") - start
-    frame, place = to_device(made, device)
-    return frame, place
+        indices[0, segment, : len(frame)] = frame
+        indices[1, segment, : len(frame)] = torch.arange(len(frame), device="cpu") - start
+    frame, index_in_frame = to_device(indices, device)
+    return frame, index_in_frame
 
 
 def split_into_frames(tokens: int, frames: int) -> list[int] | None:
-    """Return how many of a video's `tokens` each of its `frames` has, or None if they do not split evenly. A rest, the
-    newline after a video of LLaVA-OneVision, belongs to the last."""
+    """Return the number of tokens in each frame, or None if they do not split evenly.
+
+    A remainder smaller than a frame (the newline of LLaVA-OneVision) is added to the last frame.
+    """
     size = tokens // frames if frames > 0 else 0
     if size == 0 or tokens - frames * size >= size:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images as callers hand them to a processor: PIL images, arrays and tensors, alone, in lists or lists of lists."""
+"""Images in the forms that a processor accepts: PIL images, arrays and tensors, single or in (nested) lists."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers.image_utils import ChannelDimension, infer_channel_dimension_format
 
-# Statistics are taken of at most this many pixels along the longer side.
-LONGEST = 1024
+MAX_SIDE = 1024  # `InputImage.grey` is downscaled to this many pixels along the longer side
 
 
 @dataclass(frozen=True, eq=False)
 class InputImage:
-    """One image of a processor's call.
+    """One image of a processor call.
 
-    image:       what the caller gave. channels: "first" or "last", None to find out.
-    prompt:      number of the (inner) list it stands in, 0 if the lists are not nested. companions: images in it.
-    count:       (height, width) -> visual tokens, None where the processor's tokens cannot be counted.
-    question:    of its prompt, for a method that `reads_question`; else empty.
+    Args:
+        image: PIL image, array or tensor that the caller passed.
+        channels: Channel dimension of an array, "first" or "last". None: infer it.
+        prompt: Index of the inner list that contains the image. 0 if the lists are not nested.
+        num_prompt_images: Number of images in that list.
+        count: Function from (height, width) to the number of visual tokens. None if the processor is not supported.
+        question: Question of the prompt if the method sets `reads_question`, else an empty string.
+
+    Example:
+        >>> InputImage(image).size
+        (512, 512)
     """
 
     image: Any
@@ -45,33 +51,33 @@ class InputImage:
 
     @cached_property
     def tokens(self) -> int:
-        """Visual tokens at full size; pixels, where tokens cannot be counted."""
+        """Number of visual tokens without resizing. Number of pixels if tokens cannot be counted."""
         height, width = self.size
         return height * width if self.count is None else self.count(height, width)
 
     @cached_property
     def grey(self) -> Tensor:
-        """float32 `[H, W]` in 0..1, the longer side at most `LONGEST`."""
+        """Grey values in [0, 1], shape (H, W), float32, with a longer side of at most `MAX_SIDE`."""
         if isinstance(self.image, Image.Image):
             planes = torch.from_numpy(np.array(self.image.convert("RGB"))).permute(2, 0, 1)
         else:
             planes = self._planes
-        whole = not planes.is_floating_point() or bool(planes.max() > 1)
-        planes = planes.float() / 255 if whole else planes.float()
+        is_byte_range = not planes.is_floating_point() or bool(planes.max() > 1)
+        planes = planes.float() / 255 if is_byte_range else planes.float()
         if planes.shape[0] >= 3:
             weight = torch.tensor([0.2989, 0.5870, 0.1140], dtype=torch.float32, device="cpu")
             grey = torch.einsum("chw,c->hw", planes[:3].cpu(), weight)
         else:
             grey = planes[0].cpu()
-        share = LONGEST / max(grey.shape)
-        if share < 1:
-            size = [max(1, round(side * share)) for side in grey.shape]
+        scale = MAX_SIDE / max(grey.shape)
+        if scale < 1:
+            size = [max(1, round(side * scale)) for side in grey.shape]
             grey = nn.functional.interpolate(grey[None, None], size=size, mode="bilinear", antialias=True)[0, 0]
         return grey
 
     @cached_property
     def _planes(self) -> Tensor:
-        """`[C, H, W]` of an array or tensor."""
+        """Array or tensor as (C, H, W)."""
         values = self.image if isinstance(self.image, Tensor) else torch.from_numpy(np.array(self.image))
         if values.ndim == 2:
             return values[None]
@@ -81,52 +87,60 @@ class InputImage:
     def _channels_last(self) -> bool:
         if self.image.ndim == 2:
             return False
-        found = self.channels or infer_channel_dimension_format(self.image)
-        return bool(ChannelDimension(found) == ChannelDimension.LAST)
+        channels = self.channels or infer_channel_dimension_format(self.image)
+        return bool(ChannelDimension(channels) == ChannelDimension.LAST)
 
     def resize(self, height: int, width: int) -> Any:
-        """Return the image in another size, as the same kind of object; itself, if it has that size."""
+        """Return the image in a new size, as the same type. Return the same object if the size is unchanged."""
         if (height, width) == self.size:
             return self.image
         if isinstance(self.image, Image.Image):
             image = self.image
-            if image.mode not in ("RGB", "RGBA", "L"):  # palettes and bits cannot be interpolated
+            if image.mode not in ("RGB", "RGBA", "L"):  # palette and 1-bit images cannot be interpolated
                 image = image.convert("RGBA" if "transparency" in image.info else "RGB")
             return image.resize((width, height), Image.Resampling.BICUBIC)
         planes = self._planes
-        small = nn.functional.interpolate(
+        resized = nn.functional.interpolate(
             planes[None].float(), size=(height, width), mode="bicubic", antialias=True, align_corners=False
         )[0]
         if planes.is_floating_point():
-            # Bicubic overshoots at edges; processors take what lies outside the range for something else.
-            small = small.clamp(planes.min(), planes.max()).to(planes.dtype)
+            # Bicubic interpolation overshoots at edges. Processors would take values above 1 for a range of 0..255.
+            resized = resized.clamp(planes.min(), planes.max()).to(planes.dtype)
         else:
-            small = small.round().clamp(0, 255).to(planes.dtype)
-        small = small[0] if self.image.ndim == 2 else small.permute(1, 2, 0) if self._channels_last else small
-        return small.contiguous() if isinstance(self.image, Tensor) else small.contiguous().numpy()
+            resized = resized.round().clamp(0, 255).to(planes.dtype)
+        if self.image.ndim == 2:
+            resized = resized[0]
+        elif self._channels_last:
+            resized = resized.permute(1, 2, 0)
+        return resized.contiguous() if isinstance(self.image, Tensor) else resized.contiguous().numpy()
 
 
 def collect_images(
     images: Any, make: Callable[[Any, int, int], InputImage]
 ) -> tuple[list[InputImage], Callable[[list[Any]], Any]]:
-    """Return the images of a call, and a function that puts other images in their places.
+    """Extract the images of a processor call and return a function that replaces them.
 
-    make: (image, number of its inner list, images in that list) -> Image.
+    Args:
+        images: An image, or (nested) lists of images.
+        make: Function from (image, index of its inner list, number of images in that list) to an `InputImage`.
+
+    Returns:
+        The images in order, and a function from a list of new images to the structure of `images`.
     """
-    found: list[InputImage] = []
+    collected: list[InputImage] = []
 
-    def walk(value: Any, prompt: int, companions: int) -> Callable[[list[Any]], Any]:
+    def walk(value: Any, prompt: int, num_images: int) -> Callable[[list[Any]], Any]:
         if isinstance(value, (list, tuple)):
-            nested = any(isinstance(item, (list, tuple)) for item in value)
+            is_nested = any(isinstance(item, (list, tuple)) for item in value)
             parts = [
-                walk(item, number if nested else prompt, len(item) if isinstance(item, (list, tuple)) else companions)
-                for number, item in enumerate(value)
+                walk(item, i if is_nested else prompt, len(item) if isinstance(item, (list, tuple)) else num_images)
+                for i, item in enumerate(value)
             ]
             return lambda new: [part(new) for part in parts]
         if getattr(value, "ndim", 0) == 4:
-            return walk(list(value), prompt, companions)
-        index = len(found)
-        found.append(make(value, prompt, companions))
+            return walk(list(value), prompt, num_images)
+        index = len(collected)
+        collected.append(make(value, prompt, num_images))
         return lambda new: new[index]
 
-    return found, walk(images, 0, 1)
+    return collected, walk(images, 0, 1)

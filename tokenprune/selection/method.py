@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The definition of a method: its site, its needs, and the base class of those that choose among visual tokens. The
-bases of other sites are in `tokenprune.selection.sites`."""
+"""Base classes of methods: `Method` for all sites, and `Pruner` for methods that select visual tokens.
+
+The base classes of the other sites are in `tokenprune.selection.sites`.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,15 @@ if TYPE_CHECKING:
 
 
 class Site(enum.StrEnum):
-    """The place at which a method acts, in the order in which data flows; a member equals its name as a string.
+    """Stage of the model at which a method acts, in the order of the data flow.
 
-    ATTENTION removes nothing: it changes which tokens the decoder's layers attend to in prefill.
+    A member equals its name as a string. ATTENTION methods remove no token: they change which tokens attend to which.
+
+    Example:
+        >>> tokenprune.Site.PRE_LLM == "PRE_LLM"
+        True
+        >>> tokenprune.Site.PRE_LLM.description
+        'before the language model'
     """
 
     PRE_ENCODER = "PRE_ENCODER"
@@ -38,16 +46,16 @@ class Site(enum.StrEnum):
 
     @property
     def order(self) -> int:
-        """Index of this site in the order in which data meets them."""
+        """Index of this site in the data flow."""
         return list(Site).index(self)
 
     @property
     def description(self) -> str:
-        """The place in plain words: "before the language model"."""
-        return _WORDS[self]
+        """Phrase that completes "the method acts ...", such as "before the language model"."""
+        return _DESCRIPTIONS[self]
 
 
-_WORDS = {
+_DESCRIPTIONS = {
     Site.PRE_ENCODER: "on pixels",
     Site.IN_ENCODER: "in the vision tower",
     Site.PRE_LLM: "before the language model",
@@ -59,14 +67,22 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Selection:
-    """The visual tokens to keep, and the kept token that each of the others is merged into.
+    """Visual tokens to keep, and for merging the kept token that absorbs each dropped token.
 
-    keep:    bool `[S, N]`, True = stays (padding of short segments is False).
-    assign:  long `[S, N]` or None (plain dropping): for each token the index in its segment of the kept token that
-             absorbs it. A kept token is assigned to itself; -1 = dropped without a trace.
-    weight:  float `[S, N]` or None (equal): weight of each token in the mean that its kept token becomes.
-    counts:  how many tokens of each segment stay, S ints, if the method knows that without asking the device; None:
-             they are counted, which lets the host wait for it.
+    Shapes use S segments (images) and N tokens in the longest segment.
+
+    Args:
+        keep: Mask of kept tokens, shape (S, N), bool. False for padding.
+        assign: Index of the kept token that absorbs each token, shape (S, N), int64. A kept token has its own index,
+            -1 drops a token without merging it. None: no token is merged.
+        weight: Weight of each token in the mean of its group, shape (S, N), float. None: all tokens weigh the same.
+        counts: Number of kept tokens per segment, as Python ints. None: the engine counts the mask, which waits for
+            the device.
+
+    Example:
+        >>> keep = torch.tensor([[True, False, True]])
+        >>> tokenprune.Selection(keep, assign=torch.tensor([[0, 2, 2]]), counts=[2]).counts
+        [2]
     """
 
     keep: Tensor
@@ -76,9 +92,19 @@ class Selection:
 
     @staticmethod
     def top(score: Tensor, tokens: VisualTokens) -> Selection:
-        """Keep the highest scores of each segment; ties go to the lower index, NaN counts as lowest.
+        """Keep the tokens with the highest scores in each segment.
 
-        score: float `[S, N]`, higher is kept; padding is ignored.
+        Ties go to the lower index, and NaN ranks lowest.
+
+        Args:
+            score: Score of each token, shape (S, N), float. Padding is ignored.
+            tokens: Visual tokens with their budget.
+
+        Example:
+            >>> from tokenprune.testing import visual_tokens
+            >>> tokens = visual_tokens(torch.zeros(1, 4, 8), keep=2)
+            >>> tokenprune.Selection.top(torch.tensor([[0.1, 0.9, 0.3, 0.2]]), tokens).keep
+            tensor([[False,  True,  True, False]])
         """
         keep = top_mask(score, tokens.mask, tokens.budget, max(tokens.keep))
         return Selection(keep, counts=tokens.keep)
@@ -86,28 +112,30 @@ class Selection:
 
 @dataclass(frozen=True)
 class Method(CallRepr):
-    """Base of all methods: a frozen dataclass whose fields are the method's options.
+    """Base class of all methods: a frozen dataclass whose fields are the options of the method.
 
-    It says who a method is. What a method does is said by the base class of its site, which a method of yours derives
-    from: `Pruner` (PRE_LLM, IN_LLM), `EncoderMethod` (IN_ENCODER), `DecodeMethod` (DECODE), `ResizeMethod` or
-    `ImageChooser` (PRE_ENCODER), `AttentionPattern` (ATTENTION).
+    Derive from the base class of a site: `Pruner` (PRE_LLM, IN_LLM), `EncoderMethod` (IN_ENCODER), `DecodeMethod`
+    (DECODE), `ResizeMethod` or `ImageChooser` (PRE_ENCODER), or `AttentionPattern` (ATTENTION). The repr is a call with
+    the options that differ from their defaults, such as `dart(pivot_image=8)`.
 
-    The repr of a method is its call, `dart(pivot_image=8)`: its name, and the options that differ from their defaults.
+    Attributes:
+        name: Registered name. Set by `register`, like `site`, `paper` and `merges`.
+        default_keep: `keep` if the user passes none.
+        query_free: Options that make the selection independent of the question. Empty if there are none.
+        fallback_options: Options with which the method reads fewer observables. Empty if there are none.
+        syncs_device: True if a stage reads tensor values on the host, which waits for the device.
+        removes: False if the decoder gets the same number of visual tokens as without the method.
+        min_tokens: Minimum number of kept tokens per image. 0 if the method may drop a whole image.
+        reconstruction: True if the full paper or code was not available. The docstring then names the assumptions.
+        fit: Static method `fit(model, samples, out, *, progress, **options)` that `tokenprune fit NAME` calls. None if
+            the method needs no fitting.
+        fit_limit: Default number of images for `tokenprune fit`. None: all images of a folder.
+        fit_question: Default question about each image. None: the question of the synthetic scene.
 
-    name, site, paper, merges: set by `register`.
-    default_keep: the `keep` of a user who gives none.
-    query_free:   options, by name, under which the choice no longer depends on the question; empty if there are none.
-    fallback_options: options, by name, under which it reads less of a model than it may; empty if there are none.
-    syncs_device:  choosing reads values on the host, which waits for the device, in one of its stages at least.
-    removes:      False if the decoder gets as many visual tokens as without it.
-    least:        the fewest tokens of an image that it may keep; 0 for a method that may withdraw an image.
-    reconstruction: True if it is written from other sources than its authors' full text or code, so that parts of it
-                  are guesses, which its docstring names.
-    fit:          for a method that is fitted to a model first, a static method
-                  `fit(model, samples, out, *, progress, **options) -> result`, which `tokenprune fit NAME` calls; see
-                  docs/extend/add-a-method.md. None: nothing is fitted.
-    fit_limit:    how many images `tokenprune fit` takes where the user names no number; None: all of a folder.
-    fit_question: asked about each image where the user asks none; None: a drawn scene's own.
+    Example:
+        >>> method = tokenprune.method("dart", pivot_image=8)
+        >>> isinstance(method, tokenprune.Method), method
+        (True, dart(pivot_image=8))
     """
 
     name: ClassVar[str] = ""
@@ -126,59 +154,78 @@ class Method(CallRepr):
     fit_question: ClassVar[str | None] = "Describe this image."
 
     def __post_init__(self) -> None:
-        """Raise OptionError for an option that its field's type does not allow. A class with checks of its own calls
-        this one first."""
+        """Check the types of the options. A subclass with additional checks calls this method first.
+
+        Raises:
+            OptionError: If an option does not match the type of its field.
+        """
         check_options(self)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the observables that it reads (see `selection.observables`): set by `register`, or a property of a
-        class whose options decide."""
+        """Names of the observables that the method reads.
+
+        Set by `register`. A class whose needs depend on its options overrides this property.
+        """
         return frozenset()
 
     @property
     def chooses_count(self) -> bool:
-        """True if the method chooses the count at run time: it runs even where its budget is all tokens, as a stage
-        that only observes and remembers does. With `keep=1.0` no stage runs."""
+        """True if the number of kept tokens depends on their content.
+
+        Such a method also runs if its budget keeps all tokens, unless the user passes `keep=1.0`. A stage that only
+        observes and remembers sets it too.
+        """
         return False
 
     @property
     def query_aware(self) -> bool:
-        """True if the kept set of an image may change with the question."""
+        """True if the selection may change with the question."""
         return False
 
     @property
     def prefix_cache_safe(self) -> bool:
-        """True if the kept set depends only on tokens before the end of the image."""
+        """True if the selection depends only on tokens before the end of the image."""
         return not self.query_aware
 
     def fallback_hint(self, unknown: Collection[str], spell: Callable[[Any], str] = repr) -> str:
-        """Return the options under which the method does not need the observables `unknown`, as in `features="tower"`;
-        empty if there are none. spell: writes a value."""
+        """Return the fallback options, such as `features="tower"`, if they avoid the observables `unknown`.
+
+        Args:
+            unknown: Names of the observables that are not available.
+            spell: Function that formats an option value.
+
+        Returns:
+            The options, or an empty string if they do not help.
+        """
         if not self.fallback_options or dataclasses.replace(self, **self.fallback_options).needs & set(unknown):
             return ""
         return ", ".join(f"{name}={spell(value)}" for name, value in self.fallback_options.items())
 
     @property
     def cut_layer(self) -> int:
-        """Index of the decoder layer at whose input the method first cuts; 0 where no layer comes before it."""
+        """Index of the decoder layer at whose input the method first cuts. 0 is the input of the decoder."""
         return 0
 
     def stages(self, budget: Budget, layers: int) -> list[tuple[Method, Budget]]:
-        """Return the methods, each acting at one place, that this one consists of in a decoder of `layers`, with their
-        budgets; most methods are one stage, themselves."""
+        """Return the stages of the method with their budgets. Most methods have one stage.
+
+        Args:
+            budget: Budget of the whole method.
+            layers: Number of decoder layers.
+        """
         return [(self, budget)]
 
     @property
     def preferred(self) -> Method:
-        """Variant that `patch` uses if the model, the budget and the other methods allow it; else it uses `self`."""
+        """Variant that `patch` tries first. It uses `self` if the model or the other methods do not support it."""
         return self
 
     def check_model(self, decoder: nn.Module) -> None:
-        """Raise OptionError if the method was fitted to another decoder than this one."""
+        """Raise OptionError if the method was fitted to a different decoder."""
 
     def resolve_count(self, count: int, keep: int) -> int:
-        """Return how many of `count` tokens to keep when the user asked for `keep`; most methods keep exactly that."""
+        """Return the number of tokens to keep of `count` tokens, given the requested number `keep`."""
         return keep
 
     def _check(self, condition: bool, message: str) -> None:
@@ -191,22 +238,39 @@ SIZES = "sizes"  # see `Pruner.weighs_attention`
 
 @dataclass(frozen=True)
 class Pruner(Method):
-    """Base of the methods that choose among visual tokens, at the decoder's entry (PRE_LLM) or inside it (IN_LLM).
+    """Base class of methods that select visual tokens before (PRE_LLM) or inside (IN_LLM) the decoder.
 
-    A subclass implements `score` (higher is kept), or overrides `select` when its choice is not a plain top-k. It sees
-    a read-only `VisualTokens` and never a model, a cache, a mask or position ids. A method inside the decoder has a
-    field `layer`, the index of the decoder layer at whose input it cuts.
+    A subclass implements `score`. It overrides `select` instead if its selection is not a top-k of scores. It receives
+    read-only `VisualTokens`, and never a model, a cache, a mask or position ids. An IN_LLM method has a field `layer`,
+    the index of the decoder layer at whose input it cuts.
 
-    never_nan: the scores of an image are never all NaN; that is then not checked, for which the host waits for the
-               device.
+    Attributes:
+        never_nan: True if the scores of an image are never all NaN. This skips a check that waits for the device.
+
+    Example:
+        >>> from tokenprune.testing import visual_tokens
+        >>> class LargestNorm(tokenprune.Pruner):
+        ...     def score(self, tokens):
+        ...         return tokens.hidden.float().norm(dim=-1)
+        >>> tokens = visual_tokens(torch.tensor([[[1.0], [5.0], [2.0], [4.0]]]), keep=2)
+        >>> LargestNorm().select(tokens).keep
+        tensor([[False,  True, False,  True]])
     """
 
     never_nan: ClassVar[bool] = False
+    ranks_by_score: ClassVar[bool] = True  # `select` is the top-k of `score`; a class that defines `select` sets False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "select" in cls.__dict__:
+            cls.ranks_by_score = False
 
     @property
     def weighs_attention(self) -> bool:
-        """True if the language model's attention is weighed by how many tokens each stands for, float32 `[S, N]`, which
-        the method remembers as `SIZES`; see attention/weighing.py."""
+        """True if attention to a merged token is scaled by its number of members.
+
+        The method remembers the numbers as `SIZES`, float32, shape (S, N). See attention/weighing.py.
+        """
         return False
 
     @property
@@ -215,29 +279,31 @@ class Pruner(Method):
 
     @property
     def encoder_layers(self) -> tuple[int | float, ...]:
-        """Blocks of the vision tower that a method with "encoder_attention" or another observable of a block reads: an
-        int is the index of a block, counted back from the last block that the model reads if negative (-1 is that block
-        itself); a float between 0 and 1 is a share of the depth."""
+        """Blocks of the vision tower whose observables the method reads, such as "encoder_attention".
+
+        A negative int counts from the last block that the model reads (-1 is that block). A float between 0 and 1 is a
+        share of the depth.
+        """
         return (-1,)
 
     def score(self, tokens: VisualTokens) -> Tensor:
-        """Return how good each visual token is, float `[S, N]`; higher is kept."""
+        """Return the score of each visual token, shape (S, N), float. Higher scores are kept."""
         raise NotImplementedError(f"{type(self).__name__} implements neither score() nor select()")
 
     def select(self, tokens: VisualTokens) -> Selection:
-        """Return which visual tokens stay; the default keeps the highest scores."""
-        return Selection.top(self._checked(self.score(tokens), tokens.mask), tokens)
+        """Return the tokens to keep. The default keeps the highest scores."""
+        return Selection.top(self._check_score(self.score(tokens), tokens.mask), tokens)
 
-    def _checked(self, score: Any, mask: Tensor) -> Tensor:
-        """Return `score`, if it ranks the tokens of `mask`, bool `[S, N]`; raise TokenPruneError if it does not."""
-        wanted = f"{self.name}.score() must return a float tensor [S, N] = {list(mask.shape)}"
+    def _check_score(self, score: Any, mask: Tensor) -> Tensor:
+        """Return `score`. Raise TokenPruneError if its type, shape, dtype, device or values are invalid."""
+        expected = f"{self.name}.score() must return a float tensor [S, N] = {list(mask.shape)}"
         if not isinstance(score, torch.Tensor):
-            raise TokenPruneError(f"{wanted}, not {type(score).__name__}")
-        ranks = score.dtype != mask.dtype and not score.is_complex()  # whole numbers do
-        if score.shape != mask.shape or not ranks or score.device != mask.device:
-            found = f"{str(score.dtype).removeprefix('torch.')} {list(score.shape)} on {score.device}"
-            raise TokenPruneError(f"{wanted} on {mask.device}, not {found}")
-        # NaN counts as lowest, so that an image of nothing else would keep its first tokens in silence.
+            raise TokenPruneError(f"{expected}, not {type(score).__name__}")
+        is_orderable = score.dtype != mask.dtype and not score.is_complex()  # integers are accepted
+        if score.shape != mask.shape or not is_orderable or score.device != mask.device:
+            actual = f"{str(score.dtype).removeprefix('torch.')} {list(score.shape)} on {score.device}"
+            raise TokenPruneError(f"{expected} on {mask.device}, not {actual}")
+        # NaN ranks lowest. An image with only NaN scores would silently keep its first tokens.
         if not self.never_nan and bool((score.isnan() | ~mask).all(dim=1).any()):
-            raise TokenPruneError(f"{wanted}, and all scores of an image are NaN: that ranks nothing")
+            raise TokenPruneError(f"{expected}, but all scores of an image are NaN.")
         return score

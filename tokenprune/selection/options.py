@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of a method's options, as its fields declare them: checked in one place, and described in words.
+"""Check option values of methods against the types of their dataclass fields, and describe these types.
 
     layer: Annotated[int, Ge(1)] = 2
     mode: Literal["evict", "mask"] = "evict"
     dense_layers: Sequence[Annotated[int, Ge(0)]] = ()
 
-Understood are bool, int, float (also given as an int), str, `Literal`, `X | None`, `Sequence[X]` (a list or a tuple),
+Supported types are bool, int, float (accepts int), str, `Literal`, `X | None`, `Sequence[X]` (a list or a tuple),
 `tuple[X, ...]`, `Annotated` with bounds of annotated_types (Ge, Gt, Le, Lt), and any other class.
 """
 
@@ -24,33 +24,40 @@ from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt
 from tokenprune.errors import OptionError
 
 _BOUNDS = {Ge: (">=", operator.ge), Gt: (">", operator.gt), Le: ("<=", operator.le), Lt: ("<", operator.lt)}
-_WORDS = {
-    bool: "True or False", int: "an int", float: "a number", str: "a text", types.NoneType: "None", Path: "a path",
+_DESCRIPTIONS = {
+    bool: "True or False", int: "an int", float: "a number", str: "a string", types.NoneType: "None", Path: "a path",
     Callable: "a function",
 }  # fmt: skip
-_MANY: dict[Any, tuple[Any, str]] = {tuple: (tuple, "a tuple"), Sequence: ((list, tuple), "a list")}
+_SEQUENCES: dict[Any, tuple[Any, str]] = {tuple: (tuple, "a tuple"), Sequence: ((list, tuple), "a list")}
 
 
 def get_option_types(cls: type) -> dict[str, Any]:
-    """Return the declared type of each option of a method's class, with its bounds."""
-    return _option_types(cast(Any, cls))  # of classes mypy reads the hash of their instances
+    """Return the type of each option of a method class, including bounds.
+
+    Raises:
+        OptionError: If a type is imported under `TYPE_CHECKING` and cannot be resolved.
+    """
+    return _get_option_types(cast(Any, cls))  # mypy uses the `__hash__` of instances, not of the class
 
 
 @cache
-def _option_types(cls: Any) -> dict[str, Any]:
+def _get_option_types(cls: Any) -> dict[str, Any]:
     try:
         hints = get_type_hints(cls, include_extras=True)
     except NameError as error:
         raise OptionError(
-            f"{cls.__name__}: the type {error.name} of an option is not there when the code runs: import it outside of "
-            "`if TYPE_CHECKING`"
+            f"{cls.__name__}: the option type {error.name} is not defined at run time. Import it outside of "
+            "`if TYPE_CHECKING`."
         ) from error
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def check_options(method: Any) -> None:
-    """Raise OptionError for an option of a configured method whose value is not of the type that its field declares.
-    A list of an option that is a sequence becomes a tuple, so that it can be hashed, and is equal whoever made it."""
+    """Check the option values of a method, and convert lists to tuples so that the method is hashable.
+
+    Raises:
+        OptionError: If a value does not match the type of its field.
+    """
     for name, hint in get_option_types(type(method)).items():
         value = getattr(method, name)
         if isinstance(value, list) and _is_sequence(hint) and matches_type(tuple(value), hint):
@@ -60,27 +67,33 @@ def check_options(method: Any) -> None:
 
 
 def _is_sequence(hint: Any) -> bool:
-    return get_origin(hint) in _MANY or any(map(_is_sequence, get_args(hint)))
+    return get_origin(hint) in _SEQUENCES or any(map(_is_sequence, get_args(hint)))
 
 
 def get_file_options(cls: type) -> set[str]:
-    """Return the options of a method that name a file: those with `field(metadata={"file": True})`, and those that
-    are typed as a path."""
+    """Return the options that name a file: typed as a path, or declared with `field(metadata={"file": True})`."""
     fields = dataclasses.fields(cast(Any, cls))
-    return {one.name for one in fields if one.metadata.get("file") or "Path" in str(one.type)}
+    return {field.name for field in fields if field.metadata.get("file") or "Path" in str(field.type)}
 
 
 def matches_type(value: Any, hint: Any) -> bool:
-    """Return whether a value is of a type, and within its bounds. True is no number, and NaN is within no bounds."""
-    origin, parts = get_origin(hint), get_args(hint)
+    """Return True if `value` has the type `hint` and is within its bounds.
+
+    Booleans are not numbers, and NaN is out of range.
+
+    Example:
+        >>> matches_type(2, Annotated[int, Ge(1)]), matches_type(True, int)
+        (True, False)
+    """
+    origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return matches_type(value, parts[0]) and all(holds(value, bound) for _, holds, bound in _bounds(parts))
+        return matches_type(value, args[0]) and all(compare(value, limit) for _, compare, limit in _get_bounds(args))
     if origin is Literal:
-        return any(value == one and type(value) is type(one) for one in parts)
+        return any(value == choice and type(value) is type(choice) for choice in args)
     if origin in (Union, types.UnionType):
-        return any(matches_type(value, part) for part in parts)
-    if origin in _MANY:
-        return isinstance(value, _MANY[origin][0]) and all(matches_type(one, parts[0]) for one in value)
+        return any(matches_type(value, arg) for arg in args)
+    if origin in _SEQUENCES:
+        return isinstance(value, _SEQUENCES[origin][0]) and all(matches_type(item, args[0]) for item in value)
     if hint in (int, float):
         return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
     kind: Any = origin or hint
@@ -88,45 +101,54 @@ def matches_type(value: Any, hint: Any) -> bool:
 
 
 def describe_type(hint: Any) -> str:
-    """Return what a type allows: "an int >= 1", "'evict' or 'mask'", "a list, each entry an int"."""
-    origin, parts = get_origin(hint), get_args(hint)
+    """Return a description of a type for messages.
+
+    Example:
+        >>> describe_type(Annotated[int, Ge(1)]), describe_type(Literal["evict", "mask"])
+        ('an int >= 1', "'evict' or 'mask'")
+    """
+    origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return describe_type(parts[0]) + " and".join(f" {sign} {bound:g}" for sign, _, bound in _bounds(parts))
+        return describe_type(args[0]) + " and".join(f" {sign} {limit:g}" for sign, _, limit in _get_bounds(args))
     if origin is Literal:
-        return " or ".join(filter(None, (", ".join(map(repr, parts[:-1])), repr(parts[-1]))))
+        return " or ".join(filter(None, (", ".join(map(repr, args[:-1])), repr(args[-1]))))
     if origin in (Union, types.UnionType):
-        return " or ".join(map(describe_type, parts))
-    if origin in _MANY:
-        return f"{_MANY[origin][1]}, each entry {describe_type(parts[0])}"
-    return _WORDS.get(origin or hint, f"a {getattr(hint, '__name__', hint)}")
+        return " or ".join(map(describe_type, args))
+    if origin in _SEQUENCES:
+        return f"{_SEQUENCES[origin][1]}, each entry {describe_type(args[0])}"
+    return _DESCRIPTIONS.get(origin or hint, f"a {getattr(hint, '__name__', hint)}")
 
 
-def _bounds(parts: tuple[Any, ...]) -> list[tuple[str, Any, Any]]:
-    """Return each bound of an `Annotated` as its sign, what compares with it, and the limit."""
-    flat = [one for part in parts[1:] for one in (part if isinstance(part, GroupedMetadata) else [part])]
-    found = [one for one in flat if isinstance(one, BaseMetadata) and type(one) in _BOUNDS]
-    return [(*_BOUNDS[type(one)], getattr(one, type(one).__name__.lower())) for one in found]
+def _get_bounds(args: tuple[Any, ...]) -> list[tuple[str, Any, Any]]:
+    """Return each bound of an `Annotated` type as (sign, comparison function, limit)."""
+    flat = [item for arg in args[1:] for item in (arg if isinstance(arg, GroupedMetadata) else [arg])]
+    bounds = [item for item in flat if isinstance(item, BaseMetadata) and type(item) in _BOUNDS]
+    return [(*_BOUNDS[type(bound)], getattr(bound, type(bound).__name__.lower())) for bound in bounds]
 
 
 __all__ = ["check_options", "describe_type", "get_file_options", "get_option_types", "matches_type"]
 
 
 class CallRepr:
-    """Base of dataclasses whose repr is `name(option=value, ...)`, with those options alone that differ from their
-    defaults."""
+    """Base of dataclasses whose repr is a call with the options that differ from their defaults.
+
+    Example:
+        >>> tokenprune.method("fastv", layer=3)
+        fastv(layer=3)
+    """
 
     name: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A dataclass writes a repr of its own into every class that does not have one there: hand it the inherited one.
+        # `dataclass` adds a `__repr__` to each class that does not define one, so define the inherited one.
         if "__repr__" not in vars(cls):
-            cls.__repr__ = super(cls, cls).__repr__  # type: ignore[method-assign]  # that is its purpose
+            cls.__repr__ = super(cls, cls).__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        options = [(one, getattr(self, one.name)) for one in dataclasses.fields(cast(Any, self)) if one.repr]
-        given = [f"{one.name}={value!r}" for one, value in options if not _is_default(one, value)]
-        return f"{self.name or type(self).__qualname__}({', '.join(given)})"
+        options = [(field, getattr(self, field.name)) for field in dataclasses.fields(cast(Any, self)) if field.repr]
+        changed = [f"{field.name}={value!r}" for field, value in options if not _is_default(field, value)]
+        return f"{self.name or type(self).__qualname__}({', '.join(changed)})"
 
 
 def _is_default(option: dataclasses.Field, value: Any) -> bool:
@@ -135,5 +157,5 @@ def _is_default(option: dataclasses.Field, value: Any) -> bool:
         return False
     try:
         return bool(value == default)
-    except (TypeError, ValueError, RuntimeError):  # arrays and tensors are not equal as a whole
+    except (TypeError, ValueError, RuntimeError):  # the comparison of tensors and arrays is elementwise
         return False

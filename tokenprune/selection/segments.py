@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain data of a view: segments of visual tokens, patches, text, and what attention layers saw."""
+"""Data classes that describe visual tokens: segments, patches, text, layer inputs and observed attention."""
 
 from __future__ import annotations
 
@@ -20,19 +20,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The visual tokens of a batch, grouped into the pieces that have a budget each (an image, a video, a tile).
+    """Visual tokens of a batch, grouped into segments (an image, a video or a tile) that each have a budget.
 
-    row:      list of int, the batch row of each of the S segments.
-    ordinal:  list of int, index of this segment in its row.
-    counts:   list of int, tokens in each segment; N is the largest.
-    position: long `[S, N]`, position of each token in this call's sequence, ascending; padding repeats position 0.
-    mask:     bool `[S, N]`, False for padding.
-    grids:    list of (frames, height, width) in tokens, or None where a segment is no full grid or this is not known.
-    modality: list of "image" or "video".
-    frames:   list of how many tokens each frame has, in order; tokens after the last frame are in none. An image is
-              one frame; None for a video of which this is not known, or of which tokens are gone. An empty list tells
-              it of no segment.
-    clips:    list of what budgets of videos go by, None for an image; empty where there is none to go by.
+    Shapes use S segments and N tokens in the longest segment.
+
+    Args:
+        row: Batch row of each segment.
+        ordinal: Index of each segment in its row.
+        counts: Number of tokens in each segment.
+        position: Position of each token in the sequence of this call, shape (S, N), int64, ascending. Padding repeats
+            the first position.
+        mask: Mask of tokens, shape (S, N), bool. Padding is False.
+        grids: Grid of each segment as (frames, height, width) in tokens. None if it is incomplete or unknown.
+        modality: "image" or "video" for each segment.
+        frames: Number of tokens in each frame, for each segment. An image has one frame. Tokens after the last frame
+            belong to no frame. None for a video whose frames are unknown or already pruned. Empty if no segment has
+            this information.
+        clips: Facts about videos that budgets read. None for an image. Empty if there are none.
+
+    Example:
+        >>> from tokenprune.testing import visual_tokens
+        >>> visual_tokens(torch.zeros(2, 4, 8), counts=[4, 3]).segments.row_index
+        tensor([[0],
+                [1]])
     """
 
     row: list[int]
@@ -56,45 +66,53 @@ class Segments:
 
     @cached_property
     def cache(self) -> FIFOCache:
-        """Values that follow from these segments and their key alone: prompts that share the segments share them."""
+        """Cache of tensors derived from these segments. Prompts that share the segments share the cache."""
         return FIFOCache()
 
     @cached_property
     def has_padding(self) -> bool:
-        """True if some segments are shorter than others."""
+        """True if the segments have different numbers of tokens."""
         return min(self.counts, default=0) < self.mask.shape[1]
 
     def flat_indices(self, width: int) -> Tensor:
-        """Return long `[S, N]`, places of the tokens in rows of `width` tokens, laid end to end."""
-        return self.cache.get(("places", width), lambda: self.position + self.row_starts(width))
+        """Return the index of each token in a flattened batch of rows of `width` slots, shape (S, N), int64."""
+        return self.cache.get(("flat_indices", width), lambda: self.position + self.row_starts(width))
 
     def row_starts(self, width: int) -> Tensor:
-        """Return long `[S, 1]`, the place of the first token of each segment's row among such rows."""
+        """Return the index of the first slot of each segment's row in a flattened batch, shape (S, 1), int64."""
         return self.cache.get(("starts", width), lambda: self.row_index * width)
 
     @cached_property
     def row_index(self) -> Tensor:
-        """long `[S, 1]`: the batch row of each segment, ready for advanced indexing."""
-        with torch.inference_mode(False):  # prompts share it, in training too
+        """Batch row of each segment as a tensor, shape (S, 1), int64."""
+        # Training and inference share the tensor, so it is not created in inference mode.
+        with torch.inference_mode(False):
             return to_device(self.row, self.position.device)[:, None]
 
 
 def square_grid(count: int) -> tuple[int, int, int] | None:
-    """Return the grid of a square image of `count` tokens; None if `count` is no square."""
+    """Return the grid of a square image with `count` tokens, or None if `count` is not a square number."""
     side = math.isqrt(count)
     return (1, side, side) if side * side == count else None
 
 
 @dataclass(frozen=True)
 class Patches:
-    """Places of visual tokens in the vision tower; all long `[S, N]`.
+    """Location of each visual token in the vision tower. All tensors have shape (S, N) and dtype int64.
 
-    tile:          number of the tile of an image, or of the frame of a video; -1 for what is no patch (newlines, a
-                   class token) and for padding.
-    row, column:   place on the tile's grid of tokens.
-    height, width: size of that grid.
-    size:          patches that a token is made of.
-    tiles:         an int, no tile's number is as large.
+    Args:
+        tile: Index of the tile of an image, or of the frame of a video. -1 for padding and for tokens without a patch
+            (newlines, a class token).
+        row: Row in the token grid of the tile.
+        column: Column in the token grid of the tile.
+        height: Height of the token grid of the tile.
+        width: Width of the token grid of the tile.
+        size: Number of patches per token.
+        tiles: Exclusive upper bound of the tile indices.
+
+    Example:
+        >>> Patches(*torch.zeros(6, 1, 4, dtype=torch.long), tiles=1).tile.shape
+        torch.Size([1, 4])
     """
 
     tile: Tensor
@@ -107,59 +125,61 @@ class Patches:
 
     @cached_property
     def cache(self) -> FIFOCache:
-        """Values that follow from these places and their key alone: prompts that share the places share them."""
+        """Cache of tensors derived from these patches. Prompts that share the patches share the cache."""
         return FIFOCache()
 
 
 class TextView(Protocol):
-    """The text tokens that follow each segment in its row, as observables read them (see `TextTokens`)."""
+    """Text tokens after each segment, as observables read them. See `TextTokens`."""
 
     @property
-    def mask(self) -> Tensor:
-        """bool `[S, M]`, False for padding."""
+    def mask(self) -> Tensor: ...
 
     @property
-    def position(self) -> Tensor:
-        """long `[S, M]`, in this call's sequence."""
+    def position(self) -> Tensor: ...
 
     @property
-    def segments(self) -> Segments:
-        """The segments that the text follows."""
+    def segments(self) -> Segments: ...
 
     @property
-    def hidden(self) -> Tensor:
-        """`[S, M, D]`, what arrives at the cut."""
+    def hidden(self) -> Tensor: ...
 
 
 class VisualView(Protocol):
-    """The visual tokens at a cut, as their source reads them (see `VisualTokens`)."""
+    """Visual tokens at a cut, as a source reads them. See `VisualTokens`."""
 
     @property
-    def segments(self) -> Segments:
-        """The segments that the tokens belong to."""
+    def segments(self) -> Segments: ...
 
     @property
-    def hidden(self) -> Tensor:
-        """`[S, N, D]`, what arrives at the cut."""
+    def hidden(self) -> Tensor: ...
 
     @property
-    def text(self) -> TextView:
-        """The text that follows each segment."""
+    def text(self) -> TextView: ...
 
 
 @dataclass(frozen=True)
 class LayerInput:
-    """The input of a decoder layer. hidden: `[B, W, D]`. rotation: (cos, sin), `[B, W, R]` each, or None."""
+    """Input of a decoder layer.
+
+    Args:
+        hidden: Hidden states, shape (B, W, D).
+        rotation: Cosines and sines of the rotary embedding, shape (B, W, R) each. None if the decoder has none.
+    """
 
     hidden: Tensor
     rotation: tuple[Tensor, Tensor] | None = None
 
 
 class ObservedAttention(Protocol):
-    """Queries and keys of one attention call, after rotary embedding: `[B, H, Q, Dh]` and `[B, Hkv, K, Dh]`, of which
-    the last Q keys belong to the queries; and values, `[B, Hkv, K, Dv]`, if they were read.
+    """Queries and keys of one attention call, after rotary embedding. The last Q of the K keys belong to the queries.
 
-    starts: where packed sequences begin and end, if several share one axis. scaling: factor before the softmax.
+    Attributes:
+        query: Queries, shape (B, H, Q, Dh).
+        key: Keys, shape (B, Hkv, K, Dh).
+        value: Values, shape (B, Hkv, K, Dv). None if they were not read.
+        starts: Boundaries of packed sequences that share the sequence axis. None if there is one sequence per row.
+        scaling: Factor of the logits before the softmax.
     """
 
     query: Tensor
@@ -169,32 +189,46 @@ class ObservedAttention(Protocol):
     scaling: float
 
     def query_heads(self, queries: int) -> Tensor:
-        """Return `[B, queries, H, Dh]`, the last `queries` queries, head by head."""
+        """Return the last `queries` queries, shape (B, queries, H, Dh)."""
 
     def keys(self, queries: int) -> Tensor:
-        """Return `[B, queries, Hkv * Dh]`, keys of the last `queries` tokens, heads flattened."""
+        """Return the keys of the last `queries` tokens, shape (B, queries, Hkv * Dh)."""
 
     def values(self, queries: int) -> Tensor:
-        """Return `[B, queries, Hkv * Dv]`, their values."""
+        """Return the values of the last `queries` tokens, shape (B, queries, Hkv * Dv)."""
 
     def value_heads(self, queries: int) -> Tensor:
-        """Return `[B, queries, Hkv, Dv]`, their values, head by head."""
+        """Return the values of the last `queries` tokens, shape (B, queries, Hkv, Dv)."""
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return float32 `[B, H, R, K]`, softmax attention of the queries at `index`, long `[B, R]`."""
+        """Return the softmax attention of the queries at `index`, shape (B, H, R, K), float32.
+
+        Args:
+            index: Indices of the queries, shape (B, R), int64.
+        """
 
     def visible_keys(self, index: Tensor) -> Tensor:
-        """Return bool `[B, 1 or H, R, K]`, which keys these queries may attend to."""
+        """Return the mask of the keys that the queries at `index` may attend to, shape (B, 1 or H, R, K), bool."""
 
     def column_means(self, valid: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-        """Return float32 `[B, H, Q]`, the mean attention that each token receives from the queries that are `valid`,
-        bool `[B, Q]`, and see it."""
+        """Return the mean attention that each token receives, shape (B, H, Q), float32.
+
+        Args:
+            valid: Mask of the queries to average over, shape (B, Q), bool. Only queries that see a token count for it.
+            starts: Boundaries of packed sequences.
+        """
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of made-up tokens. counts: tokens of each of S segments, of which the longest has N. text: M text tokens
-    after each. width: D. heads: H."""
+    """Sizes of synthetic tokens for tests of methods.
+
+    Args:
+        counts: Number of tokens in each segment.
+        text: Number of text tokens after each segment.
+        width: Number of features (D).
+        heads: Number of attention heads (H).
+    """
 
     counts: tuple[int, ...]
     text: int = 0

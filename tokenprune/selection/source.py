@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of a view of visual tokens: each engine has its own."""
+"""`TokenSource`: interface through which `VisualTokens` reads the engine. Each engine has its own subclass."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ if TYPE_CHECKING:
 
 
 class Readable(Protocol):
-    """An observable as a source reads it (see `tokenprune.selection.observable.Observable`)."""
+    """Part of an observable that a source reads. See `tokenprune.selection.observable.Observable`."""
 
     name: ClassVar[str]
     text_name: ClassVar[str]
-    whole: ClassVar[bool]
+    needs_full_prompt: ClassVar[bool]
 
     @property
-    def where(self) -> str:
-        """The place where it is observed."""
+    def where(self) -> str: ...
 
     @property
-    def backends(self) -> Collection[str]:
-        """The back ends that serve it."""
+    def backends(self) -> Collection[str]: ...
 
-    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Any:
-        """Return its value for visual tokens."""
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Any: ...
 
-    def compute_text(self, source: TokenSource, text: TextView) -> Any:
-        """Return its value for the text that follows each segment."""
+    def compute_text(self, source: TokenSource, text: TextView) -> Any: ...
 
 
 class ReadableByRow(Readable, Protocol):
-    """An observable with a row for each token of the text."""
+    """Observable with one row per text token. See `tokenprune.selection.observable.AttentionFromText`."""
 
-    def sum_rows(self, source: TokenSource, text: TextView, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the rows."""
+    def sum_rows(self, source: TokenSource, text: TextView, weights: Tensor) -> Tensor: ...
 
 
 class TokenSource:
-    """Base of what stands behind a `VisualTokens`: all that an engine knows of the tokens at a cut.
+    """Base class of the sources of `VisualTokens`: everything that an engine knows about the tokens at a cut.
 
-    Observables are computed from its members (see `selection.observable`). An engine overrides what it has; what
-    it has not is refused here, with TokenPruneError.
+    Observables are computed from these members. An engine overrides the members that it supports. The others raise
+    TokenPruneError. Shapes use B rows of W slots, S segments of up to N visual tokens, and M text tokens.
 
-    needs: what the method declared. hidden: `[B, W, D]`, what arrives at the cut, B rows of W slots. carry: what
-    earlier stages of the method remember (see `VisualTokens.remember`).
+    Attributes:
+        needs: Names of the observables that the method declares.
+        hidden: Hidden states at the cut, shape (B, W, D).
+        carry: Values that earlier stages of the method stored. See `VisualTokens.remember`.
+
+    Example:
+        >>> TokenSource().get_token_mask()
+        Traceback (most recent call last):
+        tokenprune.errors.TokenPruneError: it reads the padding mask, which this engine does not provide
     """
 
     needs: frozenset[str]
@@ -62,121 +64,136 @@ class TokenSource:
         return {}
 
     def remember(self, name: str, value: Any, per_token: bool | None) -> None:
-        """Keep `value` in `carry`; see `VisualTokens.remember`."""
+        """Store `value` in `carry`. See `VisualTokens.remember`."""
         self.carry[name] = value
 
     def note(self, text: str) -> None:
-        """Say `text` to the user of this call; see `VisualTokens.note`."""
-        raise _refused("where to note something")
+        """Add a note to the statistics. See `VisualTokens.note`."""
+        raise _unsupported("notes")
 
-    def read(self, seen: Readable, tokens: VisualView, *layer: int | float) -> Any:
-        """Return the value of an observable for visual tokens."""
-        return seen.compute_visual(self, tokens.segments, *layer)
+    def read(self, observable: Readable, tokens: VisualView, *layer: int | float) -> Any:
+        """Return the value of an observable for the visual tokens."""
+        return observable.compute_visual(self, tokens.segments, *layer)
 
-    def read_text(self, seen: Readable, text: TextView) -> Any:
-        """Return the value of an observable for the text after an image."""
-        return seen.compute_text(self, text)
+    def read_text(self, observable: Readable, text: TextView) -> Any:
+        """Return the value of an observable for the text after each segment."""
+        return observable.compute_text(self, text)
 
-    def attention_from(self, seen: ReadableByRow, tokens: VisualView, weights: Tensor) -> Tensor:
-        """Return the sum of rows of text that `VisualTokens.attention_from` returns. seen: the observable."""
-        return seen.sum_rows(self, tokens.text, weights)
+    def attention_from(self, observable: ReadableByRow, tokens: VisualView, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the rows of `observable`. See `VisualTokens.attention_from`."""
+        return observable.sum_rows(self, tokens.text, weights)
 
     # -- the sequence at the cut
 
     @property
     def width(self) -> int:
-        """W, the number of slots."""
+        """Number of slots per row (W)."""
         return self.hidden.shape[1]
 
     def find_slots(self, position: Tensor, segments: Segments) -> Tensor:
-        """Return long `[S, N]`, the slots in which the tokens at `position` are."""
+        """Return the slots of the tokens at `position`, shape (S, N), int64."""
         return position
 
     def gather(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
-        """Return `[S, N, ...]`, the values `[B, W, ...]` of the tokens at `position`, long `[S, N]`."""
+        """Gather values of the tokens at `position`.
+
+        Args:
+            values: One value per slot, shape (B, W, ...).
+            position: Positions in the sequence of this call, shape (S, N), int64.
+            segments: Segments of the positions.
+
+        Returns:
+            Tensor of shape (S, N, ...).
+        """
         width = values.shape[1]
-        # A method that reads several observables asks for the same tokens each time.
-        known = vars(self).setdefault("_places", [])
-        place = next((place for given, of_width, place in known if given is position and of_width == width), None)
-        if place is None:
-            own = (slots := self.find_slots(position, segments)) is segments.position
-            place = segments.flat_indices(width) if own else slots + segments.row_starts(width)
-            known.append((position, width, place))
-        # Taking whole rows is much faster than indexing with two tensors.
-        found: Tensor = values.flatten(0, 1).index_select(0, place.flatten()).unflatten(0, place.shape)
-        return found
+        # A method that reads several observables passes the same positions each time.
+        cache = vars(self).setdefault("_flat_indices", [])
+        indices = next((indices for key, size, indices in cache if key is position and size == width), None)
+        if indices is None:
+            is_uncut = (slots := self.find_slots(position, segments)) is segments.position
+            indices = segments.flat_indices(width) if is_uncut else slots + segments.row_starts(width)
+            cache.append((position, width, indices))
+        # `index_select` of whole rows is much faster than indexing with two tensors.
+        gathered: Tensor = values.flatten(0, 1).index_select(0, indices.flatten()).unflatten(0, indices.shape)
+        return gathered
 
     def get_last_slot(self) -> Tensor:
-        """Return long `[B, 1]`, the slot of each row's last token that is not padding."""
-        raise _refused("which token is the prompt's last one")
+        """Return the slot of the last token of each row without padding, shape (B, 1), int64."""
+        raise _unsupported("the last token of the prompt")
 
     @cached_property
     def last_row(self) -> Tensor:
-        """float32 `[B, H, K]`, attention of each row's last token that is not padding, in the layer before the cut."""
+        """Attention of the last token of each row in the layer before the cut, shape (B, H, K), float32."""
         return self.attention_before.rows(self.get_last_slot())[:, :, 0]
 
     @cached_property
     def text_rows(self) -> dict[str, Tensor]:
-        """`[S, H, M, W]`, attention of the text after each image, by the name of the observable that made it."""
+        """Attention of the text after each image, shape (S, H, M, W), by the name of the observable."""
         return {}
 
     def get_token_mask(self) -> Tensor:
-        """Return bool `[B, W]`, False for slots of padding."""
-        raise _refused("which tokens are padding")
+        """Return the mask of tokens, shape (B, W), bool. Padding is False."""
+        raise _unsupported("the padding mask")
 
     def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return positions, long `[S, M]`, and mask, bool `[S, M]`, of the text tokens after each segment: the same
-        positions for all segments of a row, of which the mask leaves out those before a segment."""
-        raise _refused("the text")
+        """Return positions (int64) and mask (bool) of the text tokens after each segment, both of shape (S, M).
+
+        The segments of a row share the positions. The mask excludes the text before a segment.
+        """
+        raise _unsupported("the text")
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` `[..., D]` after the decoder's final norm."""
-        raise _refused("the decoder's final norm")
+        """Apply the final norm of the decoder to `hidden`, shape (..., D)."""
+        raise _unsupported("the final norm of the decoder")
 
-    # -- what was observed
+    # -- observed layers
 
     @property
     def attention_before(self) -> ObservedAttention:
-        """Queries and keys of the attention of the layer before the cut."""
-        raise _refused("the attention of the language model")
+        """Attention of the layer before the cut."""
+        raise _unsupported("the attention of the language model")
 
     @property
     def attention_after(self) -> ObservedAttention:
-        """Queries and keys that the attention of the layer after the cut would have without the cut."""
-        raise _refused("the attention of the layer after the cut")
+        """Attention that the layer after the cut would compute without the cut."""
+        raise _unsupported("the attention of the layer after the cut")
 
     @property
     def input_before(self) -> LayerInput:
-        """The input of the layer before the cut."""
-        raise _refused("what enters the layer before the cut")
+        """Input of the layer before the cut."""
+        raise _unsupported("the input of the layer before the cut")
 
     @property
     def unrotated_attention(self) -> ObservedAttention:
-        """Queries and keys of the layer before the cut as they are without rotary embedding."""
-        raise _refused("queries and keys before rotary embedding")
+        """Attention of the layer before the cut, without rotary embedding."""
+        raise _unsupported("queries and keys before rotary embedding")
 
     def get_recorded(self, name: str) -> list[Any]:
-        """Return what the observable `name` recorded at a place of its own, a value of each module that it watches."""
-        raise _refused(f"what {name} records")
+        """Return the values that the `Recorder` of an observable stored, one per watched module."""
+        raise _unsupported(f"the recorded values of {name!r}")
 
     @property
     def first_layer(self) -> nn.Module:
-        """The decoder's first layer."""
-        raise _refused("the decoder's first layer")
+        """First layer of the decoder."""
+        raise _unsupported("the first layer of the decoder")
 
     def get_embeddings(self, position: Tensor, segments: Segments) -> Tensor:
-        """Return `[S, N, D]`, what entered the decoder of the tokens at `position`, long `[S, N]`."""
-        raise _refused("what entered the decoder")
+        """Return the input of the decoder for the tokens at `position`, shape (S, N, D)."""
+        raise _unsupported("the input of the decoder")
 
     def read_tower(self, key: tuple[Any, ...], segments: Segments) -> Tensor:
-        """Return `[S, N, C]` of what was read in the vision tower, 0 for padding. key: name of the observable, and the
-        layer if it is read by layer."""
-        raise _refused("the vision tower")
+        """Return values that were observed in the vision tower, shape (S, N, C). Padding is 0.
+
+        Args:
+            key: Name of the observable, followed by the block if it is read by block.
+            segments: Segments of the visual tokens.
+        """
+        raise _unsupported("the vision tower")
 
     def patches(self, segments: Segments) -> Patches:
-        """Return where in the vision tower the tokens of `segments` come from."""
-        raise _refused("the vision tower's patches")
+        """Return the location of each token in the vision tower."""
+        raise _unsupported("the patches of the vision tower")
 
 
-def _refused(what: str) -> TokenPruneError:
-    return TokenPruneError(f"it reads {what}, which is not known here")
+def _unsupported(what: str) -> TokenPruneError:
+    return TokenPruneError(f"it reads {what}, which this engine does not provide")

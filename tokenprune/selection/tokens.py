@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The read-only view of the visual tokens that a method gets; everything costly in it is computed on first use."""
+"""`VisualTokens`: the read-only input of a method. Its observables are computed on first access."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.kernels.transfer import to_device
-from tokenprune.selection.observable import AttentionFromText, Observable
+from tokenprune.selection.observable import Observable
+from tokenprune.selection.observable_bases import AttentionFromText
 from tokenprune.selection.observable_registry import (
     RESERVED_NAMES,
     find_observable,
@@ -28,16 +29,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _OfText:
-    """Types of observables of text; their values come from `TextTokens.__getattr__`."""
+class _TextObservables:
+    """Types of text observables. `TextTokens.__getattr__` computes their values."""
 
     hidden: Tensor
     normed: Tensor
     keys: Tensor
 
 
-class _OfVisual:
-    """Types of observables of visual tokens; their values come from `VisualTokens.__getattr__`."""
+class _VisualObservables:
+    """Types of visual observables. `VisualTokens.__getattr__` computes their values."""
 
     hidden: Tensor
     normed: Tensor
@@ -52,12 +53,22 @@ class _OfVisual:
 
 
 @dataclass(frozen=True, eq=False)
-class TextTokens(_OfText):
-    """The text tokens that follow each segment in its row; M are the most after any.
+class TextTokens(_TextObservables):
+    """Text tokens after each segment, in the row of the segment.
 
-    mask: bool `[S, M]`; position: long `[S, M]`, in this call's sequence.
-    Observables of text are attributes, computed on first use: `hidden` `[S, M, D]`, and `keys` `[S, M, F]` and others
-    for a method that needs those of the visual tokens.
+    Text observables are attributes, computed on first access: `hidden`, shape (S, M, D), is always available. `keys`,
+    shape (S, M, F), and others are available if the method declares the visual observable of that name.
+
+    Args:
+        mask: Mask of text tokens, shape (S, M), bool. M is the largest number of text tokens after any segment.
+        position: Position of each text token in the sequence of this call, shape (S, M), int64.
+        segments: Segments that the text follows.
+
+    Example:
+        >>> from tokenprune.testing import visual_tokens
+        >>> tokens = visual_tokens(torch.zeros(1, 4, 8), text={"hidden": torch.zeros(1, 3, 8)})
+        >>> tokens.text.hidden.shape
+        torch.Size([1, 3, 8])
     """
 
     mask: Tensor
@@ -66,25 +77,29 @@ class TextTokens(_OfText):
     _source: TokenSource = field(repr=False)
 
     def __getattr__(self, name: str) -> Any:
-        seen = _declared(name, find_text_observable, self._source, "the text after an image")
-        value = self._source.read_text(seen, self)
+        observable = _find_declared(name, find_text_observable, self._source, "text tokens")
+        value = self._source.read_text(observable, self)
         self.__dict__[name] = value
         return value
 
 
 @dataclass(frozen=True, eq=False)
-class VisualTokens(_OfVisual):
-    """Visual tokens at the place where a method acts. S segments (images), N tokens in the longest, D model width.
+class VisualTokens(_VisualObservables):
+    """Visual tokens at the cut of a method, in S segments (images) of up to N tokens with D features.
 
-    mask:     bool `[S, N]`; False marks the padding of short segments: never keep it, never let it influence a score.
-    counts:   how many tokens each segment has, S ints.
-    budget:   long `[S]`, how many tokens each segment has to keep; `keep` is the same as a list of int.
-    segments: the `Segments` (rows, grids, positions, modality).
+    Observables that the method declares in its `needs` are attributes, computed on first access. An observable of the
+    vision tower is called with a block: `tokens.encoder_attention(layer)`. `hidden`, `normed`, `frame` and `place` are
+    always available. See `tokenprune.selection.observables`, and docs/extend/add-a-method.md for the list.
 
-    Every registered observable that the method declared in its `needs` is an attribute, computed on first use; one that
-    is read of a block of the vision tower is called with the block (`tokens.encoder_attention(layer)`). `hidden`,
-    `normed`, `frame` and `place` are always there. See `selection.observables`, and docs/extend/add-a-method.md for the
-    list.
+    Args:
+        segments: Rows, positions, grids and modality of the segments.
+        keep: Number of tokens to keep per segment, as Python ints.
+
+    Example:
+        >>> from tokenprune.testing import visual_tokens
+        >>> tokens = visual_tokens(torch.zeros(2, 4, 8), counts=[4, 3], keep=2)
+        >>> tokens.hidden.shape, tokens.counts, tokens.keep
+        (torch.Size([2, 4, 8]), [4, 3], [2, 2])
     """
 
     segments: Segments
@@ -92,74 +107,95 @@ class VisualTokens(_OfVisual):
     _source: TokenSource = field(repr=False)
 
     def __getattr__(self, name: str) -> Any:
-        seen = _declared(name, find_observable, self._source, "visual tokens")
-        read = partial(self._source.read, seen, self)
-        value = _ByLayer(read) if seen.by_layer else read()
+        observable = _find_declared(name, find_observable, self._source, "visual tokens")
+        read = partial(self._source.read, observable, self)
+        value = _ValuesByBlock(read) if observable.by_layer else read()
         self.__dict__[name] = value
         return value
 
     @property
     def mask(self) -> Tensor:
+        """Mask of visual tokens, shape (S, N), bool. Padding is False. It must not influence a score."""
         return self.segments.mask
 
     @property
     def counts(self) -> list[int]:
+        """Number of tokens per segment."""
         return self.segments.counts
 
     @property
     def grids(self) -> list[tuple[int, int, int] | None]:
+        """Grid of each segment as (frames, height, width) in tokens. None if it is incomplete or unknown."""
         return self.segments.grids
 
     @cached_property
     def budget(self) -> Tensor:
+        """Number of tokens to keep per segment, shape (S,), int64. The same numbers as `keep`."""
         make = partial(to_device, self.keep, self.mask.device)
         return self.segments.cache.get(("budget", *self.keep), make)
 
     @cached_property
     def text(self) -> TextTokens:
-        """The text tokens after each segment, later images and padding left out."""
+        """Text tokens after each segment, without later images and padding."""
         position, mask = self._source.find_text_after(self.segments)
         return TextTokens(mask, position, self.segments, self._source)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Apply the decoder's final norm to `hidden` `[..., D]`."""
+        """Apply the final norm of the decoder to `hidden`, shape (..., D)."""
         return self._source.final_norm(hidden)
 
     def attention_from(self, weights: Tensor, name: str = "text_attention") -> Tensor:
-        """Return float32 `[S, H, N]`: attention from the text after each image, the rows of its tokens summed with
-        `weights`, `[S, M]` or `[S, H, M]`; memory does not grow with the length of the text. name: "text_attention",
-        which the method has to need, or "next_text_attention"."""
-        seen = _declared(name, find_observable, self._source, "text")
-        if not isinstance(seen, AttentionFromText):
-            raise TokenPruneError(f"{name!r} is no attention of the text: use text_attention or next_text_attention")
-        return self._source.attention_from(seen, self, weights)
+        """Return the weighted sum of the attention from the text after each image.
+
+        The memory does not grow with the length of the text.
+
+        Args:
+            weights: Weight of each text token, shape (S, M) or (S, H, M).
+            name: "text_attention" or "next_text_attention". The method must declare it in `needs`.
+
+        Returns:
+            Attention to each visual token, shape (S, H, N), float32.
+        """
+        observable = _find_declared(name, find_observable, self._source, "text tokens")
+        if not isinstance(observable, AttentionFromText):
+            raise TokenPruneError(
+                f"{name!r} is not an attention from the text. Use 'text_attention' or 'next_text_attention'."
+            )
+        return self._source.attention_from(observable, self, weights)
 
     @property
     def carry(self) -> Mapping[str, Any]:
-        """Values that earlier stages of the method remember, by name; to be read only (see `remember`)."""
+        """Values that earlier stages of the method stored with `remember`, by name. Read-only."""
         return self._source.carry
 
     def remember(self, name: str, value: Any, per_token: bool | None = None) -> None:
-        """Keep `value` for later stages of the method, which find it in `carry`.
+        """Store a value for later stages of the method, which read it from `carry`.
 
-        A tensor `[S, N, ...]` follows the visual tokens: later stages find the entries of those that reach them, in
-        their order, and 0 at padding. Tensors and lists of S entries lose those of images that are withdrawn. All else
-        is kept as it is. per_token: False for a tensor that has S and N for its first two sizes by chance alone.
+        A tensor of shape (S, N, ...) is cut together with the visual tokens: later stages receive the entries of the
+        kept tokens, and 0 for padding. Tensors and lists with S entries lose the entries of dropped images. Other
+        values are stored unchanged.
+
+        Args:
+            name: Key in `carry`.
+            value: Any value.
+            per_token: False if the leading sizes of a tensor equal S and N by coincidence. None: decide by the shape.
         """
         self._source.remember(name, value, per_token)
 
     def note(self, text: str) -> None:
-        """Have the statistics of this call say `text`, once: what a user should know of how the method acted."""
+        """Add `text` to `Stats.notes` of this call, once, such as a fallback that the user should know of."""
         self._source.note(text)
 
     def generator(self, segment: int, seed: int) -> torch.Generator:
-        """Return a CPU generator that depends on `seed` and the segment's index in its row only: a batch equals its
-        single rows."""
+        """Return a CPU generator for a segment, so that a batch gives the same result as its rows one by one.
+
+        The state depends on `seed` and on the index of the segment in its row.
+        """
         return torch.Generator("cpu").manual_seed((seed * 1_000_003 + self.segments.ordinal[segment]) % 2**63)
 
 
-class _ByLayer(dict[int | float, "Tensor"]):
-    """An observable by block of the vision tower; each is computed once."""
+class _ValuesByBlock(dict[int | float, "Tensor"]):
+    """Values of an observable by block of the vision tower. Each is computed on first access."""
 
     def __init__(self, read: Any) -> None:
         super().__init__()
@@ -173,23 +209,29 @@ class _ByLayer(dict[int | float, "Tensor"]):
         return self[layer]
 
 
-def _declared(name: str, find: Callable[[str], Observable | None], source: TokenSource, of: str) -> Observable:
-    """Return the observable `name`; raise AttributeError if there is none, TokenPruneError if it was not declared."""
-    seen = None if name.startswith("_") else find(name)
-    if seen is None:
+def _find_declared(name: str, find: Callable[[str], Observable | None], source: TokenSource, tokens: str) -> Observable:
+    """Return the observable `name`.
+
+    Raises:
+        AttributeError: If it does not exist.
+        TokenPruneError: If the method does not declare it.
+    """
+    observable = None if name.startswith("_") else find(name)
+    if observable is None:
         hint = "" if name.startswith("_") else suggest_names(name)
-        raise AttributeError(f"{of}: there is no observable {name!r}{f': {hint}' if hint else ''}".rstrip())
-    if not seen.is_declared(source.needs):
-        raise TokenPruneError(
-            f"{seen.name!r} was read but not declared: add it to the method's needs in @register(...)"
-        )
-    return seen
+        raise AttributeError(f"{tokens} have no observable {name!r}. {hint}".rstrip())
+    if not observable.is_declared(source.needs):
+        raise TokenPruneError(_UNDECLARED.format(observable.name))
+    return observable
 
 
-def require(value: T | None, what: str) -> T:
-    """Return `value`; raise TokenPruneError if it was not observed."""
+_UNDECLARED = "The method reads {!r} without declaring it. Add it to needs=(...) in @register."
+
+
+def require(value: T | None, name: str) -> T:
+    """Return the value of an observable, or raise TokenPruneError if it is None because it was not declared."""
     if value is None:
-        raise TokenPruneError(f"{what!r} was read but not declared: add it to the method's needs in @register(...)")
+        raise TokenPruneError(_UNDECLARED.format(name))
     return value
 
 

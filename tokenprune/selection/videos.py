@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of videos laid out by frame, as methods that compare frames see them."""
+"""`Videos`: video tokens laid out by frame, for methods that compare frames."""
 
 from __future__ import annotations
 
@@ -21,13 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Videos:
-    """The tokens of videos, laid out by frame: V videos, F frames of the longest, P tokens of the largest frame.
+    """Tokens of videos, laid out by frame.
 
-    tokens:   what the method was given.
-    segments: list of int, which segments of these are the videos, V of them.
-    frames:   of each video, a list of how many tokens each frame has.
-    keep:     list of int, how many tokens of its frames each video keeps, at least one; tokens that are in no frame
-              count, and stay as far as they leave room for that.
+    Shapes use V videos, F frames in the longest video, P tokens in the largest frame, and S segments of N tokens.
+
+    Args:
+        tokens: Input of the method.
+        segments: Indices of the segments that are videos, V entries.
+        frames: Number of tokens in each frame, for each video.
+        keep: Number of tokens to keep in the frames of each video, at least 1. Tokens outside of frames (such as a
+            newline) are kept first and reduce this number.
+
+    Example:
+        >>> from tokenprune.testing import visual_tokens
+        >>> tokens = visual_tokens(torch.zeros(1, 12, 8), grids=[(3, 2, 2)], modality="video", keep=6, frames=[[4] * 3])
+        >>> Videos.from_tokens(tokens).hidden.shape
+        torch.Size([1, 3, 4, 8])
     """
 
     tokens: VisualTokens
@@ -37,103 +46,126 @@ class Videos:
 
     @staticmethod
     def from_tokens(tokens: VisualTokens, several_frames: bool = False) -> Videos | None:
-        """Return those of the segments of which something has to go, as videos; None if there is none such.
-        several_frames: and those of more than one frame, of which all may stay.
+        """Lay out the segments that lose tokens, or return None if no segment does.
 
-        An image beside a video is left out so: it would be one frame of many tokens, which all frames are padded to.
+        An image that keeps all its tokens is excluded: all frames would be padded to its size.
+
+        Args:
+            tokens: Input of the method. It must declare the observable "frames".
+            several_frames: Also include segments with several frames that keep all their tokens.
         """
-        each = zip(tokens.counts, tokens.keep, tokens.frames, strict=True)
-        cut = [i for i, one in enumerate(each) if one[1] < one[0] or (several_frames and len(one[2]) > 1)]
-        if not cut:
+        facts = zip(tokens.counts, tokens.keep, tokens.frames, strict=True)
+        chosen = [
+            index
+            for index, (count, keep, frames) in enumerate(facts)
+            if keep < count or (several_frames and len(frames) > 1)
+        ]
+        if not chosen:
             return None
-        frames = [tokens.frames[i] for i in cut]
-        in_none = [tokens.counts[i] - sum(sizes) for i, sizes in zip(cut, frames, strict=True)]
-        return Videos(tokens, cut, frames, [max(1, tokens.keep[i] - n) for i, n in zip(cut, in_none, strict=True)])
+        frames = [tokens.frames[i] for i in chosen]
+        outside = [tokens.counts[i] - sum(sizes) for i, sizes in zip(chosen, frames, strict=True)]
+        keep = [max(1, tokens.keep[i] - count) for i, count in zip(chosen, outside, strict=True)]
+        return Videos(tokens, chosen, frames, keep)
 
     @property
     def grids(self) -> list[tuple[int, int, int] | None]:
-        """(1, height, width) of a frame of each video, None where that is not known."""
+        """Grid of one frame of each video as (1, height, width). None if it is unknown."""
         return [None if (grid := self.tokens.grids[i]) is None else (1, *grid[1:]) for i in self.segments]
 
     @cached_property
     def budget(self) -> Tensor:
-        """long `[V]`: `keep`, on the device."""
+        """`keep` as a tensor on the device, shape (V,), int64."""
         return to_device(self.keep, self.mask.device)
 
     @cached_property
     def sizes(self) -> Tensor:
-        """long `[V, F]`: how many tokens each frame has, 0 for padding."""
-        longest = max(map(len, self.frames))
-        return to_device([[*sizes, *[0] * (longest - len(sizes))] for sizes in self.frames], self.mask.device)
+        """Number of tokens in each frame, shape (V, F), int64. Padding is 0."""
+        num_frames = max(map(len, self.frames))
+        return to_device([[*sizes, *[0] * (num_frames - len(sizes))] for sizes in self.frames], self.mask.device)
 
     @cached_property
     def num_frames(self) -> Tensor:
-        """long `[V]`: how many frames each video has."""
+        """Number of frames of each video, shape (V,), int64."""
         return to_device([len(sizes) for sizes in self.frames], self.mask.device)
 
     @property
     def hidden(self) -> Tensor:
-        """float32 `[V, F, P, D]`: the tokens as they arrive at the cut; zeros for padding, and for a token with NaN."""
-        return self._laid_out[0]
+        """Hidden states at the cut, shape (V, F, P, D), float32. Padding and tokens that contain NaN or inf are 0."""
+        return self._hidden_and_mask[0]
 
     @property
     def mask(self) -> Tensor:
-        """bool `[V, F, P]`, False for padding."""
-        return self._laid_out[1]
+        """Mask of tokens, shape (V, F, P), bool. Padding is False."""
+        return self._hidden_and_mask[1]
 
     @cached_property
-    def _laid_out(self) -> tuple[Tensor, Tensor]:
+    def _hidden_and_mask(self) -> tuple[Tensor, Tensor]:
         hidden, mask = self.group_by_frame(self.tokens.hidden)
         hidden = hidden.float()
         return hidden.masked_fill(~hidden.isfinite().all(-1, keepdim=True), 0), mask
 
     def group_by_frame(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `[V, F, P, ...]`, the values `[S, N, ...]` of the videos' tokens, zeros for padding, and `mask`."""
-        most = max(map(max, self.frames))
-        return group_by_frame(self._rows(values), *self._frame_and_place, max(map(len, self.frames)), most)
+        """Return values of shape (S, N, ...) as (V, F, P, ...), padded with zeros, and the mask."""
+        frame_size = max(map(max, self.frames))
+        return group_by_frame(self._select(values), *self._frame_indices, max(map(len, self.frames)), frame_size)
 
     def ungroup(self, values: Tensor) -> Tensor:
-        """Return `[V, N]`, the values `[V, F, P]` in the order of the tokens; 0 for what is in no frame."""
-        frame, place = self._frame_and_place
-        spot = frame.clamp(min=0) * values.shape[2] + place.clamp(min=0)
-        return values.flatten(1).gather(1, spot).masked_fill(frame < 0, 0)
+        """Return values of shape (V, F, P) in token order, shape (V, N). Tokens outside of frames get 0."""
+        frame, index = self._frame_indices
+        flat_index = frame.clamp(min=0) * values.shape[2] + index.clamp(min=0)
+        return values.flatten(1).gather(1, flat_index).masked_fill(frame < 0, 0)
 
     def top(self, score: Tensor) -> Tensor:
-        """bool `[V, F, P]`: the highest scores (float `[V, F, P]`) of each video, as many as it keeps; of equal ones
-        the earlier. NaN counts as lowest."""
+        """Return the mask of the highest scores of each video, shape (V, F, P), bool.
+
+        Ties go to the earlier token, and NaN ranks lowest.
+
+        Args:
+            score: Score of each token, shape (V, F, P), float.
+        """
         keep = top_mask(score.flatten(1), self.mask.flatten(1), self.budget, max(self.keep))
         return keep.view_as(self.mask)
 
     def top_per_frame(self, score: Tensor, counts: Tensor) -> Tensor:
-        """bool `[V, F, P]`: the highest scores of each frame, as many as `counts` (long `[V, F]`) says."""
+        """Return the mask of the highest scores of each frame, shape (V, F, P), bool.
+
+        Args:
+            score: Score of each token, shape (V, F, P), float.
+            counts: Number of tokens to keep in each frame, shape (V, F), int64.
+        """
         keep = top_mask(score.flatten(0, 1), self.mask.flatten(0, 1), counts.flatten(), score.shape[2])
         return keep.view_as(self.mask)
 
-    def mask_from_indices(self, places: Sequence[Sequence[Sequence[int]]]) -> Tensor:
-        """bool `[V, F, P]`: the places that are listed for each frame of each video."""
-        made = torch.zeros(self.mask.shape, dtype=torch.bool, device="cpu")
-        for video, of_video in enumerate(places):
-            for frame, of_frame in enumerate(of_video):
-                made[video, frame, list(of_frame)] = True
-        return to_device(made, self.mask.device)
+    def mask_from_indices(self, indices: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+        """Return a mask that is True at the listed token indices of each frame of each video, shape (V, F, P)."""
+        mask = torch.zeros(self.mask.shape, dtype=torch.bool, device="cpu")
+        for video, indices_of_frames in enumerate(indices):
+            for frame, indices_of_frame in enumerate(indices_of_frames):
+                mask[video, frame, list(indices_of_frame)] = True
+        return to_device(mask, self.mask.device)
 
     def to_token_mask(self, keep: Tensor) -> Tensor:
-        """Return bool `[S, N]`, what stays of all segments, where `keep`, bool `[V, F, P]`, stays of the videos."""
-        frame, _ = self._frame_and_place
-        outside = self._rows(self.tokens.mask) & (frame < 0)
-        room = to_device([self.tokens.keep[i] for i in self.segments], keep.device) - self.budget
-        stays = self.ungroup(keep) | (outside & (outside.cumsum(1) <= room[:, None]))
-        if self._whole:
-            return stays
-        return self.tokens.mask.index_copy(0, to_device(self.segments, keep.device), stays)
+        """Return the mask of kept tokens of all segments, shape (S, N), bool.
+
+        Args:
+            keep: Mask of kept tokens of the videos, shape (V, F, P), bool.
+        """
+        frame, _ = self._frame_indices
+        outside = self._select(self.tokens.mask) & (frame < 0)
+        max_outside = to_device([self.tokens.keep[i] for i in self.segments], keep.device) - self.budget
+        kept = self.ungroup(keep) | (outside & (outside.cumsum(1) <= max_outside[:, None]))
+        if self._has_all_segments:
+            return kept
+        return self.tokens.mask.index_copy(0, to_device(self.segments, keep.device), kept)
 
     @cached_property
-    def _frame_and_place(self) -> tuple[Tensor, Tensor]:
-        return self._rows(self.tokens.frame), self._rows(self.tokens.place)
+    def _frame_indices(self) -> tuple[Tensor, Tensor]:
+        return self._select(self.tokens.frame), self._select(self.tokens.place)
 
     @property
-    def _whole(self) -> bool:
+    def _has_all_segments(self) -> bool:
         return len(self.segments) == len(self.tokens.counts)
 
-    def _rows(self, values: Tensor) -> Tensor:
-        return values if self._whole else values.index_select(0, to_device(self.segments, values.device))
+    def _select(self, values: Tensor) -> Tensor:
+        """Return the rows of `values` that belong to the videos."""
+        return values if self._has_all_segments else values.index_select(0, to_device(self.segments, values.device))

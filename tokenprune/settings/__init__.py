@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Setting`: methods, their options and their budgets as one value, which files, command lines and requests hold."""
+"""`Setting`: methods, options and budgets as one value, for files, command lines and requests."""
 
 from tokenprune.settings.keys import IN_LLM, SCOPE
 from tokenprune.settings.setting import Setting

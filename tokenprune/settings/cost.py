@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a call before it is made: FLOPs of tower and decoder in closed form, unpatched and under methods, and the
-most that each site can save."""
+"""Estimate the cost of a prefill in closed form: FLOPs of tower and decoder, with and without pruning.
+
+Also computes the largest speed-up that a method at each site can reach.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,23 @@ from tokenprune.selection.method import Method, Site
 from tokenprune.selection.sites.pixels import ImageChooser
 from tokenprune.selection.sites.units import UnitDropper
 
-TEXT = 64  # tokens of text where nobody says how many
-IN_LLM_LAYER = 2  # where methods inside the decoder usually cut
-# Shares of a GPU's peak that the decoder's prefill and the tower reach, as fitted to an H200
-# (docs/serving/capacity.md).
+TEXT = 64  # default number of text tokens
+IN_LLM_LAYER = 2  # typical decoder layer of an IN_LLM cut
+# Shares of the peak FLOPs that the decoder's prefill and the tower reach, fitted to an H200 (docs/serving/capacity.md).
 DECODER_OF_PEAK, TOWER_OF_PEAK = 0.65, 0.28
 
 
 @dataclass(frozen=True)
 class Load:
-    """The size of one prompt.
+    """Size of one prompt.
 
-    views: patches of each image, tile or frame. visual: tokens that the decoder is handed for them. text: the others.
+    Args:
+        views: Number of patches of each image, tile or frame.
+        visual: Number of visual tokens at the input of the decoder.
+        text: Number of text tokens.
+
+    Example:
+        >>> load = Load((576,), visual=576, text=64)
     """
 
     views: tuple[int, ...]
@@ -36,35 +43,52 @@ class Load:
 
     @classmethod
     def from_config(cls, config: Any, *, tokens: int | None = None, tiles: int | None = None, text: int = TEXT) -> Load:
-        """Return the load of one image.
+        """Return the load of a prompt with one image.
 
-        tokens: visual tokens, where images have their own size (Qwen); tiles: how many views it is cut into, where they
-        have not. Separators between rows and tiles are not counted. Raises OptionError where the family needs the
-        other, UnsupportedModelError where its tower is not known.
+        Args:
+            config: Configuration of the model.
+            tokens: Number of visual tokens, for families with images of any size (Qwen). Default: 1024.
+            tiles: Number of tiles, for families with tiles of one size. Default: 1. Separators between rows and tiles
+                are not counted.
+            text: Number of text tokens.
+
+        Raises:
+            OptionError: If the family requires the other argument, or a number is out of range.
+            UnsupportedModelError: If the vision tower is not supported.
+
+        Example:
+            >>> Load.from_config(model.config, tiles=1).text
+            64
         """
         tower, family = TowerShape.from_config(config), config.model_type
-        if text < 0 or any(number is not None and number < 1 for number in (tokens, tiles)):
-            raise OptionError("an image has at least one token and one tile, and a prompt no fewer than 0 of text")
+        if text < 0 or any(count is not None and count < 1 for count in (tokens, tiles)):
+            raise OptionError("Pass tokens >= 1, tiles >= 1 and text >= 0.")
         if tower.view is None:
             if tiles is not None:
-                raise OptionError(f"images of {family} have their own size: say how many visual tokens, not tiles")
+                raise OptionError(f"Images of {family} have any size. Pass a number of visual tokens, not of tiles.")
             views: tuple[int, ...] = (tower.unit * (1024 if tokens is None else tokens),)
         else:
             if tokens is not None:
-                raise OptionError(f"images of {family} are cut into views of one size: say how many tiles, not tokens")
+                raise OptionError(f"Images of {family} are split into tiles. Pass a number of tiles, not of tokens.")
             views = (tower.view,) * (tiles or 1)
         return cls(views, tower.visual_tokens(views), text)
 
     @classmethod
     def from_inputs(cls, config: Any, inputs: Any, visual: int) -> Load:
-        """Return the load of a prompt that a processor made; `visual` of its slots are visual tokens."""
+        """Return the load of a processed prompt with `visual` visual tokens."""
         return cls(tuple(count_view_patches(config, inputs)), visual, inputs["input_ids"].numel() - visual)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one prefill. tower, decoder: FLOPs, those of the projector with the tower's. tokens: visual ones,
-    averaged over the decoder's layers. cache: numbers in the cache after it."""
+    """Cost of one prefill.
+
+    Args:
+        tower: FLOPs of the vision tower and the projector.
+        decoder: FLOPs of the decoder.
+        tokens: Number of visual tokens, averaged over the decoder layers.
+        cache: Number of values in the KV cache after the prefill.
+    """
 
     tower: float
     decoder: float
@@ -81,21 +105,31 @@ class Cost:
 
     @property
     def tower_time(self) -> float:
-        """Share of the prefill's time on a GPU that the tower takes, whose narrow products reach less of the peak."""
+        """Estimated share of the prefill time on a GPU. The tower reaches a lower share of the peak FLOPs."""
         tower = self.tower * DECODER_OF_PEAK / TOWER_OF_PEAK
         return tower / (tower + self.decoder)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The closed forms of one model. tower: None where that of its family is not known; it counts nothing then."""
+    """Cost model of one architecture.
+
+    Args:
+        decoder: Sizes of the decoder.
+        tower: Sizes of the vision tower. None if it is unknown. It then costs 0.
+
+    Example:
+        >>> pruned = LLAVA_7B.predict(LLAVA_7B_LOAD, [tokenprune.method("divprune")], [Budget(keep=0.25)])
+        >>> LLAVA_7B.compute_cost(LLAVA_7B_LOAD).tokens, pruned.tokens
+        (576.0, 144.0)
+    """
 
     decoder: DecoderShape
     tower: TowerShape | None = None
 
     @classmethod
     def from_config(cls, config: Any) -> CostModel:
-        """config: of the whole model. Raises UnsupportedModelError for a tower that is not known."""
+        """Return the cost model of a configuration. Raise UnsupportedModelError if its tower is not supported."""
         return cls(DecoderShape.from_config(config.get_text_config()), TowerShape.from_config(config))
 
     def compute_cost(
@@ -106,10 +140,13 @@ class CostModel:
         merged: Sequence[float] | None = None,
         per_layer: Sequence[float] | None = None,
     ) -> Cost:
-        """Return what a prefill costs.
+        """Return the cost of a prefill.
 
-        pixels: share of the patches that reach the tower, with as many visual tokens. merged: see `TowerShape.flops`.
-        per_layer: visual tokens that each decoder layer sees; default: all that the tower makes of those.
+        Args:
+            load: Size of the prompt.
+            pixels: Share of the patches that enter the tower. The number of visual tokens shrinks in proportion.
+            merged: Share of the tokens in each block of the tower. See `TowerShape.flops`.
+            per_layer: Number of visual tokens in each decoder layer. Default: all tokens that leave the tower.
         """
         views = [view * pixels for view in load.views] if pixels else []
         tower = self.tower.flops(views, merged) if self.tower is not None else 0.0
@@ -120,11 +157,18 @@ class CostModel:
         return Cost(tower, decoder, sum(visual) / len(visual), 2 * cache)
 
     def predict(self, load: Load, methods: Sequence[Method], budgets: Sequence[Budget]) -> Cost:
-        """Return what a prefill costs under methods with their budgets, composed as `patch` composes them.
+        """Return the cost of a prefill with methods, combined as in `patch`.
 
-        The content of an image is not known ahead. A method is assumed to keep its budget, a merge in the tower to
-        remove equally many tokens in each block, and a unit dropper to remove all of them at its block. Raises
-        BudgetError as the methods would.
+        Every method is assumed to keep exactly its budget. A merge in the tower is assumed to remove the same number of
+        tokens in each block, and a `UnitDropper` to remove all of them at its block.
+
+        Args:
+            load: Size of the prompt.
+            methods: Configured methods.
+            budgets: Budget of each method.
+
+        Raises:
+            BudgetError: If a budget cannot be reached.
         """
         pixels, merged, visual = 1.0, None, float(load.visual)
         per_layer: list[float] | None = None
@@ -134,7 +178,7 @@ class CostModel:
             if budget.is_identity() or method.site is Site.ATTENTION or isinstance(method, ImageChooser):
                 continue
             if method.site in (Site.PRE_ENCODER, Site.IN_ENCODER):
-                share = self._left(budget, visual, 0, load.text) / visual
+                share = self._count_kept(budget, visual, 0, load.text) / visual
                 visual *= share if method.removes else 1.0
                 if method.site is Site.PRE_ENCODER:
                     pixels *= share
@@ -142,15 +186,16 @@ class CostModel:
                     merged = _tower_shares(method, share, self.tower.layers)
                 continue
             arrived = visual
-            for stage, own in method.stages(budget, layers):
+            for stage, stage_budget in method.stages(budget, layers):
                 per_layer = [visual] * layers if per_layer is None else per_layer
-                if own.is_identity():
+                if stage_budget.is_identity():
                     continue
-                visual = min(visual, self._left(own, visual, stage.cut_layer, load.text, arrived))
+                kept = self._count_kept(stage_budget, visual, stage.cut_layer, load.text, arrived)
+                visual = min(visual, kept)
                 per_layer[stage.cut_layer :] = [visual] * (layers - stage.cut_layer)
         return self.compute_cost(load, pixels=pixels, merged=merged, per_layer=per_layer or [visual] * layers)
 
-    def _left(self, budget: Budget, count: float, layer: int, text: int, original: float | None = None) -> int:
+    def _count_kept(self, budget: Budget, count: float, layer: int, text: int, original: float | None = None) -> int:
         return budget.resolve(
             [max(1, round(count))],
             layer=layer,
@@ -161,7 +206,7 @@ class CostModel:
 
 
 def _tower_shares(method: Method, share: float, blocks: int) -> list[float]:
-    """Return the share of tokens that enters each block of the tower, and the share that leaves the last block."""
+    """Return the share of the tokens at the input of each tower block, and at the output of the last block."""
     if isinstance(method, UnitDropper):
         first = method.block(blocks)
         return [1.0] * first + [share] * (blocks + 1 - first)
@@ -170,8 +215,14 @@ def _tower_shares(method: Method, share: float, blocks: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Limit:
-    """The most that a site can make a prefill faster by, as a ratio of FLOPs: at a `keep`, and where it leaves no
-    visual token at all (the text stays). what: where it is taken to cut."""
+    """Largest possible speed-up of a prefill by methods of one site, as a ratio of FLOPs.
+
+    Args:
+        site: Site of the methods.
+        what: Description of the assumed cut.
+        at_keep: Speed-up at a given `keep`.
+        limit: Speed-up if no visual token is kept. Text is always kept.
+    """
 
     site: Site
     what: str
@@ -180,17 +231,28 @@ class Limit:
 
 
 def compute_site_limits(model: CostModel, load: Load, keep: float, layer: int = IN_LLM_LAYER) -> list[Limit]:
-    """Return what each site can save at most, in the order in which data meets them. layer: of a cut in the decoder.
+    """Return the largest possible speed-up of each site, in the order of the data flow.
 
-    What choosing costs is left out, and a method may cut later than here: nothing is faster than this by its FLOPs.
-    Of a step of decoding, which reads rather than computes, see `compute_decode_limit`.
+    The cost of the selection is not included, and real methods may cut later, so these are upper bounds. For a decode
+    step, whose time depends on memory reads, see `compute_decode_limit`.
+
+    Args:
+        model: Cost model.
+        load: Size of the prompt.
+        keep: Share of the visual tokens.
+        layer: Decoder layer of an IN_LLM cut.
+
+    Example:
+        >>> limits = compute_site_limits(LLAVA_7B, LLAVA_7B_LOAD, keep=0.25)
+        >>> [f"{limit.site} x{limit.at_keep:.1f}" for limit in limits][:2]
+        ['PRE_ENCODER x3.2', 'IN_ENCODER x3.2']
     """
-    whole, layers = model.compute_cost(load).flops, model.decoder.layers
+    flops, layers = model.compute_cost(load).flops, model.decoder.layers
     blocks = 0 if model.tower is None else model.tower.layers
     layer = min(layer, layers - 1)
 
     def ratios(cost: Any) -> tuple[float, float]:
-        return whole / cost(keep).flops, whole / cost(0.0).flops
+        return flops / cost(keep).flops, flops / cost(0.0).flops
 
     def inside(share: float) -> Cost:
         return model.compute_cost(load, per_layer=[load.visual] * layer + [share * load.visual] * (layers - layer))
@@ -212,8 +274,11 @@ def compute_site_limits(model: CostModel, load: Load, keep: float, layer: int = 
 
 
 def compute_decode_limit(model: CostModel, load: Load, keep: float, rows: int = 1) -> tuple[float, float]:
-    """Return by what ratio a step of decoding can get faster at most, at `keep` and without visual tokens, where it
-    takes as long as reading weights and cache: weights once, the cache of each of `rows` prompts."""
+    """Return the largest possible speed-up of a decode step, at `keep` and without visual tokens.
+
+    The time of a step is assumed to be proportional to the memory that it reads: the weights, and the cache of `rows`
+    prompts.
+    """
     weights = model.decoder.num_weights
 
     def read(share: float) -> float:
@@ -222,8 +287,8 @@ def compute_decode_limit(model: CostModel, load: Load, keep: float, rows: int = 
     return read(1.0) / read(keep), read(1.0) / read(0.0)
 
 
-# LLaVA-1.5-7B, by the closed forms of its config, and one image with 64 tokens of text: what a list of methods without
-# a model refers to. No config is read for it, which would take seconds.
+# LLaVA-1.5-7B, and a prompt of one image and 64 text tokens: reference for lists of methods. Constants, because reading
+# the configuration would take seconds.
 LLAVA_7B = CostModel(
     DecoderShape(layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128),
     TowerShape(

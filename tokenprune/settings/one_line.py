@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods and their options on one line, as command lines, tables and files name them.
+"""Read and format methods with their options on one line, for command lines, tables and files.
 
-"dart", "dart:pivot_text=0", "divprune+fastv:layer=3": an option follows its method after a colon, the next ones after
-commas; a plus puts a method on top of another (a stack, in which each acts at a place of its own). Lists of such
-settings have commas between them: what has an equals sign belongs to the method before it. Brackets and double quotes
-hold together what stands in them.
+Examples are "dart", "dart:pivot_text=0" and "divprune+fastv:layer=3". Options follow the method after a colon, with
+commas between them. A plus combines methods. In a list, commas separate settings: a part with an equals sign is an
+option of the method before it. Brackets and double quotes protect the text inside them.
 """
 
 from __future__ import annotations
@@ -25,92 +24,109 @@ _CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def format_method(name: str, options: Mapping[str, Any]) -> str:
-    """Return a method with its options on one line; `read_line` reads it."""
+    """Return a method with its options on one line. `read_line` is the inverse."""
     types: Mapping[str, Any] = get_option_types(method_class(name)) if options else {}
     parts = []
     for option, value in options.items():
-        plain = isinstance(value, str) and value.strip() == value and not re.search(r'[,+"\[\]{}()]', value)
-        plain = plain and parse_value(value, types.get(option)) == value
-        parts.append(f"{option}={value if plain else json.dumps(value, ensure_ascii=False)}")
+        is_plain = isinstance(value, str) and value.strip() == value and not re.search(r'[,+"\[\]{}()]', value)
+        is_plain = is_plain and parse_value(value, types.get(option)) == value
+        parts.append(f"{option}={value if is_plain else json.dumps(value, ensure_ascii=False)}")
     return name + (":" + ",".join(parts) if parts else "")
 
 
 def split_methods(text: str) -> tuple[str, ...]:
-    """Return the settings of a list, as they were written: "dart:pivot_text=0,pivot_image=8,tome" has two."""
-    found: list[str] = []
+    """Split a list of settings.
+
+    Example:
+        >>> split_methods("dart:pivot_text=0,pivot_image=8,tome")
+        ('dart:pivot_text=0,pivot_image=8', 'tome')
+    """
+    settings: list[str] = []
     for part in _split(text, ","):
-        if found and _OPTION.match(part):
-            found[-1] += f",{part}"
+        if settings and _OPTION.match(part):
+            settings[-1] += f",{part}"
         elif part.strip():
-            found.append(part)
-    return tuple(one.strip() for one in found)
+            settings.append(part)
+    return tuple(setting.strip() for setting in settings)
 
 
 def read_line(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and the options of each method of a setting on one line; no file is opened.
+    """Return the name and the options of each method of a setting. Files that options name are not opened.
 
     Raises:
         UnknownMethodError: If a method is not registered.
-        OptionError: If a method does not take an option.
+        OptionError: If an option is unknown or invalid.
+
+    Example:
+        >>> read_line("divprune+fastv:layer=3")
+        [('divprune', {}), ('fastv', {'layer': 3})]
     """
     return [_read_method(part, text) for part in _split(text, "+", before=_METHOD)]
 
 
 def _read_method(part: str, text: str) -> tuple[str, dict[str, Any]]:
-    name, colon, rest = (one.strip() for one in part.partition(":"))
+    name, colon, rest = (piece.strip() for piece in part.partition(":"))
     if not name or "=" in name:
-        raise OptionError(f"{shorten(text)}: write methods and their options as in 'divprune+fastv:layer=3,query=all'")
+        raise OptionError(f"{shorten(text)} is not a setting. Write it as in 'divprune+fastv:layer=3,query=all'.")
     cls = method_class(name)
     options: dict[str, Any] = {}
-    for one in _split(rest, ",") if colon else ():
-        key, equals, value = (each.strip() for each in one.partition("="))
+    for option in _split(rest, ",") if colon else ():
+        key, equals, value = (piece.strip() for piece in option.partition("="))
         if not equals or not key or not value:
-            raise OptionError(f"{text!r}: {one.strip()!r} is no option: write it as in '{name}:option=value'")
+            raise OptionError(f"{text!r}: {option.strip()!r} is not an option. Write it as in '{name}:option=value'.")
         if key == "keep":
-            raise OptionError(f"{text!r}: keep is no option of a method: give it with --keep")
+            raise OptionError(f"{text!r}: keep is not an option of a method. Pass it as --keep.")
         if key in options:
-            raise OptionError(f"{text!r}: {key} of {name} stands there twice")
+            raise OptionError(f"{text!r}: {key} of {name} is set twice.")
         options[key] = parse_value(value, get_option_types(cls).get(key))
-    build(
-        name, {} if options.keys() & get_file_options(cls) else options
-    )  # raises for an unknown option or a wrong value
+    build(name, {} if options.keys() & get_file_options(cls) else options)  # raises if an option is unknown or invalid
     return name, options
 
 
 def parse_value(text: str, hint: Any) -> Any:
-    """Return what a text means for an option of type `hint`: JSON, or Python's True, False and None, or else a text."""
+    """Return the value of an option: JSON, True, False, None, or the text itself.
+
+    Args:
+        text: Text of the value.
+        hint: Type of the option. A text that only matches as a string is not parsed.
+    """
     try:
-        read = _CONSTANTS[text] if text in _CONSTANTS else json.loads(text)
+        value = _CONSTANTS[text] if text in _CONSTANTS else json.loads(text)
     except (ValueError, RecursionError):
         return text
-    asked = tuple(read) if isinstance(read, list) else read
-    return (
-        text
-        if hint is not None and not (matches_type(read, hint) or matches_type(asked, hint)) and matches_type(text, hint)
-        else read
-    )
+    if hint is None:
+        return value
+    as_tuple = tuple(value) if isinstance(value, list) else value
+    is_valid = matches_type(value, hint) or matches_type(as_tuple, hint)
+    return text if not is_valid and matches_type(text, hint) else value
 
 
 def _split(text: str, sign: str, before: re.Pattern[str] | None = None) -> list[str]:
-    """Cut a text at a sign that stands in no brackets or quotes. before: what must follow a sign that cuts."""
-    parts, start, depth, quoted = [], 0, 0, False
-    for place, letter in enumerate(text):
-        if quoted:
-            quoted = letter != '"' or text[place - 1] == "\\"
+    """Split a text at a separator outside of brackets and quotes.
+
+    Args:
+        text: Text to split.
+        sign: Separator, one character.
+        before: Pattern that must match after a separator.
+    """
+    parts, start, depth, is_quoted = [], 0, 0, False
+    for index, letter in enumerate(text):
+        if is_quoted:
+            is_quoted = letter != '"' or text[index - 1] == "\\"
         elif letter == '"':
-            quoted = True
+            is_quoted = True
         elif letter in _OPEN + _CLOSE:
             depth += 1 if letter in _OPEN else -1
-        elif letter == sign and depth == 0 and (before is None or before.match(text, place + 1)):
-            parts.append(text[start:place])
-            start = place + 1
-    if quoted or depth:
-        raise OptionError(f"{shorten(text)}: a bracket or a quote is left open")
+        elif letter == sign and depth == 0 and (before is None or before.match(text, index + 1)):
+            parts.append(text[start:index])
+            start = index + 1
+    if is_quoted or depth:
+        raise OptionError(f"{shorten(text)}: a bracket or a quote is not closed.")
     return [*parts, text[start:]]
 
 
 def parse_number(text: str) -> Any:
-    """Return the number that a text of a command line means, whole numbers as int, or the text where it is none."""
+    """Return the int or float that a text contains, or the text if it contains no number."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune.json`: the setting that `tokenprune tune` found, and what is promised of it.
+"""Read and write configuration files such as `tokenprune.json`, the output of `tokenprune tune`.
 
-{"schema": 1, "setting": {"method": ..., "keep": ..., option: ...}, "tuned": {...}, "guard": "auto"}, or the setting
-alone, with a guard beside its method. The setting has the shape that the vLLM plugin takes, see `tokenprune.settings`.
+A file contains {"schema": 1, "setting": {"method": ..., "keep": ..., option: ...}, "tuned": {...}, "guard": "auto"}, or
+only a setting, optionally with "guard". The vLLM plugin reads the same settings. See `tokenprune.settings`.
 """
 
 from __future__ import annotations
@@ -22,75 +22,86 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 _GUARDS = ("warn", "auto", "off")
-_LARGEST = 2**20  # bytes of a file
+_MAX_BYTES = 2**20  # size of a file
 _SHAPE = f'{{"method": "divprune", "keep": 0.25}}, or {{"schema": {SCHEMA}, "setting": {{...}}, "tuned": {{...}}}}'
 
 
 def check_tuned_model(setting: Setting, model: Any) -> None:
-    """Log a warning if the setting was tuned on another model."""
-    promised = setting.tuned.get("model") or {}
-    if "fingerprint" not in promised:
+    """Log a warning if the setting was tuned on a different model."""
+    tuned_model = setting.tuned.get("model") or {}
+    if "fingerprint" not in tuned_model:
         return
     from tokenprune.models.fingerprint import compute_fingerprint
 
-    if compute_fingerprint(model) != promised["fingerprint"]:
+    if compute_fingerprint(model) != tuned_model["fingerprint"]:
         logger.warning(
-            "%s was tuned on %s with other weights or another dtype than this %s: what it promises was not measured "
-            "on this model; run `tokenprune tune` again",
+            "tokenprune: %s was tuned on %s, which differs from this %s in weights or dtype. Its accuracy estimate may "
+            "not hold. Run `tokenprune tune` again.",
             setting.where,
-            promised.get("name", "a model"),
+            tuned_model.get("name", "a model"),
             type(model).__name__,
         )
 
 
 def read_config(source: str | Path | Mapping[str, Any] | Setting) -> Setting:
-    """Read and check a configuration: a file, its content, or a setting alone. Raises ConfigError if it is invalid."""
+    """Read and check a configuration: a file, its content as a dict, or a setting.
+
+    Raises:
+        ConfigError: If the file cannot be read, or its structure is invalid.
+        OptionError: If the setting is invalid. Also UnknownMethodError and BudgetError.
+
+    Example:
+        >>> setting = tokenprune.read_config({"method": "divprune", "keep": 0.25})
+        >>> setting.name, setting.keep
+        ('divprune', 0.25)
+    """
     if isinstance(source, Setting):
         return source
     if isinstance(source, Mapping):
-        return _checked(source, "config")
+        return _check(source, "config")
     if not isinstance(source, (str, Path)):
-        raise ConfigError(f"config must be a file that `tokenprune tune` wrote, or its content, not {type(source)}")
+        raise ConfigError(f"config must be a path or a dict, not {type(source)}")
     try:
-        file = File.read(source, _LARGEST)
-        content = json.loads(file.content)  # in UTF-8, or as Windows may save it: with a mark in front, in UTF-16
+        file = File.read(source, _MAX_BYTES)
+        content = json.loads(file.content)  # detects UTF-8 and UTF-16, with and without a byte order mark
     except OSError as error:
         raise ConfigError(f"cannot read {source}: {describe_error(error)}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{source} is damaged, or no text in UTF-8: save it as UTF-8") from error
+        raise ConfigError(f"{source} is damaged or not UTF-8. Save it as UTF-8.") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is damaged, it holds no JSON: run `tokenprune tune` again") from error
-    return _checked(content, Path(source).name)
+        raise ConfigError(f"{source} is damaged: it is not JSON. Run `tokenprune tune` again.") from error
+    return _check(content, Path(source).name)
 
 
-def _checked(content: Any, name: str) -> Setting:
+def _check(content: Any, name: str) -> Setting:
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{name} is no configuration: it needs {_SHAPE}")
-    if "method" in content or "off" in content:  # a setting alone
-        alone = {key: value for key, value in content.items() if key != "guard"}
-        content = {"schema": SCHEMA, "setting": alone, **{key: content[key] for key in content if key == "guard"}}
+        raise ConfigError(f"{name} is not a configuration. Expected {_SHAPE}.")
+    if "method" in content or "off" in content:  # only a setting
+        only_setting = {key: value for key, value in content.items() if key != "guard"}
+        guard = {key: content[key] for key in content if key == "guard"}
+        content = {"schema": SCHEMA, "setting": only_setting, **guard}
     if "schema" not in content:
-        raise ConfigError(f"{name} is no configuration: it needs {_SHAPE}")
+        raise ConfigError(f"{name} is not a configuration. Expected {_SHAPE}.")
     schema = content["schema"]
     if schema != SCHEMA or isinstance(schema, bool):
         raise ConfigError(
-            f"{name} has the schema {shorten(schema)}, and this version of tokenprune reads {SCHEMA}: update "
-            "tokenprune, or run `tokenprune tune` again"
+            f"{name} has schema {shorten(schema)}, but this version of tokenprune reads schema {SCHEMA}. Update "
+            "tokenprune, or run `tokenprune tune` again."
         )
     value, tuned = content.get("setting"), content.get("tuned", {})
     if not isinstance(value, Mapping) or not isinstance(tuned, Mapping):
-        raise ConfigError(f"{name} is damaged: setting and tuned must be objects")
+        raise ConfigError(f"{name} is invalid: setting and tuned must be objects.")
     if unknown := sorted(map(str, set(content) - {"schema", "setting", "tuned", "guard"})):
-        raise ConfigError(f"{name} has unknown entries {', '.join(unknown)}: options go into setting")
+        raise ConfigError(f"{name} has unknown keys {', '.join(unknown)}. Options belong in setting.")
     model = tuned.get("model") or {}
     if not isinstance(model, Mapping):
-        raise ConfigError(f"{name} is damaged: model in tuned must be an object, not {shorten(model)}")
+        raise ConfigError(f"{name} is invalid: model in tuned must be an object, not {shorten(model)}.")
     for key in ("fingerprint", "type", "name"):
         if not isinstance(model.get(key, ""), str):
-            raise ConfigError(f"{name} is damaged: {key} of the model must be a text, not {shorten(model[key])}")
+            raise ConfigError(f"{name} is invalid: {key} of the model must be a string, not {shorten(model[key])}.")
     guard = content.get("guard")
     if "guard" in content and guard not in _GUARDS:
-        raise ConfigError(f"{name}: guard is one of {', '.join(_GUARDS)}, not {shorten(guard)}")
+        raise ConfigError(f"{name}: guard must be one of {', '.join(_GUARDS)}, not {shorten(guard)}.")
     setting = replace(Setting.from_json(value, name), tuned=dict(tuned), guard=guard)
     if not setting.off:
         setting.steps()
@@ -98,7 +109,16 @@ def _checked(content: Any, name: str) -> Setting:
 
 
 def write_config(path: str | Path, setting: Setting) -> None:
-    """Write a configuration file. The file is replaced as a whole; raises ConfigError if that fails."""
+    """Write a configuration file, replacing an existing file atomically.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+
+    Example:
+        >>> tokenprune.write_config("tokenprune.json", tokenprune.Setting.from_text("divprune", keep=0.25))
+        >>> tokenprune.read_config("tokenprune.json").to_json()
+        {'method': 'divprune', 'keep': 0.25}
+    """
     path = Path(path)
     content: dict[str, Any] = {"schema": SCHEMA, "setting": setting.to_json()}
     content |= {"tuned": setting.tuned} if setting.tuned else {}

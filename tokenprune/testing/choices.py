@@ -224,5 +224,5 @@ def _check_untouched(stages: Sequence[Pruner], case: _Case) -> None:
 
 def _check_query_free(method: Pruner) -> None:
     """Raise if a method without `query_aware` reads observables that depend on the question."""
-    asks = [name for name in sorted(method.needs) if get_observable(name).whole]
+    asks = [name for name in sorted(method.needs) if get_observable(name).needs_full_prompt]
     require(not asks, f"it reads {', '.join(asks)}, which depend on the question. Set query_aware to True.")

@@ -84,7 +84,7 @@ def visual_tokens(
 def _check_observable(name: str, value: Any, hidden: Tensor) -> None:
     reading = find_observable(name)
     if reading is None:
-        raise OptionError(f"unknown observable {name!r}: {suggest_names(name)}see available_observables()")
+        raise OptionError(f"unknown observable {name!r}. {suggest_names(name) or 'See available_observables().'}")
     if isinstance(value, Mapping) and not reading.by_layer:
         raise OptionError(f"{name} is not read by layer. Pass a tensor, not a dict.")
     for tensor in value.values() if isinstance(value, Mapping) else [value]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prumerge by the attention of other blocks of the tower, on the shipped models: accuracy alone (docs/methods).
+"""prumerge by the attention of other blocks of the tower, on the shipped models (docs/results/methods.md).
 
     python benchmarks/experiments/studies/prumerge_blocks.py --json benchmarks/results/prumerge_blocks.jsonl
 
@@ -30,7 +30,7 @@ from torch import Tensor
 import tokenprune
 from tokenprune.methods.pre_llm.prumerge import PruMerge
 from tokenprune.methods.tiles import compute_patch_attention
-from tokenprune.selection.observable import TowerScores
+from tokenprune.selection.observable_bases import TowerScores
 from tokenprune.selection.observable_registry import register_observable
 from tokenprune.selection.segments import ObservedAttention
 from tokenprune_bench.profiling.model import load_model

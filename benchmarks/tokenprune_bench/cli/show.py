@@ -56,7 +56,7 @@ def show(
     settings = read_specs(methods)
     if not settings:
         raise OptionError("--methods names none: see `tokenprune methods`")
-    keeps = read_keeps(keep or (animation.KEEPS if gif == animation.KEEP else "0.25"), one=gif is None)
+    keeps = read_keeps(keep or (animation.KEEPS if gif == animation.KEEP else "0.25"), single=gif is None)
     wanted = [one.with_keep(share) for share in keeps for one in settings]
     for one in wanted:
         one.validate().steps()

@@ -20,4 +20,4 @@ def format_busy_note(load: float | None, cores: int | None = os.cpu_count()) -> 
     """Return a note about times measured under a high load, or None."""
     if not is_busy(load, cores):
         return None
-    return f"The machine was busy with other work (load {load:.1f} on {cores} cores): do not rely on these times."
+    return f"The machine was busy (load {load:.1f} on {cores} cores): do not rely on these times."

@@ -43,7 +43,7 @@ WRONG = {
 
 @each("case", WRONG)
 @torch.no_grad()
-def test_a_wrong_selection(case: str, build) -> None:
+def test_invalid_selection_is_rejected(case: str, build) -> None:
     @dataclass(frozen=True)
     class Wrong(Pruner):
         """Select nonsense."""
@@ -83,7 +83,7 @@ def first_is_nan(tokens: VisualTokens) -> Tensor:
 
 @each("case", WRONG_SCORES)
 @torch.no_grad()
-def test_a_wrong_score(case: str, build) -> None:
+def test_invalid_score_is_rejected(case: str, build) -> None:
     score, says = WRONG_SCORES[case]
 
     @register("loud", site=Site.PRE_LLM, paper="none")
@@ -106,7 +106,7 @@ def test_a_wrong_score(case: str, build) -> None:
 
 
 @torch.no_grad()
-def test_a_score_with_some_nan_ranks(build) -> None:
+def test_some_nan_scores_are_accepted(build) -> None:
     """NaN counts as lowest, also in bfloat16."""
 
     @register("patchy", site=Site.PRE_LLM, paper="none")
@@ -128,7 +128,7 @@ def test_a_score_with_some_nan_ranks(build) -> None:
 
 
 @torch.no_grad()
-def test_whole_numbers_rank(build) -> None:
+def test_integer_scores_are_accepted(build) -> None:
     class Places(Pruner):
         name = "places"
 

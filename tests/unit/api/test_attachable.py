@@ -23,7 +23,7 @@ from processors import build_for, llava, tokenizer
 from tests.unit.api.test_patch import forget_rope_deltas
 from tokenprune import Budget
 from tokenprune.integrations.hf.guard.settings import Guard
-from tokenprune.integrations.hf.patch import hf_parts
+from tokenprune.integrations.hf.patch import build_hf_parts
 from tokenprune.integrations.hf.pixels.marker import find_patch
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune_bench.lmms_eval.measure import watched
@@ -64,7 +64,7 @@ class Swap(Attachable):
 
 @each("own", [False, True])
 @each("order", list(permutations("abc")))
-def test_wrappers_of_one_method_go_in_any_order(order: tuple[str, ...], own: bool) -> None:
+def test_wrappers_of_one_method_detach_in_any_order(order: tuple[str, ...], own: bool) -> None:
     module = Greeter()
     if own:
         module.greet = lambda: "+"
@@ -82,7 +82,7 @@ def test_wrappers_of_one_method_go_in_any_order(order: tuple[str, ...], own: boo
     assert snapshot(module) == was
 
 
-def test_wrappers_of_a_copy_are_its_own() -> None:
+def test_copy_has_independent_wrappers() -> None:
     module = Greeter()
     module.parts = [Wrap(module, "a"), Wrap(module, "b")]
     for part in module.parts:
@@ -96,7 +96,7 @@ def test_wrappers_of_a_copy_are_its_own() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_wrapper_of_somebody_else_between_two_stays(first: int) -> None:
+def test_foreign_wrapper_between_two_is_kept(first: int) -> None:
     module = Greeter()
     parts = [Wrap(module, "a"), Wrap(module, "b")]
     parts[0].attach()
@@ -109,7 +109,7 @@ def test_a_wrapper_of_somebody_else_between_two_stays(first: int) -> None:
     assert module.greet is theirs if first == 0 else module.greet() == "-"
 
 
-def test_a_wrapper_that_was_taken_away_stays_away() -> None:
+def test_removed_wrapper_is_not_restored() -> None:
     """Somebody puts a method of his own on an object, the patch goes over it, he deletes what he takes for his."""
     module = Greeter()
     was = snapshot(module)
@@ -121,7 +121,7 @@ def test_a_wrapper_that_was_taken_away_stays_away() -> None:
     assert snapshot(module) == was and module.greet() == "-"
 
 
-def test_a_class_is_given_back_as_it_was_found() -> None:
+def test_class_is_restored() -> None:
     class Thing: ...
 
     class Ours(Thing): ...
@@ -157,7 +157,7 @@ class Several(Attachable):
     def __init__(self, model: Any, method: str) -> None:
         super().__init__()
         off = Guard(mode="off")
-        self.parts = hf_parts(model, [tokenprune.method(method)], [Budget(keep=0.5)], False, None, off)
+        self.parts = build_hf_parts(model, [tokenprune.method(method)], [Budget(keep=0.5)], False, None, off)
 
     def _attach(self) -> None:
         for part in self.parts:
@@ -168,7 +168,7 @@ class Several(Attachable):
 @pytest.mark.parametrize("gone", ["divprune", "tome"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "llava_next"])
 @torch.no_grad()
-def test_parts_for_one_model_go_in_any_order(name: str, gone: str, first: str, build: Any) -> None:
+def test_parts_of_one_model_detach_in_any_order(name: str, gone: str, first: str, build: Any) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs()
     plain, was = model(**inputs).logits, snapshot(model)
@@ -189,7 +189,7 @@ def test_parts_for_one_model_go_in_any_order(name: str, gone: str, first: str, b
 
 
 @torch.no_grad()
-def test_measuring_generate_leaves_the_one_that_it_found(build: Any) -> None:
+def test_measuring_restores_generate(build: Any) -> None:
     """A model may have a `generate` of its own: its user's, or that of a patch."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
@@ -204,7 +204,7 @@ def test_measuring_generate_leaves_the_one_that_it_found(build: Any) -> None:
         del model.generate
 
 
-def test_a_processor_gets_its_class_back_whoever_stands_on_it() -> None:
+def test_processor_class_is_restored_below_other_wrappers() -> None:
     processor = Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer(), Qwen2VLVideoProcessor())
     found = type(processor.image_processor)
     tokenprune.patch_processor(processor, keep=0.5)
@@ -217,7 +217,7 @@ def test_a_processor_gets_its_class_back_whoever_stands_on_it() -> None:
     assert type(processor.image_processor) is found
 
 
-def test_a_patch_on_pixels_that_breaks_half_way_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_pixel_patch_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     processor = llava()
     model = build_for(FAMILIES["llava"], processor)
     was, classes = snapshot(model), (type(processor), type(processor.image_processor))

@@ -39,32 +39,30 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         ("capacity", "--json"), ("show", IMAGE, "--out"), ("fit", "dyrate", "--out"),
     ],
 )  # fmt: skip
-def test_an_output_that_cannot_be_written_is_refused_first(
+def test_unwritable_output_is_rejected_first(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a folder.png").mkdir()
-    assert "there is no folder no where" in refused(*command, "no where/out.png")
-    assert "a folder.png: it is a folder, name a file in it" in refused(*command, "a folder.png")
+    assert "the folder no where does not exist" in refused(*command, "no where/out.png")
+    assert "a folder.png: it is a folder. Pass a file in it" in refused(*command, "a folder.png")
     assert "cannot write" in refused(*command, f"{'x' * 300}.png")
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    assert "cannot write out.png: you may not write there" in refused(*command, "out.png")
+    assert "cannot write out.png: permission denied" in refused(*command, "out.png")
 
 
-def test_a_folder_of_a_run_that_cannot_be_made_is_refused_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_run_folder_is_rejected_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for command in (("bench",), TUNE):
         assert "file is a file" in refused(*command, "--run", tmp_path / "file" / "run")
     check_output_folder(tmp_path / "new" / "and new")
     check_output(None, tmp_path / "file")
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    with pytest.raises(OptionError, match="you may not write there"):
+    with pytest.raises(OptionError, match="permission denied"):
         check_output_folder(tmp_path / "new")
 
 
-def test_an_image_is_written_under_the_name_of_one() -> None:
+def test_image_output_needs_an_image_suffix() -> None:
     assert "called like no image: give it a name that ends in .png" in refused("show", IMAGE, "--out", "kept.xyz")
     assert "called like no image" in refused("show", IMAGE, "--out", "kept.pcd")  # Pillow reads it alone
 
@@ -77,14 +75,14 @@ def test_an_image_is_written_under_the_name_of_one() -> None:
         ("fit", "dyrate", "--limit", LONG), ("demo", "--threads", LONG),
     ],
 )  # fmt: skip
-def test_a_number_that_no_code_below_takes_is_refused(arguments: tuple[str, ...]) -> None:
+def test_too_large_integers_are_rejected(arguments: tuple[str, ...]) -> None:
     from typer.testing import CliRunner
 
     from tokenprune.cli import app
 
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(one) for one in arguments])
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
-    assert "too large: use 2147483647 at most" in result.output or "1024" in result.output
+    assert "too large. The maximum is 2147483647" in result.output or "1024" in result.output
 
 
 # -- names of models ---------------------------------------------------------------------------------------------------
@@ -111,7 +109,7 @@ def of_hub(kind: type[Exception]) -> Exception:
     return error
 
 
-def test_a_model_that_is_nowhere_is_said_at_once(hub: list[Any], tmp_path: Path) -> None:
+def test_missing_model_is_reported_first(hub: list[Any], tmp_path: Path) -> None:
     for error, said in (
         (of_hub(errors.RepositoryNotFoundError), "the model is missing on the hub or private"),
         (ConnectionError("no route"), r"the hub cannot be reached \(no route\); download the model"),
@@ -134,7 +132,7 @@ def test_a_model_that_is_nowhere_is_said_at_once(hub: list[Any], tmp_path: Path)
             check_source(name)
 
 
-def test_a_model_of_the_hub_is_left_to_the_hub(hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_name_the_model(hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_source("some/model")  # it is there
     for kind in (errors.GatedRepoError, errors.HfHubHTTPError):  # transformers says what to do, or asks again
         hub[:] = [of_hub(kind)]
@@ -151,7 +149,7 @@ def test_a_model_of_the_hub_is_left_to_the_hub(hub: list[Any], tmp_path: Path, m
 # -- images and names of methods ---------------------------------------------------------------------------------------
 
 
-def test_an_empty_file_and_a_folder_are_called_so(tmp_path: Path) -> None:
+def test_empty_file_and_folder_have_own_messages(tmp_path: Path) -> None:
     empty, folder = tmp_path / "an empty.jpg", tmp_path / "folder.jpg"
     empty.touch(), folder.mkdir()
     rows = {name: tmp_path / f"{name}.jsonl" for name in ("image", "video")}
@@ -165,9 +163,7 @@ def test_an_empty_file_and_a_folder_are_called_so(tmp_path: Path) -> None:
     assert "it is a folder; use a file" in refused("bench", "--data", rows["image"])
 
 
-def test_a_word_of_python_names_no_method() -> None:
-    assert "'class' is a word of Python's own: choose another name, such as class_method" in refused(
-        "new-method", "class"
-    )
+def test_python_keyword_is_rejected_as_method_name() -> None:
+    assert "'class' is a Python keyword. Choose another name, such as class_method" in refused("new-method", "class")
     with pytest.raises(RegistrationError, match="not a Python keyword"):
         register("lambda", site="PRE_LLM", paper="none")(method_class("divprune"))

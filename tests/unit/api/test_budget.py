@@ -19,12 +19,12 @@ from tokenprune.budgets.checks import TARGETS
 from tokenprune.models.decoder_shape import DecoderShape
 from zoo import FAMILIES, Family
 
-BOTH_WAYS = r"keep=1\.0.*Budget\(tokens=1\)"
+BOTH_WAYS = r"Pass 1\.0.*Budget\(tokens=1\)"
 
 SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4)
 
 
-def test_a_share_of_bytes_where_layers_differ() -> None:
+def test_kv_share_with_different_layers() -> None:
     """Layers before a cut count by what they cache of a token: (3 + 1 r) / 4 = 0.8 of the bytes."""
     shape = DecoderShape(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=(3, 1), head_dim=4)
     assert Budget.from_kv_share(0.8).resolve([100], layer=1, shape=shape, text_tokens=5) == [20]
@@ -83,13 +83,13 @@ def test_flops_share(layer: int, share: float) -> None:
     ],
     ids=str,
 )
-def test_out_of_reach(budget: Budget) -> None:
+def test_unreachable_budget_is_rejected(budget: Budget) -> None:
     with pytest.raises(BudgetError, match="at layer 2"):
         budget.resolve([100], layer=2, shape=SHAPE, text_tokens=10)
 
 
 @each("keep", [0, -1, 0.0, -0.5, 1.5, math.nan, math.inf, -math.inf, True, False, "0.5", [], 1j])
-def test_bad_keep(keep: Any, build) -> None:
+def test_invalid_keep_is_rejected(keep: Any, build) -> None:
     model = build(FAMILIES["llava"])
     with pytest.raises(BudgetError, match="keep"):
         tokenprune.patch(model, "fastv", keep=keep)
@@ -115,7 +115,7 @@ def test_bad_keep(keep: Any, build) -> None:
         dict(flops_share="1"),
     ],
 )
-def test_bad_budget(fields: dict) -> None:
+def test_invalid_budget_is_rejected(fields: dict) -> None:
     with pytest.raises(BudgetError):
         Budget.from_json({name: value for name, value in fields.items() if name != "per"}, fields.get("per", "image"))
 
@@ -150,7 +150,7 @@ def test_json_repr_and_copies_are_equal_to_the_budget(value: Any, budget: Budget
         assert copy == budget and hash(copy) == hash(budget) and copy.amount == amount
 
 
-def test_a_budget_is_a_value_of_eight_arguments() -> None:
+def test_budget_has_eight_arguments() -> None:
     assert len(inspect.signature(Budget).parameters) == 8
     budget = Budget(tokens=64, per="prompt")
     assert budget.keep == budget.tokens == 64
@@ -159,13 +159,13 @@ def test_a_budget_is_a_value_of_eight_arguments() -> None:
         budget.keep = 0.5
 
 
-def test_budgets_of_one_number_differ() -> None:
+def test_share_and_count_budgets_differ() -> None:
     of_one = [Budget(tokens=1), Budget(keep=1.0), *(Budget.from_json({name: 1.0}) for name in TARGETS[2:-1])]
     assert len({*of_one}) == len(of_one) == 7
     assert Budget(keep=4) == Budget(tokens=4) != Budget(average_tokens=4)
 
 
-def test_numpy_numbers_are_numbers(build) -> None:
+def test_numpy_numbers_are_accepted(build) -> None:
     numpy = pytest.importorskip("numpy")
     counts = dict(layer=0, shape=SHAPE, text_tokens=1)
     assert Budget.from_keep(numpy.float32(0.5)).resolve([10], **counts) == [5]
@@ -239,7 +239,7 @@ def test_kept_counts(method: str, budget: str, family: Family, model) -> None:
     [dict(images=(2, 1)), dict(images=(0, 1, 3), padding="right"), dict(padding=None)],
     ids=["left", "right", "no padding"],
 )
-def test_a_batch_keeps_what_its_rows_keep(method: str, batch: dict, family: Family, model) -> None:
+def test_batch_keeps_the_same_counts_as_single_rows(method: str, batch: dict, family: Family, model) -> None:
     # Through generate: a plain forward without position_ids counts the padding of most families as positions, and keys
     # (and with them DART's norms) turn with their position.
     inputs = family.make_inputs(**batch)
@@ -257,7 +257,7 @@ def test_a_batch_keeps_what_its_rows_keep(method: str, batch: dict, family: Fami
 
 @pytest.mark.few_families
 @pytest.mark.parametrize("method", MODEL_METHODS)
-def test_the_cache_grows_by_one_a_step(method: str, family: Family, model) -> None:
+def test_cache_grows_by_one_token_per_step(method: str, family: Family, model) -> None:
     inputs = family.make_inputs(images=(1, 2))
     out, stats = run(model, method, 0.3, inputs)
     prefill = [layer.keys.shape[-2] for layer in out.past_key_values.layers]
@@ -310,7 +310,7 @@ def test_flops_target_is_met_in_a_model(method: str, batch: dict, build) -> None
 
 
 @pytest.mark.parametrize("name", ["llava", "llava_next"])
-def test_images_side_by_side_have_a_budget_each(name: str, build) -> None:
+def test_each_image_of_a_prompt_has_its_own_budget(name: str, build) -> None:
     """No text between them: only the encoder's output tells where one ends."""
     family = FAMILIES[name]
     inputs = family.make_inputs(images=(3,))
@@ -341,7 +341,7 @@ def test_statistics(build) -> None:
     assert f"{stats.visual_tokens_in} -> {stats.visual_tokens_out}" in text and "KV" in text
 
 
-def test_a_budget_shows_what_was_given() -> None:
+def test_repr_shows_the_arguments() -> None:
     """Error messages quote it."""
     assert repr(Budget(keep=64)) == "Budget(keep=64)"
     assert repr(Budget(average_tokens=192, per="prompt")) == "Budget(average_tokens=192, per='prompt')"

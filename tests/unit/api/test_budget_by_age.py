@@ -53,7 +53,7 @@ def per_image(family: Family, model: Any, inputs: Any, row: int, places: list[in
 
 @pytest.mark.parametrize("step", [1, 2, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_older_images_of_each_row_keep_less(name: str, step: int, build: Any) -> None:
+def test_older_images_of_each_row_keep_fewer_tokens(name: str, step: int, build: Any) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(5, 1, 4))
     with tokenprune.patched(model, "divprune", keep=Budget.by_age(0.8, AGE, step=step), record=True):
@@ -84,7 +84,7 @@ def test_dropping_by_age_equals_the_masked_model(name: str, build: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_longer_prompt_of_the_same_step_keeps_its_earlier_images_as_they_are(build: Any) -> None:
+def test_earlier_images_are_unchanged_within_a_step(build: Any) -> None:
     """Between two steps nothing of the shared prefix changes; at a step it does."""
     family = FAMILIES["qwen2_5_vl"]
     model, whole = build(family), family.make_inputs(rows=1, images=5, padding=None)
@@ -109,7 +109,7 @@ def test_a_longer_prompt_of_the_same_step_keeps_its_earlier_images_as_they_are(b
 
 
 @torch.no_grad()
-def test_one_image_and_a_single_tier_are_as_without_age(build: Any) -> None:
+def test_single_image_or_tier_equals_no_age(build: Any) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
     whole = model(**inputs).logits
@@ -128,12 +128,12 @@ def test_ages_count_from_the_last_full_step() -> None:
     assert compute_ages(0) == []
 
 
-def test_counts_do_not_rise_with_age_and_an_image_keeps_a_token() -> None:
+def test_counts_do_not_increase_with_age() -> None:
     assert apply_ages([10] * 6, ((0, 1.0), (1, 0.5), (3, 8)), 1) == [5, 5, 5, 5, 5, 10]
     assert apply_ages([1, 1, 4], ((0, 1.0), (1, 0.1)), 1) == [1, 1, 4]
 
 
-def test_a_file_or_dict_says_the_same() -> None:
+def test_json_and_constructor_agree() -> None:
     said = {"method": "divprune", "keep": {"keep": 0.5, "age": [[0, 1.0], [2, 0.25]], "step": 4}}
     (budget,) = Setting.from_json(said).budgets
     assert budget == Budget.by_age(0.5, ((0, 1.0), (2, 0.25)), step=4)
@@ -144,23 +144,23 @@ def test_a_file_or_dict_says_the_same() -> None:
 @each(
     ("given", "said"),
     [
-        ({"age": ((1, 0.5),)}, r"begins with \(1, 0.5\)"),
-        ({"age": ((0, 0.5),)}, r"begins with \(0, 0.5\)"),
-        ({"age": ((0, 1.0), (2, 0.5), (2, 0.25))}, r"ages must rise, and \(2, 0.25\)"),
+        ({"age": ((1, 0.5),)}, r"starts with \(1, 0.5\)"),
+        ({"age": ((0, 0.5),)}, r"starts with \(0, 0.5\)"),
+        ({"age": ((0, 1.0), (2, 0.5), (2, 0.25))}, r"ages must increase, but \(2, 0.25\)"),
         ({"age": ((0, 1.0), (1, 0.25), (2, 0.5))}, r"\(2, 0.5\) keeps more than \(1, 0.25\)"),
         ({"age": ((0, 1.0), (2, 64), (8, 128))}, r"\(8, 128\) keeps more than \(2, 64\)"),
         ({"age": ((0, 1.0), (1, 0))}, r"\(1, 0\) must end with a share in \(0, 1\]"),
         ({"age": ((0, 1.0), (1, 1.5))}, r"\(1, 1.5\) must end with"),
-        ({"age": ((0, 1.0), (True, 0.5))}, "must begin with a number of images"),
+        ({"age": ((0, 1.0), (True, 0.5))}, "must start with a number of images"),
         ({"age": 3}, "must be pairs"),
         ({"age": ((0, 1.0, 2),)}, "must be pairs"),
-        ({"age": AGE, "step": 0}, "step=0 must be a whole number"),
-        ({"step": 2}, "no age= is given"),
-        ({"age": AGE, "per": "prompt"}, 'goes with keep= or tokens=, and with per="image"'),
-        ({"age": AGE, "keep": None, "average_share": 0.5}, "goes with keep= or tokens="),
+        ({"age": AGE, "step": 0}, "step=0 must be a number of images"),
+        ({"step": 2}, "requires age="),
+        ({"age": AGE, "per": "prompt"}, 'requires keep= or tokens=, and per="image"'),
+        ({"age": AGE, "keep": None, "average_share": 0.5}, "requires keep= or tokens="),
     ],
 )
-def test_what_means_nothing_is_refused(given: dict[str, Any], said: str) -> None:
+def test_invalid_tiers_are_rejected(given: dict[str, Any], said: str) -> None:
     with pytest.raises(BudgetError, match=said):
         Budget.from_json(
             {"keep": 0.5} | {name: value for name, value in given.items() if name != "per"}, given.get("per", "image")
@@ -172,7 +172,7 @@ def test_what_means_nothing_is_refused(given: dict[str, Any], said: str) -> None
     [("cdpruner", "reads the question"), ("fastv", "before the language model"), ("vscan", "before the language model"),
      ("tome", "before the language model"), ("downsample", "before the language model")],
 )  # fmt: skip
-def test_a_method_whose_choice_a_longer_chat_changes_is_refused(method: str, said: str, build: Any) -> None:
+def test_method_that_is_not_prefix_cache_safe_is_rejected(method: str, said: str, build: Any) -> None:
     model = build(FAMILIES["llava"])
     with pytest.raises(BudgetError, match=said):
         tokenprune.patch(model, method, keep=Budget.by_age(0.5, AGE))

@@ -16,8 +16,8 @@ from oracle import close, reduced
 from session_oracle import recorded
 from tokenprune import Budget, BudgetError, UnsupportedSetupError
 from tokenprune.budgets.video import spread
-from tokenprune.integrations.hf.sequence.segments import Tempo
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.hf.sequence.segments import VideoTiming
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune_bench.profiling.kept_tokens import count_kept_tokens
@@ -53,7 +53,7 @@ def naive_spread(total: int, weights: list[float], most: list[int]) -> list[int]
 
 
 @each("seed", range(40))
-def test_weights_spread_a_budget_as_the_loop_does(seed: int) -> None:
+def test_spread_matches_reference_loop(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, 9, (), generator=g))
     weights = torch.rand(count, generator=g).double().tolist()
@@ -70,7 +70,7 @@ def test_weights_spread_a_budget_as_the_loop_does(seed: int) -> None:
         )
 
 
-def test_what_weights_mean() -> None:
+def test_meaning_of_frame_weights() -> None:
     assert spread(8, [1.0] * 4, [4] * 4) == [2, 2, 2, 2] and spread(9, [1.0] * 4, [4] * 4) == [3, 2, 2, 2]
     assert spread(8, [0, 1.0, 0, 0], [4] * 4) == [2, 4, 1, 1]  # it is full, and the others share the rest in rounds
     assert spread(5, [0, 1.0, 0, 0], [9] * 4) == [1, 2, 1, 1]
@@ -101,7 +101,7 @@ def images_kept(inputs: Any, kept: list[list[int]]) -> list[float]:
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
 @pytest.mark.parametrize("name", VIDEOS)
 @torch.no_grad()
-def test_frames_keep_what_is_listed(name: str, method: str, build: Any) -> None:
+def test_frames_keep_the_listed_counts(name: str, method: str, build: Any) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(**BATCH)
     last = 5 if name == "llava_onevision" else 4
@@ -112,13 +112,13 @@ def test_frames_keep_what_is_listed(name: str, method: str, build: Any) -> None:
     want = [2, 1, 4, 2, last]
     assert of_frames(inputs, stats.cuts[0].kept) == [want, None, want]
     assert images_kept(inputs, stats.cuts[0].kept) == [1, 1, 1]
-    assert stats.notes == [f"images keep all tokens: {budget} is for videos"]
+    assert stats.notes == [f"Images keep all tokens, because {budget} is for videos."]
 
 
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
 @pytest.mark.parametrize("name", VIDEOS)
 @torch.no_grad()
-def test_frames_share_by_their_weights(name: str, method: str, build: Any) -> None:
+def test_frame_weights_split_the_budget(name: str, method: str, build: Any) -> None:
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(**BATCH)
     weights = [0.5, 0.1, 0.2, 0.1, 0.1]
@@ -133,7 +133,7 @@ def test_frames_share_by_their_weights(name: str, method: str, build: Any) -> No
 
 
 @torch.no_grad()
-def test_each_video_of_a_prompt_shares_by_itself(build: Any) -> None:
+def test_each_video_splits_its_own_budget(build: Any) -> None:
     family = FAMILIES["qwen3_vl"]
     model, inputs = build(family), family.make_inputs(images=(1,), video=[[3, 3]], padding=None)
     with tokenprune.patched(model, "divprune", keep=Budget.by_frame_weights(6, [1, 1, 4]), record=True):
@@ -145,7 +145,7 @@ def test_each_video_of_a_prompt_shares_by_itself(build: Any) -> None:
 
 @pytest.mark.parametrize("name", VIDEOS)
 @torch.no_grad()
-def test_a_second_of_video_keeps_as_many_tokens(name: str, build: Any) -> None:
+def test_per_second_budget_is_met(name: str, build: Any) -> None:
     """5 frames of the decoder last 5 * joined / fps seconds, or what the processor says: half a second each."""
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(**BATCH)
@@ -166,25 +166,25 @@ def test_a_second_of_video_keeps_as_many_tokens(name: str, build: Any) -> None:
     if name == "qwen2_5_vl":
         assert kept(3) == round(3 * 5 * 0.5) and kept(2, fps=4.0) == 5
     else:
-        with pytest.raises(BudgetError, match=r"nothing tells how long .* Budget.per_second\(3, fps=2.0\)"):
+        with pytest.raises(BudgetError, match=r"requires the duration .* Budget.per_second\(3, fps=2.0\)"):
             kept(3)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
 @torch.no_grad()
-def test_a_length_that_is_none_is_refused(seconds: float, build: Any) -> None:
+def test_unknown_duration_is_rejected(seconds: float, build: Any) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(rows=1, video=5)
     with (
         tokenprune.patched(model, "divprune", keep=Budget.per_second(3)),
-        pytest.raises(BudgetError, match="nothing tells how long"),
+        pytest.raises(BudgetError, match="requires the duration"),
     ):
         model.model(**inputs | {"second_per_grid_ts": [seconds], "position_ids": torch.arange(
             inputs["input_ids"].shape[1]).expand(3, 1, -1)})  # fmt: skip
 
 
 @torch.no_grad()
-def test_videos_of_one_prompt_last_as_long_as_each_does(build: Any) -> None:
+def test_videos_of_one_prompt_have_their_own_duration(build: Any) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(1, 1), video=[[5, 3], [4]])
     inputs["second_per_grid_ts"] = torch.tensor([0.5, 1.0, 0.25])
@@ -200,7 +200,7 @@ def test_videos_of_one_prompt_last_as_long_as_each_does(build: Any) -> None:
         assert found == [number for number in want for _ in range(beams)]
     with (
         tokenprune.patched(model, "divprune", keep=Budget.by_frame([2] * 5)),
-        pytest.raises(BudgetError, match="list 3"),
+        pytest.raises(BudgetError, match="Pass 3"),
     ):
         model(**inputs)
 
@@ -221,7 +221,7 @@ def test_dropping_equals_the_masked_model(budget: Budget, build: Any) -> None:
 
 
 @torch.no_grad()
-def test_all_of_every_frame_is_the_unpatched_model(build: Any) -> None:
+def test_full_frames_equal_the_unpatched_model(build: Any) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(**BATCH)
     whole = model(**inputs).logits
@@ -230,14 +230,12 @@ def test_all_of_every_frame_is_the_unpatched_model(build: Any) -> None:
             assert torch.equal(model(**inputs).logits, whole)
 
 
-def test_a_number_of_frames_that_differs_is_refused(build: Any) -> None:
+def test_wrong_number_of_frames_is_rejected(build: Any) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), family.make_inputs(rows=1, video=3)
     with (
         tokenprune.patched(model, "divprune", keep=Budget.by_frame_weights(0.5, [1] * 6)),
-        pytest.raises(
-            BudgetError, match=r"frame_weights= lists 6 frames, and the decoder sees 3 .*\(2 of those sampled"
-        ),
+        pytest.raises(BudgetError, match=r"frame_weights= lists 6 frames, but the decoder sees 3 .*\(2 sampled"),
     ):
         model(**inputs)
 
@@ -250,7 +248,7 @@ def test_a_number_of_frames_that_differs_is_refused(build: Any) -> None:
      ("qwen2_vl", "downsample", "on pixels"), ("internvl", "divprune", "not known for 'internvl'"),
      ("llava", "fastv", "not known for 'llava'")],
 )  # fmt: skip
-def test_what_cannot_go_by_frames_is_refused(name: str, method: str, said: str, budget: Budget, build: Any) -> None:
+def test_unsupported_frame_budgets_are_rejected(name: str, method: str, said: str, budget: Budget, build: Any) -> None:
     model = build(FAMILIES[name])
     with pytest.raises(BudgetError, match=said):
         tokenprune.patch(model, method, keep=budget)
@@ -258,11 +256,11 @@ def test_what_cannot_go_by_frames_is_refused(name: str, method: str, said: str, 
         tokenprune.unpatch(model)
 
 
-def test_a_method_that_compares_frames_spends_one_budget(build: Any) -> None:
+def test_frame_comparing_method_spends_one_budget(build: Any) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(rows=1, video=5)
     for budget in (Budget.by_frame([4] * 5), Budget.by_frame_weights(0.5, [1] * 5)):
-        with pytest.raises(BudgetError, match=r"say keep= or Budget.per_second\(...\) alone"):
+        with pytest.raises(BudgetError, match=r"Use either keep= or Budget.per_second\(...\)"):
             tokenprune.patch(model, "evs", keep=budget)
     with tokenprune.patched(model, "evs", keep=Budget.per_second(4), record=True), torch.no_grad():
         model(**inputs)
@@ -270,7 +268,7 @@ def test_a_method_that_compares_frames_spends_one_budget(build: Any) -> None:
     assert len(set((inputs["input_ids"][0] == VIDEO).nonzero().flatten().tolist()) & set(kept)) == 10
 
 
-def test_a_session_takes_no_list_of_frames(build: Any) -> None:
+def test_session_rejects_frame_lists(build: Any) -> None:
     model = build(FAMILIES["qwen2_5_vl"])
     with (
         tokenprune.patched(model, "divprune", keep=Budget.by_frame([4] * 5)),
@@ -279,7 +277,7 @@ def test_a_session_takes_no_list_of_frames(build: Any) -> None:
         tokenprune.sessions.session(model, memory=64)
 
 
-def test_a_session_keeps_as_many_tokens_a_second(build: Any) -> None:
+def test_session_meets_per_second_budget(build: Any) -> None:
     """Clips of 4 frames, half a second each, keep 2 * 4 * 0.5 tokens, beside the two ids around each."""
     family, g = FAMILIES["qwen2_5_vl"], torch.Generator().manual_seed(5)
     with tokenprune.patched(build(family), "divprune", keep=Budget.per_second(2)) as model:
@@ -291,7 +289,7 @@ def test_a_session_keeps_as_many_tokens_a_second(build: Any) -> None:
 
 
 @torch.no_grad()
-def test_omni_tells_the_seconds_by_another_name(build: Any) -> None:
+def test_omni_seconds_argument_is_read(build: Any) -> None:
     family = EVERY_FAMILY["qwen2_5_omni_thinker"]
     model, inputs = build(family), family.make_inputs(images=(0,), video=5)
     assert "video_second_per_grid" in inputs
@@ -303,13 +301,13 @@ def test_omni_tells_the_seconds_by_another_name(build: Any) -> None:
 @pytest.mark.parametrize(
     "keep", [{"per_second": 20, "fps": 2.0}, {"frames": [4, 4]}, {"keep": 0.5, "frame_weights": [1]}]
 )
-def test_vllm_takes_none_of_them(keep: dict[str, Any]) -> None:
+def test_vllm_rejects_video_budgets(keep: dict[str, Any]) -> None:
     with pytest.raises(BudgetError, match="keep must be a number"):
-        ServedSetting.from_json({"method": "divprune", "keep": keep})
+        parse_setting({"method": "divprune", "keep": keep})
 
 
-def test_frames_that_are_joined(build: Any) -> None:
-    joined = {name: Tempo.from_arguments({}, build(FAMILIES[name]).config).joined for name in VIDEOS}
+def test_joined_frames_are_counted_once(build: Any) -> None:
+    joined = {name: VideoTiming.from_arguments({}, build(FAMILIES[name]).config).joined for name in VIDEOS}
     assert joined == {"llava_onevision": 1, "qwen2_vl": 2, "qwen2_5_vl": 2, "qwen3_vl": 2}
 
 
@@ -321,7 +319,7 @@ def test_frames_that_are_joined(build: Any) -> None:
         ({"tokens": 64, "frame_weights": [3, 1]}, Budget.by_frame_weights(64, (3.0, 1.0))),
     ],
 )
-def test_a_file_or_dict_says_the_same(keep: dict[str, Any], budget: Budget) -> None:
+def test_json_and_constructor_agree(keep: dict[str, Any], budget: Budget) -> None:
     (found,) = Setting.from_json({"method": "divprune", "keep": keep}).budgets
     assert found == budget and eval(repr(budget)) == budget and budget.format_short() == repr(budget)
     assert (
@@ -337,29 +335,29 @@ def test_a_file_or_dict_says_the_same(keep: dict[str, Any], budget: Budget) -> N
         ({"per_second": math.inf}, "per_second=inf must be"),
         ({"per_second": 3, "fps": -1.0}, "fps=-1.0 must be"),
         ({"per_second": True}, "per_second=True must be"),
-        ({"keep": 0.5, "fps": 2.0}, "no per_second= is given"),
+        ({"keep": 0.5, "fps": 2.0}, "requires per_second="),
         ({"per_second": 3, "keep": 0.5}, "exactly one of"),
-        ({"per_second": 3, "per": "prompt"}, 'leave out per="prompt"'),
-        ({"frames": []}, r"frames=\[\] must list"),
-        ({"frames": 64}, "frames=64 must list"),
+        ({"per_second": 3, "per": "prompt"}, 'Leave out per="prompt"'),
+        ({"frames": []}, r"frames=\[\] must be a list"),
+        ({"frames": 64}, "frames=64 must be a list"),
         ({"frames": [64, 1]}, r"frames\[1\]=1 must be an int >= 2"),
         ({"frames": [64, 0.0]}, r"frames\[1\]=0.0 must be"),
         ({"frames": [math.nan]}, r"frames\[0\]=nan must be"),
         ({"frames": ["a"]}, r"frames\[0\]='a' must be"),
         ({"keep": 0.5, "frame_weights": [1, -1]}, r"frame_weights\[1\]=-1 must be"),
         ({"keep": 0.5, "frame_weights": [0, 0]}, "frame_weights are all 0"),
-        ({"kv_share": 0.5, "frame_weights": [1]}, "goes with keep= or tokens="),
+        ({"kv_share": 0.5, "frame_weights": [1]}, "requires keep= or tokens="),
         ({"frame_weights": [1]}, "exactly one of"),
-        ({"keep": 0.5, "frame_weights": [1], "age": ((0, 1.0), (1, 0.5))}, "without age=|per="),
-        ({"frames": [4], "age": ((0, 1.0), (1, 0.5))}, "age= goes with keep="),
+        ({"keep": 0.5, "frame_weights": [1], "age": ((0, 1.0), (1, 0.5))}, "excludes age=|per="),
+        ({"frames": [4], "age": ((0, 1.0), (1, 0.5))}, "age= requires keep="),
     ],
 )
-def test_what_means_nothing_is_refused(given: dict[str, Any], said: str) -> None:
+def test_invalid_video_budgets_are_rejected(given: dict[str, Any], said: str) -> None:
     with pytest.raises(BudgetError, match=said):
         Budget.from_json({name: value for name, value in given.items() if name != "per"}, given.get("per", "image"))
 
 
-def test_a_budget_of_videos_without_one_is_refused() -> None:
-    with pytest.raises(BudgetError, match="nothing is known of any here"):
+def test_video_budget_without_video_is_rejected() -> None:
+    with pytest.raises(BudgetError, match="videos of this prompt are unknown"):
         Budget.per_second(3, fps=1.0).resolve([36], layer=0, shape=DecoderShape(2, 8, 8, 1, 1, 8), text_tokens=4)
     assert count_kept_tokens([Budget.per_second(3)], 36) == [36]  # an image keeps all

@@ -41,7 +41,7 @@ def refused(*arguments: object) -> str:
     return lines[0]
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_imports_no_heavy_modules() -> None:
     # A time limit would test the machine; what takes the time is importing these.
     heavy = {"torch", "transformers", "numpy", "PIL", "scipy", "matplotlib", "rich.progress"}
     code = (
@@ -59,7 +59,7 @@ def test_help_loads_nothing_heavy() -> None:
         assert any(command in line for line in help_text)
 
 
-def test_version_is_one_line() -> None:
+def test_version_prints_one_line() -> None:
     assert call("--version").output == f"tokenprune {tokenprune.__version__}\n"
     assert call("--version", "bench", "--nonsense").output == f"tokenprune {tokenprune.__version__}\n"
     assert "--version" in call("--help").output
@@ -112,7 +112,7 @@ def test_profile_takes_a_stack() -> None:
     assert "2 numbers for 1 method in fastv" in refused(*arguments, "--methods", "fastv")
 
 
-def test_the_shell_completes_methods_and_loads_none() -> None:
+def test_shell_completion_imports_no_methods() -> None:
     words = {"COMP_WORDS": "tokenprune bench --methods divprune+fastv", "COMP_CWORD": "3"}
     code = "import sys\nfrom tokenprune.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     done = subprocess.run(
@@ -130,7 +130,19 @@ def test_bench_report_and_their_files(tmp_path: Path) -> None:
     raw, page, plot = (tmp_path / name for name in ("out.jsonl", "out.html", "out.png"))
     files = ("--json", raw, "--html", page, "--plot", plot)
     result = call(
-        "bench", "--methods", "uniform", "--keep", "0.25", "--images", 1, "--repeats", 0, "--device", "cpu", *files
+        "bench",
+        "--methods",
+        "uniform",
+        "--keep",
+        "0.25",
+        "--images",
+        1,
+        "--repeats",
+        0,
+        "--device",
+        "cpu",
+        "--details",
+        *files,
     )
     for text in ("unpatched", "random", "downsample", "uniform", "256 → 64", "≤rnd", "Accuracy by kind", "grounding"):
         assert text in result.stdout
@@ -147,23 +159,53 @@ def test_bench_report_and_their_files(tmp_path: Path) -> None:
     assert "| uniform | 0.25 | 256 → 64 |" in call("report", raw, "--markdown").stdout
 
 
-def test_demo_says_when_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the words that a benchmark has for it; on a free machine there is nothing to say."""
+@pytest.mark.parametrize(("load", "is_noted"), [(100.0, True), (0.5, False)])
+def test_demo_notes_a_busy_machine(load: float, is_noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "REPEATS", 1)
-    monkeypatch.setattr(demo, "METHODS", ("divprune",))
-    for load, shown in ((100.0, True), (0.5, False)):
-        monkeypatch.setattr(demo, "get_machine_load", lambda load=load: load)
-        said = f"The machine was busy with other work (load 100.0 on {os.cpu_count()} cores)"
-        assert (said in call("demo", "--device", "cpu").stdout) is shown
+    monkeypatch.setattr(demo, "NUM_QUESTIONS", 1)
+    monkeypatch.setattr(demo, "get_machine_load", lambda: load)
+    note = f"The machine was busy (load 100.0 on {os.cpu_count()} cores)"
+    output = call("demo", "--model", "demo_vlm", "--device", "cpu").stdout
+    assert (note in " ".join(output.split())) is is_noted
 
 
-def test_demo_asks_four_questions_before_and_after() -> None:
-    output = call("demo", "--device", "cpu").stdout
-    for text in ("unpatched", "pool 0.25", "divprune 0.25", "random 0.25", "64 of 256", "upper", "100%", "1.00x"):
-        assert text in output
+def test_demo_prints_one_screen_and_writes_a_page_and_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = call("demo", "--model", "demo_vlm", "--device", "cpu", "--out", "out")
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    for text in ("256 tokens", "64 tokens", "time to first token", "KV cache"):
+        assert text in result.stdout
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/webp") == demo.NUM_QUESTIONS and "http" not in page.replace("http-equiv", "")
+    assert Image.open(tmp_path / "out" / "kept.png").format == "PNG"
 
 
-def test_show_writes_a_image(tmp_path: Path) -> None:
+def count_lines(output: str) -> int:
+    """Count lines of 80 letters."""
+    return sum(max(1, -(-len(line) // 80)) for line in output.splitlines())
+
+
+def test_bench_prints_one_screen() -> None:
+    methods = ("--methods", "uniform,divprune", "--keep", "0.5,0.25,0.11")
+    output = call("bench", *methods, "--images", 1, "--repeats", 0, "--device", "cpu").stdout
+    assert count_lines(output) <= 24 and output.count("┏") == 1
+    table, _, sentences = output.partition("┘\n")
+    assert max(map(len, table.splitlines())) <= 80
+    for text in ("unpatched", "256 → 64", "[95 % CI]", "TTFT", "KV"):
+        assert text in table
+    assert "Best at ≤ 1 point lost:" in sentences and "ass --details for all tables" in sentences
+
+
+def test_profile_prints_one_screen() -> None:
+    small = ("--methods", "divprune", "--repeats", 1, "--max-new-tokens", 2, "--device", "cpu")
+    for arguments in (small, ("--config-only", "--methods", "divprune")):
+        output = call("profile", *arguments).stdout
+        assert count_lines(output) <= 24 and output.count("┏") == 1
+        assert max(map(len, output.partition("┘\n")[0].splitlines())) <= 80
+
+
+def test_show_writes_an_image(tmp_path: Path) -> None:
     out = tmp_path / "kept.png"
     result = call("show", IMAGE, "--method", "divprune", "--keep", "16", "--device", "cpu", "--out", out)
     assert "256 → 16" in result.output
@@ -171,7 +213,7 @@ def test_show_writes_a_image(tmp_path: Path) -> None:
     assert Image.open(out).format == "PNG"
 
 
-def test_errors_are_one_line_that_helps(tmp_path: Path) -> None:
+def test_errors_print_one_line(tmp_path: Path) -> None:
     assert "did you mean 'dart'" in refused("bench", "--methods", "dartt")
     assert "did you mean 'dart'" in refused("show", IMAGE, "--method", "dartt")
     assert "shares" not in refused("bench", "--keep", "a")

@@ -81,9 +81,9 @@ def test_a_comma_parts_settings_and_a_plus_sign_makes_a_stack() -> None:
     assert "divprune 0.5" in drafts and "fastv 0.5" in drafts and "+" not in drafts
     assert "has 3 numbers for 2 methods" in refused(*PROFILE, "--methods", "dart+divprune", "--keep", "0.1+0.2+0.3")
     assert "has 2 numbers for 1 method in dart" in refused(*PROFILE, "--methods", "dart", "--keep", "0.1+0.2")
-    assert "are of a stack" in refused(*PROFILE, "--keep", "0.1+0.2")
+    assert "needs a stack" in refused(*PROFILE, "--keep", "0.1+0.2")
     written = refused("profile", "--methods", "dart,divprune", "--json", "x.json")
-    assert "these are 2" in written and not Path("x.json").exists()
+    assert "--methods has 2" in written and not Path("x.json").exists()
 
 
 def test_a_profile_of_two_settings_has_a_table_of_each() -> None:
@@ -155,7 +155,7 @@ def test_nothing_is_best_where_nothing_can_be_said() -> None:
         result("some", 0.25, 20, 19),
     ]  # 19.5 % right: a loss of 20 points cannot be
     (one,) = find_verdicts(summarise([header(), *little]))
-    assert one.row is None and "scores 19.5 on 200 questions, too little for a loss to show" in one.answer
+    assert one.row is None and "scores 19.5 on 200 questions, too low to measure a loss" in one.answer
     enough = [result("unpatched", 1.0, 20, 20), result("some", 0.25, 20, 20)]
     assert len(find_verdicts(summarise([header(), *enough]))) == 2
     few = [
@@ -163,7 +163,7 @@ def test_nothing_is_best_where_nothing_can_be_said() -> None:
         for one in (result("unpatched", 1.0, 100, 100), result("some", 0.25, 100, 100))
     ]
     (one,) = find_verdicts(summarise([header(kind_of_question="010"), *few]))
-    assert one.row is None and one.line == "Nothing is shown: 3 questions were asked, and it takes 4"
+    assert one.row is None and one.line == "Nothing is shown: a verdict needs at least 4 questions, and this run has 3"
     assert find_verdicts(made("", result("some", 0.25, 100, 100)).results)[0].row is not None
 
 
@@ -211,7 +211,7 @@ def test_a_line_of_the_predictions_without_an_answer_is_named(tmp_path: Path) ->
             "tokenprune_bench.tuning.Tuner.run",
             True,
         ),
-        (("demo", "--device", "cpu"), "tokenprune_bench.demo.run", False),
+        (("demo", "--device", "cpu"), "tokenprune_bench.demo.run_demo", False),
         (("methods",), "tokenprune.available_methods", False),
     ],
     ids=lambda one: one[0] if isinstance(one, tuple) else "",
@@ -381,7 +381,7 @@ def test_no_question_about_a_circle_and_the_shipped_model_knows_drawings_only(tm
 def test_lines_of_python_to_copy_run_one_after_the_other() -> None:
     from tokenprune.statistics import Stats
     from tokenprune_bench.app import snippets
-    from tokenprune_bench.app.comparison import Asked
+    from tokenprune_bench.app.comparison import SettingResult
 
     model, processor = demo_model(device="cpu")
     settings = [Setting.from_text(name, 0.5) for name in ("divprune", "fastv", "downsample+dart")]
@@ -390,5 +390,5 @@ def test_lines_of_python_to_copy_run_one_after_the_other() -> None:
     exec(told, names)
     assert [method.name for method in tokenprune.api.get_attachment(model).methods] == ["downsample", "dart"]
     assert told.count("tokenprune.patch(") == 3 and snippets.python(settings[0]).count("\n") == 0
-    asked = Asked(Setting.from_text("divprune+fastv", 0.25), 256, 16, b"", Stats())
+    asked = SettingResult(Setting.from_text("divprune+fastv", 0.25), 256, 16, b"", Stats())
     assert asked.keep_text == "0.25 each, 6.25 % in all"

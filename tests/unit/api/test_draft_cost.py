@@ -50,7 +50,7 @@ def cost(name: str) -> DraftCost:
     return DraftCost.from_configs(config, draft, methods, budgets, tokens=tokens, text=256)
 
 
-def test_what_a_step_reads() -> None:
+def test_bytes_read_per_step() -> None:
     """Every matrix once, the output head among them, and the cache: a key and a value of 4 numbers in each layer."""
     weights = 4 * 8 * (2 * 8 + 2 * 4 + 3 * 16) + 100 * 8
     full = DraftCost.from_configs(SMALL, tokens=30, text=10, bytes_per_value=2.0)
@@ -62,7 +62,7 @@ def test_what_a_step_reads() -> None:
     assert fastv.draft == weights + 4 * 2 * 4 * (2 * 40 + 2 * 25)
 
 
-def test_the_speedup_is_what_drawing_lots_gives() -> None:
+def test_speedup_matches_simulation() -> None:
     made = DraftCost(target=1.0, draft=0.1)
     rng = np.random.default_rng(0)
     hits = rng.random((40_000, 4)) < 0.7
@@ -74,7 +74,7 @@ def test_the_speedup_is_what_drawing_lots_gives() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_page_says_what_the_formula_gives(name: str) -> None:
+def test_page_numbers_match_the_formula(name: str) -> None:
     (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
     told = [cell.strip() for cell in row.strip("|").split("|")][2:]
     made = cost(name)
@@ -82,7 +82,7 @@ def test_the_page_says_what_the_formula_gives(name: str) -> None:
     assert told == [f"{made.c:.3f}", *speedups, f"a = {made.break_even(4):.0%}".replace("%", " %")]
 
 
-def test_what_has_no_cost_of_this_kind_is_refused() -> None:
+def test_unsupported_models_are_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match="experts"):
         DraftCost.from_configs(FAMILIES["qwen3_vl_moe"].build().config, tokens=10)
     for wrong in (dict(tokens=0), dict(tokens=10, text=-1), dict(tokens=10, bytes_per_value=0.0)):

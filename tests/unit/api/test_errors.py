@@ -17,7 +17,7 @@ import tokenprune
 from basics import METHODS
 from each import each
 from tokenprune import OptionError, TokenPruneError, UnknownMethodError, UnsupportedModelError
-from tokenprune.budgets.budget import _note_percentage
+from tokenprune.budgets.percentage import warn_about_percentage
 from tokenprune.errors import PlaceholderMismatchError
 from zoo import FAMILIES, IMAGE, Family
 
@@ -58,7 +58,7 @@ def test_no_close_match(method: Any, build) -> None:
         ("uniform", dict(layer=2), "no option.*none"),
     ],
 )
-def test_options(method: str, options: dict, text: str, build) -> None:
+def test_unknown_options_suggest_similar_names(method: str, options: dict, text: str, build) -> None:
     with pytest.raises(OptionError, match=text):
         tokenprune.patch(build(FAMILIES["llava"]), method, **options)
 
@@ -72,7 +72,7 @@ def test_options(method: str, options: dict, text: str, build) -> None:
         (dict(config={"method": "divprune+fastv"}), "Pass a list of methods"),
     ],
 )
-def test_names_for_the_command_line(arguments: dict, hint: str, build) -> None:
+def test_command_line_suggests_similar_names(arguments: dict, hint: str, build) -> None:
     with pytest.raises(UnknownMethodError, match=f"is written for the command line. {hint}"):
         tokenprune.patch(build(FAMILIES["llava"]), **arguments)
 
@@ -95,7 +95,7 @@ def test_misspelled_arguments(arguments: dict, name: str, build) -> None:
 
 
 def test_a_number_that_looks_like_a_percentage_is_logged_once(build, caplog) -> None:
-    _note_percentage.cache_clear()
+    warn_about_percentage.cache_clear()
     model = build(FAMILIES["llava"])
     with caplog.at_level(logging.WARNING, "tokenprune"):
         for keep in (25, 25, 24, 125, 0.25, tokenprune.Budget(tokens=30)):
@@ -105,7 +105,7 @@ def test_a_number_that_looks_like_a_percentage_is_logged_once(build, caplog) -> 
             pass
     assert [record.getMessage() for record in caplog.records] == [
         "tokenprune: keep=25 keeps 25 tokens per image, not 25 %. Pass keep=0.25 for a share; Budget(tokens=25) logs "
-        "nothing."
+        "no warning."
     ]
 
 
@@ -160,12 +160,12 @@ def test_unsupported_models(make: Any, method: str) -> None:
         (lambda: Path("models", "llava"), "is a name or a path.* Load it first"),
     ],
 )
-def test_each_kind_of_wrong_model_is_named(make: Any, problem: str) -> None:
+def test_error_names_the_kind_of_model(make: Any, problem: str) -> None:
     with pytest.raises(UnsupportedModelError, match=problem):
         tokenprune.patch(make(), "divprune")
 
 
-def test_a_tower_and_a_decoder_alone_are_named(build) -> None:
+def test_tower_or_decoder_alone_is_rejected(build) -> None:
     model = build(FAMILIES["llava"]).model
     for part, kind in ((model.vision_tower, "a vision model"), (model.language_model, "a text model")):
         with pytest.raises(UnsupportedModelError, match=f"is {kind}"):
@@ -183,7 +183,7 @@ def test_swapped_arguments_are_named_without_the_model(method: Any, build) -> No
     assert len(str(error.value)) < 200 and "\n" not in str(error.value)
 
 
-def test_a_decoder_alone_is_unsupported(family: Family, model) -> None:
+def test_decoder_without_tower_is_rejected(family: Family, model) -> None:
     with pytest.raises(UnsupportedModelError):
         tokenprune.patch(model.get_submodule(family.decoder), "fastv")
 

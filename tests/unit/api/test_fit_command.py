@@ -102,7 +102,7 @@ def test_images_and_questions_of_the_user(tmp_path: Path) -> None:
         (("theirs", "--layers", "1,x"), "a list, each entry an int for layers, not '1,x'"),
         (("theirs", "--power", "1", "--power", "2"), "--power stands there twice"),
         (("theirs", "stray"), "'stray' belongs to no option"),
-        (("theirs", "--out", "absent/t"), "there is no folder absent"),
+        (("theirs", "--out", "absent/t"), "the folder absent does not exist"),
         (("theirs", "--images", "absent"), "is not a folder"),
         (("dymu",), "--images"),
         (("--images", "absent"), "name the method to fit"),

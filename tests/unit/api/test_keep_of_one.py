@@ -23,7 +23,8 @@ from tokenprune import Budget, BudgetError, UnsupportedModelError
 from tokenprune.budgets import compute_joint_share
 from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.cli import app
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import count_kept
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune.settings.saved import read_config, write_config
@@ -33,7 +34,7 @@ from tokenprune_bench.plan import BenchPlan
 from zoo import FAMILIES
 
 SHAPE = DecoderShape(layers=4, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4)
-BOTH_WAYS = r"keep=1\.0.*Budget\(tokens=1\)"
+BOTH_WAYS = r"Pass 1\.0.*Budget\(tokens=1\)"
 ONE, ALL = {"method": "divprune", "keep": {"tokens": 1}}, {"method": "divprune", "keep": 1.0}
 SAID: dict[str, Any] = {
     "a setting": {"method": "divprune", "keep": 1},
@@ -44,19 +45,19 @@ SAID: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("setting", SAID.values(), ids=SAID)
-def test_settings_refuse_it(setting: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_reject_keep_1(setting: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "tokenprune.json"
     path.write_text(json.dumps({"schema": 1, "setting": setting}))
     for given in (setting, path):
         with pytest.raises(BudgetError, match=BOTH_WAYS):
             read_config(given)
     with pytest.raises(BudgetError, match=BOTH_WAYS):
-        ServedSetting.from_json(setting)
+        parse_setting(setting)
     with pytest.raises(BudgetError, match=BOTH_WAYS):
-        ServedSetting.from_json({"method": "uniform", "keep": 0.5}, {"keep": 1})
+        parse_setting({"method": "uniform", "keep": 0.5}, {"keep": 1})
 
 
-def test_python_refuses_it_before_anything_changes(build) -> None:
+def test_patch_rejects_keep_1(build) -> None:
     model = build(FAMILIES["llava"])
     was = snapshot(model)
     for keep in (1, [0.5, 1]):
@@ -70,7 +71,7 @@ def test_python_refuses_it_before_anything_changes(build) -> None:
 
 
 @torch.no_grad()
-def test_both_ways_do_what_they_say(build) -> None:
+def test_share_1_and_one_token_are_applied(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(rows=1)
     for keep, left in ((1.0, 36), (Budget(tokens=1), 1), (2, 2), (Budget(tokens=2), 2)):
@@ -81,40 +82,40 @@ def test_both_ways_do_what_they_say(build) -> None:
         with tokenprune.patched(model, config=setting):
             model(**inputs)
             assert tokenprune.stats(model).visual_tokens_out == left
-        assert ServedSetting.from_json(setting).count(36) == left
+        assert count_kept(parse_setting(setting), 36) == left
 
 
 @pytest.mark.parametrize(
     "command", [["bench", "--methods", "divprune"], ["profile", "--methods", "divprune"], ["show", "x.png"], ["tune"]]
 )
-def test_commands_name_their_own_two_ways(command: list[str]) -> None:
+def test_commands_reject_keep_1(command: list[str]) -> None:
     made = CliRunner().invoke(app, [*command, "--keep", "1"])
     said = " ".join(made.output.split())
-    assert made.exit_code == 2 and "use 1.0 for all of them" in said and "Budget(tokens=1)" in said, made.output
+    assert made.exit_code == 2 and "1.0 to keep all tokens" in said and "Budget(tokens=1)" in said, made.output
 
 
-def test_lmms_eval_refuses_it() -> None:
+def test_lmms_eval_rejects_keep_1() -> None:
     for keep in (1, "1", "0.5+1"):
         with pytest.raises(BudgetError, match=BOTH_WAYS):
             read({"method": "divprune+fastv" if "+" in str(keep) else "divprune", "keep": keep}, "llava", [])
     assert read({"method": "divprune", "tokens": 1}, "llava", []).config.steps()[1] == [Budget(tokens=1)]
 
 
-def test_files_keep_them_apart(tmp_path: Path) -> None:
+def test_json_distinguishes_share_and_count(tmp_path: Path) -> None:
     path = tmp_path / "tokenprune.json"
     for setting, budget in ((ONE, Budget(tokens=1)), (ALL, Budget(keep=1.0))):
         write_config(path, Setting.from_json(setting))
         assert read_config(path).steps()[1] == [budget]
-        again = json.loads(json.dumps(ServedSetting.from_json(setting).to_json()))
-        assert ServedSetting.from_json(again) == ServedSetting.from_json(setting)
+        again = json.loads(json.dumps(parse_setting(setting).to_json()))
+        assert parse_setting(again) == parse_setting(setting)
     assert '"keep": 1.0' in path.read_text()
     several = {"method": ["dynres", "divprune"], "keep": [1.0, {"tokens": 1}]}
-    assert ServedSetting.from_json(ServedSetting.from_json(several).to_json()) == ServedSetting.from_json(several)
+    assert parse_setting(parse_setting(several).to_json()) == parse_setting(several)
     for setting in (Setting.from_json(ALL), Setting.from_text("divprune", 1.0)):
         assert snippets.python(setting).endswith("keep=1.0)") and "--keep 1.0" in snippets.bench(setting, "m")
 
 
-def test_copies_are_equal_and_the_two_are_not() -> None:
+def test_copies_are_equal() -> None:
     one, number = Budget(tokens=1), Budget(tokens=64)
     assert one != Budget(keep=1.0) and len({one, Budget(keep=1.0)}) == 2
     assert number == Budget(keep=64) and repr(number) == "Budget(keep=64)" and number.format_short() == "64"
@@ -132,7 +133,7 @@ def test_copies_are_equal_and_the_two_are_not() -> None:
 # -- what several methods keep together --------------------------------------------------------------------------------
 
 
-def test_the_share_of_a_stack() -> None:
+def test_joint_share_of_combined_methods() -> None:
     quarter = Budget(keep=0.25)
     assert (
         compute_joint_share([quarter]) == 0.25
@@ -149,7 +150,7 @@ def test_the_share_of_a_stack() -> None:
 
 
 @torch.no_grad()
-def test_a_patched_stack_shows_its_share(build) -> None:
+def test_repr_shows_the_joint_share(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs(rows=1)
     with tokenprune.patched(model, ["divprune", "fastv"], keep=0.5):

@@ -93,7 +93,7 @@ def test_our_methods_conform(name: str, options: dict[str, Any]) -> None:
     check_method(tokenprune.method(name, **options), tower=TOWER if name == "dymu" else None)
 
 
-def test_a_name_and_a_class_are_checked_too() -> None:
+def test_names_and_classes_are_accepted() -> None:
     check_method("divprune")
     check_method(tokenprune.method_info("divprune").cls)
     with pytest.raises(ConformanceError, match="thresholds"):
@@ -154,21 +154,21 @@ BROKEN = {
         "with NaN at a token",
     ),
     "merges in secret": (merging(lambda tokens: first(tokens).cumsum(1).sub(1) * first(tokens)), "merges=True"),
-    "undeclared": (top(lambda tokens: tokens.keys.sum(-1)), "'keys' was read but not declared"),
+    "undeclared": (top(lambda tokens: tokens.keys.sum(-1)), "reads 'keys' without declaring it"),
     "text": (top(lambda tokens: tokens.text.hidden.sum((1, 2))[:, None] * tokens.hidden[..., 0]), "text after"),
     "scribbles": (scribbling, "modifies its input hidden"),
 }  # fmt: skip
 
 
 @each("case", BROKEN)
-def test_a_broken_rule_is_found(case: str) -> None:
+def test_broken_rules_are_found(case: str) -> None:
     select, says = BROKEN[case]
     with pytest.raises(ConformanceError, match=says) as error:
         check_method(pruner(select))
     assert isinstance(error.value, AssertionError) and str(error.value).startswith("broken")
 
 
-def test_a_wrong_merge_is_found() -> None:
+def test_invalid_merges_are_found() -> None:
     def to_dropped(tokens: Any) -> Tensor:
         return torch.full(tokens.mask.shape, tokens.mask.shape[1] - 1)
 
@@ -180,7 +180,7 @@ def test_a_wrong_merge_is_found() -> None:
             check_method(pruner(merging(assign), merges=True))
 
 
-def test_a_question_that_is_read_in_secret_is_found() -> None:
+def test_undeclared_question_access_is_found() -> None:
     last = top(lambda tokens: tokens.last_row_attention.mean(1))
     with pytest.raises(ConformanceError, match="last_row_attention, which depend on the question"):
         check_method(pruner({"select": last, "layer": 2}, site="IN_LLM", needs=("last_row_attention",)))
@@ -188,7 +188,7 @@ def test_a_question_that_is_read_in_secret_is_found() -> None:
     check_method(pruner(aware, "IN_LLM", "aware", needs=("last_row_attention",)))
 
 
-def test_stages_are_checked_with_what_they_carry() -> None:
+def test_stages_are_checked_with_remembered_values() -> None:
     @dataclass(frozen=True)
     class Second(tokenprune.Pruner):
         """Keep what the first stage remembers as large."""
@@ -211,14 +211,14 @@ def test_stages_are_checked_with_what_they_carry() -> None:
     check_method(Pyramid())
 
 
-def test_a_number_that_content_decides_has_its_least() -> None:
+def test_min_tokens_is_checked() -> None:
     none = lambda self, tokens: Selection(torch.zeros_like(tokens.mask))  # noqa: E731
     with pytest.raises(ConformanceError, match="fewer than 1"):
         check_method(pruner({"select": none, "chooses_count": True}, name="none"))
     check_method(pruner({"select": none, "chooses_count": True, "min_tokens": 0}, name="withdraws"))
 
 
-def test_a_class_that_is_no_method_is_refused() -> None:
+def test_class_without_method_base_is_rejected() -> None:
     class Bare(tokenprune.Pruner):
         """No dataclass."""
 
@@ -264,7 +264,7 @@ def test_broken_rules_of_other_sites_are_found() -> None:
 # -- the view
 
 
-def test_the_view_holds_what_it_was_given() -> None:
+def test_visual_tokens_return_their_arguments() -> None:
     hidden, keys = torch.randn(2, 9, 4), torch.randn(2, 9, 6)
     attention, scores = torch.rand(2, 3, 9), {1: torch.rand(2, 3, 9), -1: torch.rand(2, 3, 9)}
     text = {"hidden": torch.randn(2, 5, 4), "mask": torch.rand(2, 5) > 0.5}
@@ -286,23 +286,23 @@ def test_the_view_holds_what_it_was_given() -> None:
     tokens.remember("sum", 3)
     assert tokens.carry["sum"] == 3
     for read, says in (
-        (lambda: tokens.received_attention, "'received_attention' was read but not declared"),
+        (lambda: tokens.received_attention, "reads 'received_attention' without declaring it"),
         (lambda: tokens.encoder_attention(2), "of block 2"),
-        (lambda: tokens.encoder_queries(1), "'encoder_queries' was read but not declared"),
+        (lambda: tokens.encoder_queries(1), "reads 'encoder_queries' without declaring it"),
         (lambda: visual_tokens(hidden).text, "Pass text="),
         (lambda: tokens.patches, "not passed to visual_tokens"),
     ):
         with pytest.raises(TokenPruneError, match=says):
             read()
-    with pytest.raises(AttributeError, match="no observable 'key': did you mean 'keys'"):
+    with pytest.raises(AttributeError, match=r"no observable 'key'. Did you mean 'keys'"):
         _ = tokens.key
 
 
-def test_wrong_tensors_are_refused() -> None:
+def test_invalid_tensors_are_rejected() -> None:
     hidden = torch.randn(2, 9, 4)
     for more, says in (
         ({"counts": [9]}, "do not fit"), ({"counts": [9, 0]}, "do not fit"), ({"keep": [9, 10]}, "keep="),
-        ({"keyss": hidden}, "did you mean 'keys'"), ({"keys": hidden[:1]}, "must be"),
+        ({"keyss": hidden}, "Did you mean 'keys'"), ({"keys": hidden[:1]}, "must be"),
         ({"keys": {1: hidden}}, "not read by layer"), ({"rows": [1, 0]}, "in order"),
         ({"keep": tokenprune.Budget(average_tokens=4)}, "whole decoder"),
     ):  # fmt: skip
@@ -310,7 +310,7 @@ def test_wrong_tensors_are_refused() -> None:
             visual_tokens(hidden, **{"counts": [9, 5], **more})
 
 
-def test_frames_of_made_up_videos() -> None:
+def test_frames_of_synthetic_videos() -> None:
     """Of images one; of a video by its grid, or as they are given."""
     hidden = torch.randn(2, 6, 4)
     tokens = visual_tokens(hidden, [6, 4], grids=[(3, 1, 2), None], modality=["video", "image"])
@@ -319,7 +319,7 @@ def test_frames_of_made_up_videos() -> None:
     assert tokens.place.tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, -1, -1]]
     given = visual_tokens(hidden, [6, 4], modality="video", frames=[[1, 5], [4]])
     assert given.frame.tolist()[0] == [0, 1, 1, 1, 1, 1]
-    with pytest.raises(TokenPruneError, match="not known"):
+    with pytest.raises(TokenPruneError, match="are unknown"):
         _ = visual_tokens(hidden, modality="video").frame
 
 
@@ -330,6 +330,6 @@ def test_several_images_of_one_prompt() -> None:
     assert not set(own[0]) & set(own[1])
 
 
-def test_a_fingerprint_tells_made_up_towers_apart() -> None:
+def test_fingerprints_of_different_towers_differ() -> None:
     assert Fingerprint.from_module(TOWER.module, read=3, protected=1) == TOWER.fingerprint
     assert Site.IN_ENCODER is tokenprune.method_info("tome").site

@@ -69,7 +69,7 @@ def test_a_wide_list_has_the_flags_on_the_line_of_the_method(width: int | None) 
             info.query_aware, info.prefix_cache_safe, info.merges)]  # fmt: skip
 
 
-def test_methods_tell_what_their_default_costs() -> None:
+def test_list_shows_default_cost() -> None:
     """A cut ahead of the decoder leaves the tower, the text and what is kept; one inside it the layers before as well;
     what removes nothing has no number."""
     lines = {line.split()[0]: line.split()[3] for line in told(width=200).splitlines() if len(line.split()) > 3}
@@ -92,13 +92,14 @@ def test_filters() -> None:
     assert {"vidcom2", "pevlm"} <= set(names(videos)) and not {"dart", "divprune"} & set(names(videos))
     both = told("--video", "--site", "PRE_LLM", "--prefix-cache-safe")
     assert set(names(both)) == set(names(videos)) & set(names(safe)) & set(names(told("--site", "PRE_LLM")))
-    assert told("--video", "--site", "DECODE") == "No method is all of that.\n"
+    assert told("--video", "--site", "DECODE") == "No method matches.\n"
     assert told("--site", "llm", code=2).split() == (
-        "error: --site 'llm' is no site: use one of PRE_ENCODER, IN_ENCODER, PRE_LLM, ATTENTION, IN_LLM, DECODE".split()
+        "error: --site 'llm' is unknown. "
+        "Use one of PRE_ENCODER, IN_ENCODER, PRE_LLM, ATTENTION, IN_LLM, DECODE.".split()
     )
 
 
-def test_one_in_full() -> None:
+def test_single_method_is_described() -> None:
     for number, name in enumerate(tokenprune.available_methods()):
         check_in_full(name, (60, 80, 160)[number % 3])
 
@@ -119,10 +120,10 @@ def test_options_have_their_types_and_defaults() -> None:
     assert "not with inner=False" in told("prunevid")
 
 
-def test_an_unknown_method_names_three_and_the_command() -> None:
+def test_unknown_method_suggests_similar_names() -> None:
     said = " ".join(told("visonzip", code=2).split())
     assert re.fullmatch(
         r"error: unknown method 'visonzip': did you mean 'visionzip', '\w+' or '\w+'\? "
         "`tokenprune methods` lists them all", said
     )  # fmt: skip
-    assert "leave out --site" in " ".join(told("dart", "--site", "IN_LLM", code=2).split())
+    assert "do not apply to a single method" in " ".join(told("dart", "--site", "IN_LLM", code=2).split())

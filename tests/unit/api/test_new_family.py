@@ -56,7 +56,7 @@ def unknown(build, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT if name != WITHOUT_NORM])
-def test_a_row_comes_back(name: str, unknown) -> None:
+def test_existing_rows_are_reproduced(name: str, unknown) -> None:
     folder, row = unknown(name)
     about = describe(folder)
     different = {field for field in READ if getattr(about.row, field) != getattr(row, field)}
@@ -69,7 +69,7 @@ def test_a_row_comes_back(name: str, unknown) -> None:
 
 
 @pytest.mark.parametrize("name", ["video_llama_3", "lfm2_vl"])
-def test_what_is_written_passes_its_own_test(name: str, unknown, tmp_path: Path) -> None:
+def test_generated_test_passes(name: str, unknown, tmp_path: Path) -> None:
     folder, row = unknown(name)
     done = CliRunner().invoke(app, ["new-family", str(folder), "--to", str(tmp_path / "made")])
     assert done.exit_code == 0 and "look up patches: how patches" in done.output
@@ -80,17 +80,17 @@ def test_what_is_written_passes_its_own_test(name: str, unknown, tmp_path: Path)
     assert [getattr(again, field) for field in told] == [getattr(row, field) for field in told]
     assert base.ADAPTERS[name].__bases__ == (Adapter,)
     model = test.model.__wrapped__()
-    test.test_the_decoder_is_found(model)
+    test.test_decoder(model)
     for method in ("divprune", "fastv"):
-        test.test_methods_attach_and_leave(model, method)
+        test.test_patch_and_unpatch(model, method)
 
 
-def test_a_decoder_that_is_not_found(unknown) -> None:
+def test_missing_decoder_is_reported(unknown) -> None:
     with pytest.raises(OptionError, match="has no decoder with layers and a norm"):
         describe(unknown(WITHOUT_NORM)[0])
 
 
-def test_what_is_known_is_refused() -> None:
+def test_supported_family_is_rejected() -> None:
     for kind, error, says in (
         ("llava", OptionError, "'llava' has a row in the table"),
         ("mllama", UnsupportedModelError, "enter through cross-attention"),

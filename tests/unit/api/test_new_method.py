@@ -54,19 +54,19 @@ def load(folder: Path) -> Any:
 
 
 def cases(test: Any) -> list[dict[str, Any]]:
-    (mark,) = test.test_it_keeps_the_rules_of_all_methods.pytestmark
+    (mark,) = test.test_method_rules.pytestmark
     return mark.args[1]
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_a_package_passes_its_own_test_as_written(site: str, tmp_path: Path, clean: None) -> None:
+def test_generated_test_passes(site: str, tmp_path: Path, clean: None) -> None:
     folder = scaffold.new_method("my_method", site, tmp_path / "made")
     test = load(folder)
     info = tokenprune.method_info("my_method")
     assert scaffold.spell_site(info.site) == site and info.cls.__name__ == "MyMethod" and info.options
     assert len(cases(test)) == 2
     for options in cases(test):
-        test.test_it_keeps_the_rules_of_all_methods(options)
+        test.test_method_rules(options)
         assert options.items() <= vars(info.cls(**options)).items()
     page = (folder / "README.md").read_text()
     assert page.startswith("# my_method\n") and site_words(site) in page
@@ -78,16 +78,16 @@ def site_words(site: str) -> str:
     return Site(site.upper().replace("-", "_")).description
 
 
-def test_a_rule_that_is_broken_fails_the_written_test(tmp_path: Path, clean: None) -> None:
+def test_generated_test_finds_broken_rules(tmp_path: Path, clean: None) -> None:
     folder = scaffold.new_method("broken", to=tmp_path / "made")
     file = folder / "tokenprune_broken.py"
     file.write_text(file.read_text().replace("return tokens.hidden", "return -tokens.keys"))
     test = load(folder)
     with pytest.raises(AssertionError, match="broken"):
-        test.test_it_keeps_the_rules_of_all_methods({})
+        test.test_method_rules({})
 
 
-def test_it_prunes_a_model(tmp_path: Path, clean: None, build: Any) -> None:
+def test_generated_method_prunes_a_model(tmp_path: Path, clean: None, build: Any) -> None:
     from zoo import FAMILIES
 
     load(scaffold.new_method("loud", "in-llm", tmp_path / "made"))
@@ -101,54 +101,54 @@ def test_it_prunes_a_model(tmp_path: Path, clean: None, build: Any) -> None:
     ("name", "told"),
     [
         ("divprune", "is taken by tokenprune.methods"),
-        ("unpatched", "means something else"),
+        ("unpatched", "reserved name"),
         (
             "vlm",
-            "tokenprune-vlm .* is installed|means something else",
+            "tokenprune-vlm .* is installed|reserved name",
         ),  # the library's own distribution, where it is installed, else reserved
         *(
-            (name, "is no name of a method")
+            (name, "is not a valid name")
             for name in ("", "My", "my-method", "1st", "my_", "_my", "a b", "../up", "é", "a\n")
         ),
     ],
 )
-def test_a_name_that_is_taken_or_none_is_refused(name: str, told: str, tmp_path: Path) -> None:
+def test_invalid_or_taken_name_is_rejected(name: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(RegistrationError, match=told):
         scaffold.new_method(name, to=tmp_path / "made")
     assert not any(tmp_path.iterdir())
 
 
-def test_names_of_the_benchmarks_tables_are_reserved() -> None:
+def test_benchmark_names_are_reserved() -> None:
     assert {UNPATCHED, ESCALATE} < set(scaffold.RESERVED)
 
 
-def test_a_package_that_is_installed_is_not_shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_package_is_not_shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaffold, "distribution", lambda name: SimpleNamespace(version=f"of {name}"))
     with pytest.raises(RegistrationError, match="tokenprune-my-method of tokenprune-my-method is installed"):
         scaffold.new_method("my_method", to=tmp_path / "made")
 
 
 @pytest.mark.parametrize("name", ["pruner", "site", "none", "false", "ge", "tensor", "tower", "x1_y2"])
-def test_a_class_does_not_shadow_what_it_uses(name: str, tmp_path: Path, clean: None) -> None:
+def test_class_name_does_not_shadow_imports(name: str, tmp_path: Path, clean: None) -> None:
     for site in ("pre-llm", "in-encoder"):
         folder = scaffold.new_method(name, site, tmp_path / site)
         compile((folder / f"tokenprune_{name}.py").read_text(), name, "exec")
     test = load(tmp_path / "in-encoder")
-    test.test_it_keeps_the_rules_of_all_methods({})
+    test.test_method_rules({})
 
 
-def test_nothing_is_written_over_or_by_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for there in ("empty", "full"):
         (tmp_path / there).mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     before = sorted(tmp_path.rglob("*"))
     for there in ("empty", "full", "nowhere", "full/notes.txt"):
-        with pytest.raises(OptionError, match="exists: name a folder that does not"):
+        with pytest.raises(OptionError, match="already exists"):
             scaffold.new_method("my_method", to=tmp_path / there)
-    with pytest.raises(OptionError, match=r"there is no folder .*gone"):
+    with pytest.raises(OptionError, match=r"the folder .*gone does not exist"):
         scaffold.new_method("my_method", to=tmp_path / "gone/made")
-    with pytest.raises(OptionError, match="'moon' is none of pre-encoder, in-encoder"):
+    with pytest.raises(OptionError, match=r"'moon' is unknown. Use one of pre-encoder, in-encoder"):
         scaffold.new_method("my_method", "moon", tmp_path / "made")
 
     written = []
@@ -164,7 +164,7 @@ def test_nothing_is_written_over_or_by_halves(tmp_path: Path, monkeypatch: pytes
     assert len(written) == 3 and sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_prints_files_and_next_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["new-method", "my_method", "--site", "IN_LLM"])
     assert done.exit_code == 0, done.output
@@ -173,5 +173,5 @@ def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path: Path, monk
         assert (folder / path).is_file() and f"written: tokenprune-my-method/{path}\n" in done.stdout
     assert "cd tokenprune-my-method && python -m pytest" in done.stdout
     again = CliRunner().invoke(app, ["new-method", "my_method"])
-    assert again.exit_code == 2 and "error: tokenprune-my-method exists" in again.stderr
+    assert again.exit_code == 2 and "error: tokenprune-my-method already exists" in again.stderr
     assert set(SITES) <= set(re.findall(r"[\w-]+", CliRunner().invoke(app, ["new-method", "--help"]).stdout))

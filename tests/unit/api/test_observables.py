@@ -21,10 +21,11 @@ from tokenprune import BudgetError, OptionError, Selection, Site, TokenPruneErro
 from tokenprune import selection as extend
 from tokenprune.errors import RegistrationError
 from tokenprune.integrations.shared import checks
-from tokenprune.integrations.vllm.settings.servable import check_method as check_served
+from tokenprune.integrations.vllm.settings.parse import check_method as check_served
 from tokenprune.methods import registry
 from tokenprune.selection import observable_registry as observable_registry
-from tokenprune.selection.observable import Backend, Observable, ObservedAt, PerToken, Recorder, TowerBlock
+from tokenprune.selection.observable import Backend, Observable, ObservedAt, PerToken, Recorder
+from tokenprune.selection.observable_bases import TowerBlock
 from tokenprune.selection.observable_registry import register_observable
 from zoo import FAMILIES, Family
 
@@ -121,7 +122,7 @@ def test_a_new_observable_of_the_tower_is_one_class(build) -> None:
 
 
 @torch.no_grad()
-def test_a_new_place_of_observation_is_one_class(build) -> None:
+def test_new_observation_point_is_one_class(build) -> None:
     """An observable watches modules that nothing else reads: here the norms in front of attention and MLP."""
 
     @register_observable("norm_gains")
@@ -160,7 +161,7 @@ def test_a_new_place_of_observation_is_one_class(build) -> None:
     assert not tokenprune.is_patched(model)
 
 
-def test_a_wrong_observable_is_refused() -> None:
+def test_invalid_observable_is_rejected() -> None:
     class Nowhere(PerToken):
         """Says no place."""
 
@@ -191,15 +192,15 @@ def test_a_wrong_observable_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_only_what_was_declared_may_be_read(build) -> None:
+def test_undeclared_observable_is_rejected(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
     for read, says in (
-        (lambda tokens: tokens.received_attention, "'received_attention' was read but not declared"),
-        (lambda tokens: tokens.patches, "'patches' was read but not declared"),
-        (lambda tokens: tokens.encoder_attention(-1), "'encoder_attention' was read but not declared"),
+        (lambda tokens: tokens.received_attention, "reads 'received_attention' without declaring it"),
+        (lambda tokens: tokens.patches, "reads 'patches' without declaring it"),
+        (lambda tokens: tokens.encoder_attention(-1), "reads 'encoder_attention' without declaring it"),
         (lambda tokens: tokens.text.last_row, "no observable 'last_row'"),
-        (lambda tokens: tokens.keyz, "did you mean 'keys'"),
+        (lambda tokens: tokens.keyz, "Did you mean 'keys'"),
     ):
         reader(("keys",), read)
         with (
@@ -210,7 +211,7 @@ def test_only_what_was_declared_may_be_read(build) -> None:
 
 
 @each("need", [n for n in extend.available_observables() if n not in ("hidden", "normed")])
-def test_what_a_back_end_has_not_is_refused_by_name(need: str) -> None:
+def test_unsupported_observable_is_rejected_by_backend(need: str) -> None:
     one = observable_registry.find_observable(need)
     for backend, site, in_llm in ((Backend.VLLM, "PRE_LLM", False), (Backend.VLLM_IN_LLM, "IN_LLM", True)):
         reader((need,), lambda tokens: None, site, (-1,))
@@ -219,7 +220,7 @@ def test_what_a_back_end_has_not_is_refused_by_name(need: str) -> None:
                 check_served(tokenprune.method("reader"), in_llm)
 
 
-def test_a_need_may_be_written_as_it_is_read() -> None:
+def test_needs_accept_text_prefixes() -> None:
     for written, means in (
         ("text.embeddings", "embeddings"), ("text_embeddings", "embeddings"), ("text.attention", "text_attention"),
         ("text_attention", "text_attention"), ("text.keys", "keys"), ("text.hidden", "hidden"),
@@ -231,13 +232,13 @@ def test_a_need_may_be_written_as_it_is_read() -> None:
 
 
 @torch.no_grad()
-def test_frames_are_of_whole_videos(build) -> None:
+def test_frame_observables_require_whole_videos(build) -> None:
     """A method that needs them is refused where frames have a budget each, or images share one."""
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(images=(0,), video=True)
     seen = reader(("frames",), lambda tokens: (tokens.frames, tokens.frame, tokens.counts), "PRE_LLM")
     for per in ("frame", "prompt"):
-        with pytest.raises(BudgetError, match=r'compares the frames .*say per="image"'):
+        with pytest.raises(BudgetError, match=r'compares the frames .*Use per="image"'):
             tokenprune.patch(model, "reader", keep=tokenprune.Budget(keep=0.5, per=per))
     with tokenprune.patched(model, "reader", keep=0.5):
         model(**inputs)
@@ -248,7 +249,7 @@ def test_frames_are_of_whole_videos(build) -> None:
 # -- base classes of the sites
 
 
-def test_a_method_has_what_its_site_has() -> None:
+def test_methods_have_only_members_of_their_site() -> None:
     members = {"compute_shares", "choose", "block_starts", "plan", "score", "select", "next_rate"}
     own = {
         "fastv": {"score", "select"}, "divprune": {"score", "select"}, "vscan": {"score", "select"},
@@ -263,7 +264,7 @@ def test_a_method_has_what_its_site_has() -> None:
     assert not {member for member in members if hasattr(tokenprune.Method, member)}
 
 
-def test_needs_are_of_the_instance() -> None:
+def test_needs_depend_on_options() -> None:
     assert tokenprune.method("fastv").needs == {"last_row_attention"} == tokenprune.method_info("fastv").needs
     assert tokenprune.method("fastv", query="all").needs == {"received_attention"}
     with pytest.raises(RegistrationError, match="leave out needs="):
@@ -280,7 +281,7 @@ def test_needs_are_of_the_instance() -> None:
         ("ATTENTION", "block_starts", extend.AttentionPattern),
     ],
 )  # fmt: skip
-def test_a_method_that_derives_from_method_is_told_the_base_of_its_site(site: str, member: str, base: type) -> None:
+def test_wrong_base_names_the_base_of_the_site(site: str, member: str, base: type) -> None:
     members = {"__doc__": "Old.", "site": Site(site), member: lambda self, *args: None}
     made = dataclass(frozen=True)(type("Old", (tokenprune.Method,), members))
     with pytest.raises(RegistrationError, match=f"must derive from tokenprune.*{base.__name__}"):
@@ -289,7 +290,7 @@ def test_a_method_that_derives_from_method_is_told_the_base_of_its_site(site: st
 
 
 @torch.no_grad()
-def test_a_method_that_was_never_registered_works(build) -> None:
+def test_unregistered_method_works(build) -> None:
     class Places(tokenprune.Pruner):
         name = "places"
 
@@ -303,7 +304,7 @@ def test_a_method_that_was_never_registered_works(build) -> None:
         assert tokenprune.stats(model).visual_tokens_out == 5
 
 
-def test_a_wrong_base_is_refused() -> None:
+def test_wrong_base_is_rejected() -> None:
     wrong = [
         ("IN_ENCODER", tokenprune.Pruner, "tokenprune.selection.EncoderMethod"),
         ("DECODE", tokenprune.Pruner, "DecodeMethod"),
@@ -316,7 +317,7 @@ def test_a_wrong_base_is_refused() -> None:
             tokenprune.register("wrong", site=site)(cls)
 
 
-def test_a_method_without_its_question_says_how() -> None:
+def test_question_free_options_are_suggested() -> None:
     for name, options in (("dart", {"pivot_text": 0}), ("vscan", {"stage2": False})):
         method = tokenprune.method(name)
         assert method.query_aware and dict(method.query_free) == options
@@ -332,7 +333,7 @@ def calls(path: Path) -> Iterator[ast.Call]:
             yield node
 
 
-def test_engines_ask_a_method_through_its_base_class() -> None:
+def test_engines_use_only_base_class_members() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{call.lineno}"
         for folder in ("integrations", "bench", "tuning", "calibration", "cli", "guard")
@@ -345,7 +346,7 @@ def test_engines_ask_a_method_through_its_base_class() -> None:
     assert not found
 
 
-def test_engines_know_no_observable_by_name() -> None:
+def test_engines_contain_no_observable_names() -> None:
     names = {name for name in extend.available_observables() if "_" in name}  # others are words of their own
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value}"
@@ -357,5 +358,5 @@ def test_engines_know_no_observable_by_name() -> None:
     assert all("last_row_attention" in one and "decode_pruning" in one for one in found), found
 
 
-def test_a_selection_of_a_site_is_a_site() -> None:
+def test_filtering_by_site_returns_sites() -> None:
     assert {Site(site) for site in registry.BASES} == set(Site) and Selection is tokenprune.Selection

@@ -29,7 +29,7 @@ def spec(text: str) -> str:
         ('dymu:thresholds="a,b.safetensors",dart', ('dymu:thresholds="a,b.safetensors"', "dart")),
     ],
 )
-def test_a_list_is_cut_between_settings(text: str, parts: tuple[str, ...]) -> None:
+def test_list_is_split_into_settings(text: str, parts: tuple[str, ...]) -> None:
     assert split_methods(text) == parts
 
 
@@ -51,7 +51,7 @@ def test_a_list_is_cut_between_settings(text: str, parts: tuple[str, ...]) -> No
         ("sparsevlm:recycle=5e-1", {"method": "sparsevlm", "recycle": 0.5}),
     ],
 )
-def test_a_line_means_a_setting_that_patch_takes(text: str, setting: dict) -> None:
+def test_line_equals_patch_arguments(text: str, setting: dict) -> None:
     read = Setting.from_text(text)
     same = Setting.from_json(setting)
     assert read.to_json() == setting and same == read and hash(same) == hash(read)
@@ -63,7 +63,7 @@ def test_a_line_means_a_setting_that_patch_takes(text: str, setting: dict) -> No
     ]
 
 
-def test_one_setting_has_one_spelling() -> None:
+def test_setting_has_one_canonical_text() -> None:
     assert spec(" dart : layer=3 ,exact=False") == spec("dart:layer=3,exact=false") == "dart:layer=3,exact=false"
     assert spec('divprune+fastv:query="all"') == "divprune+fastv:query=all"
 
@@ -77,32 +77,32 @@ def test_one_setting_has_one_spelling() -> None:
         ("dart:pivot_text=some", OptionError, "must be an int"),
         ("dart:pivot_text=1.5", OptionError, "must be an int"),
         ("fastv:layer=0", OptionError, "int >= 1"),
-        ("dart:pivot_text", OptionError, "is no option: write it as in"),
-        ("dart:keep=0.5", OptionError, "give it with --keep"),
+        ("dart:pivot_text", OptionError, "is not an option. Write it as in"),
+        ("dart:keep=0.5", OptionError, "Pass it as --keep"),
         ("dart:layer=2,layer=3", OptionError, "twice"),
-        ("dart,pivot_text=0", OptionError, "write methods and their options as in"),
-        ("divprune+vispruner", OptionError, "act at the same place"),
-        ("fastv+dart", OptionError, "act at the same place"),
-        ("pevlm:dense_layers=[0,1", OptionError, "left open"),
+        ("dart,pivot_text=0", OptionError, "is not a setting. Write it as in"),
+        ("divprune+vispruner", OptionError, "both act at"),
+        ("fastv+dart", OptionError, "both act at"),
+        ("pevlm:dense_layers=[0,1", OptionError, "is not closed"),
         ("dymu:thresholds=none.safetensors", OptionError, "cannot read"),
-        (":layer=3", OptionError, "write methods and their options as in"),
+        (":layer=3", OptionError, "is not a setting. Write it as in"),
     ],
 )
-def test_what_cannot_be_is_said(text: str, error: type[Exception], said: str) -> None:
+def test_invalid_lines_are_rejected(text: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         spec(text)
 
 
-def test_two_methods_inside_the_decoder_stack_at_two_layers() -> None:
+def test_two_decoder_methods_combine_at_two_layers() -> None:
     assert spec("fastv+dart:layer=3") == "fastv+dart:layer=3"
 
 
-def test_a_file_with_odd_letters_is_quoted(tmp_path: Path) -> None:
+def test_special_characters_are_quoted(tmp_path: Path) -> None:
     path = tmp_path / "a,b+c.safetensors"
     assert Setting.from_text(f'dymu:thresholds="{path}"').to_json() == {"method": "dymu", "thresholds": str(path)}
 
 
-def test_seeds_and_defaults_are_filled_in_where_the_line_has_none() -> None:
+def test_missing_seeds_and_defaults_are_filled_in() -> None:
     assert [Setting.from_text(one).draws_at_random for one in ("random", "random:seed=1", "dart")] == [
         True,
         False,

@@ -33,14 +33,14 @@ HINTS = {
     "True or False": bool,
     "an int >= 1 or None": Annotated[int, Ge(1)] | None,
     "a tuple, each entry an int >= 0": tuple[Annotated[int, Ge(0)], ...],
-    "a text or a path": str | Path,
+    "a string or a path": str | Path,
     "a list, each entry a number > 0 and <= 1": Sequence[SHARE],
     "a function or None": Callable[[str], Any] | None,
 }
 
 
 @each("words", HINTS)
-def test_types_are_told_in_words(words: str) -> None:
+def test_types_are_described(words: str) -> None:
     assert describe_type(HINTS[words]) == words
 
 
@@ -61,7 +61,7 @@ def test_types_are_told_in_words(words: str) -> None:
         (Any, [None, print], []),
     ],
 )
-def test_values_fit_or_do_not(hint: Any, good: list[Any], bad: list[Any]) -> None:
+def test_values_match_types(hint: Any, good: list[Any], bad: list[Any]) -> None:
     assert all(matches_type(value, hint) for value in good)
     assert not any(matches_type(value, hint) for value in bad)
 
@@ -81,14 +81,14 @@ def test_values_fit_or_do_not(hint: Any, good: list[Any], bad: list[Any]) -> Non
         ("dynres", {"min_scale": 0}, "dynres: min_scale=0 must be a number > 0 and <= 1"),
     ],
 )
-def test_methods_refuse_what_their_fields_do_not_allow(name: str, options: dict[str, Any], says: str) -> None:
+def test_methods_reject_invalid_options(name: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(OptionError, match=re.escape(says)):
         tokenprune.method(name, **options)
     with pytest.raises(OptionError, match=re.escape(says)):
         tokenprune.read_config({"method": name, "keep": 0.5, **options}).steps()
 
 
-def test_options_are_those_of_the_fields() -> None:
+def test_options_equal_fields() -> None:
     @dataclass(frozen=True)
     class Made(tokenprune.Method):
         share: SHARE = 0.5
@@ -99,17 +99,17 @@ def test_options_are_those_of_the_fields() -> None:
         Made(share=2)
 
 
-def test_a_list_of_a_sequence_is_held_as_a_tuple() -> None:
+def test_lists_become_tuples() -> None:
     """Whoever wrote it, Python or JSON; tome, which takes lists and tuples for different things, has what was given."""
     listed, other = (tokenprune.method("pyramiddrop", ratios=one) for one in ([0.5, 0.25], (0.5, 0.25)))
     assert listed == other and hash(listed) == hash(other)
     assert tokenprune.method("tome", r=[1, 2]).r == [1, 2] and tokenprune.method("tome", r=(1, 0.5)).r == (1, 0.5)
 
 
-def test_a_type_that_is_there_for_mypy_alone_is_named() -> None:
+def test_type_checking_import_is_reported() -> None:
     @dataclass(frozen=True)
     class Made(tokenprune.Method):
         weights: Tensor | None = None
 
-    with pytest.raises(OptionError, match=r"Made: the type Tensor of an option is not there .* `if TYPE_CHECKING`"):
+    with pytest.raises(OptionError, match=r"Made: the option type Tensor is not defined .* `if TYPE_CHECKING`"):
         Made()

@@ -22,7 +22,7 @@ from zoo import FAMILIES, Family
 @pytest.mark.few_families
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @torch.no_grad()
-def test_unpatch_gives_the_same_model_back(method: str, family: Family, model) -> None:
+def test_unpatch_restores_the_model(method: str, family: Family, model) -> None:
     inputs = family.make_inputs(images=(2, 1))
     before, was = model(**inputs).logits, snapshot(model)
     attention = model.config._attn_implementation
@@ -58,7 +58,7 @@ FAILING = {
     "keep zero": dict(method="fastv", keep=0.0),
     "keep twice": dict(method="fastv", keep=(0.5, 0.5)),
     "no method": dict(method=[]),
-    "same place": dict(method=["fastv", "dart"]),
+    "same layer": dict(method=["fastv", "dart"]),
     "needs a processor": dict(method="downsample", keep=0.5),
     "processor for nothing": dict(method="dart", processor=object()),
     "budgets of different scope": dict(
@@ -70,7 +70,7 @@ FAILING = {
 
 @each("case", FAILING)
 @torch.no_grad()
-def test_a_patch_that_fails_leaves_no_trace(case: str, family: Family, model) -> None:
+def test_failing_patch_changes_nothing(case: str, family: Family, model) -> None:
     was = snapshot(model)
     with pytest.raises(TokenPruneError):
         tokenprune.patch(model, **FAILING[case])
@@ -80,7 +80,7 @@ def test_a_patch_that_fails_leaves_no_trace(case: str, family: Family, model) ->
 
 @each("case", FAILING)
 @torch.no_grad()
-def test_a_replacement_that_fails_leaves_the_first_patch(case: str, build) -> None:
+def test_failing_replacement_keeps_the_first_patch(case: str, build) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs()
     with tokenprune.patched(model, "divprune", keep=0.3):
@@ -91,7 +91,7 @@ def test_a_replacement_that_fails_leaves_the_first_patch(case: str, build) -> No
         assert torch.equal(model(**inputs).logits, before)
 
 
-def test_an_attachment_that_breaks_half_way_is_taken_back(family: Family, model, monkeypatch) -> None:
+def test_failing_attachment_is_rolled_back(family: Family, model, monkeypatch) -> None:
     """Hooks are installed one by one: whichever fails, those before it go."""
     was = snapshot(model)
     layers = model.get_submodule(family.decoder).layers
@@ -107,7 +107,7 @@ def test_an_attachment_that_breaks_half_way_is_taken_back(family: Family, model,
 
 
 @torch.no_grad()
-def test_patching_twice(build) -> None:
+def test_patching_twice_is_rejected(build) -> None:
     family = FAMILIES["llava_next"]
     model, inputs = build(family), family.make_inputs()
     was = snapshot(model)
@@ -125,7 +125,7 @@ def test_patching_twice(build) -> None:
 
 
 @torch.no_grad()
-def test_patched_puts_an_earlier_patch_back(build) -> None:
+def test_patched_restores_the_previous_patch(build) -> None:
     family = FAMILIES["internvl"]
     model, inputs = build(family), family.make_inputs()
     with tokenprune.patched(model, "uniform", keep=0.5):
@@ -143,7 +143,7 @@ def test_patched_puts_an_earlier_patch_back(build) -> None:
 
 
 @pytest.mark.parametrize("call", [tokenprune.unpatch, tokenprune.stats])
-def test_an_unpatched_model_has_nothing_to_give(call, build) -> None:
+def test_unpatched_model_has_no_stats(call, build) -> None:
     model = build(FAMILIES["llava"])
     assert not tokenprune.is_patched(model)
     with pytest.raises(NotPatchedError, match="patch"):
@@ -151,7 +151,7 @@ def test_an_unpatched_model_has_nothing_to_give(call, build) -> None:
 
 
 @torch.no_grad()
-def test_two_models_do_not_meet(build) -> None:
+def test_two_models_are_independent(build) -> None:
     one, two = FAMILIES["llava"], FAMILIES["qwen2_vl"]
     a, b = build(one), build(two)
     x, y = one.make_inputs(), two.make_inputs()
@@ -221,7 +221,7 @@ def test_composition_errors(build) -> None:
         tokenprune.patch(model, ["divprune", "fastv"], keep=[0.5])
 
 
-def test_a_deep_copy_of_a_plain_model_is_independent(build) -> None:
+def test_deepcopy_of_unpatched_model_is_independent(build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
     other = copy.deepcopy(model)
@@ -230,7 +230,7 @@ def test_a_deep_copy_of_a_plain_model_is_independent(build) -> None:
         assert not torch.equal(other(**inputs).logits, model(**inputs).logits)
 
 
-def test_a_list_of_keeps_belongs_to_the_methods_in_the_order_given(build) -> None:
+def test_keeps_follow_the_order_of_methods(build) -> None:
     model = build(FAMILIES["llava"])
     inputs = FAMILIES["llava"].make_inputs()
     counts = []
@@ -242,7 +242,7 @@ def test_a_list_of_keeps_belongs_to_the_methods_in_the_order_given(build) -> Non
     assert counts[0][0] == sum(round(0.75 * count) for row in inputs.counts for count in row)
 
 
-def test_states_end_with_their_part(build) -> None:
+def test_states_are_removed_with_their_part(build) -> None:
     """What a thread knows of a part that is gone must not be found by another one that got the same id."""
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()

@@ -38,7 +38,7 @@ def frames_of(inputs: Any) -> list[list[list[int]]]:
 @pytest.mark.parametrize("method", PRE_LLM)
 @pytest.mark.parametrize("name", VIDEOS)
 @torch.no_grad()
-def test_every_frame_keeps_its_share(name: str, method: str, build: Any) -> None:
+def test_each_frame_keeps_its_share(name: str, method: str, build: Any) -> None:
     family = FAMILIES[name]
     model = build(family)
     inputs = family.make_inputs(**BATCH)
@@ -55,7 +55,7 @@ def test_every_frame_keeps_its_share(name: str, method: str, build: Any) -> None
 
 @pytest.mark.parametrize("name", VIDEOS)
 @torch.no_grad()
-def test_a_frame_is_chosen_from_as_a_image_is(name: str, build: Any) -> None:
+def test_frame_selection_equals_image_selection(name: str, build: Any) -> None:
     """Uniform over each frame is another choice than uniform over the video; of one frame, both are the same."""
     family = FAMILIES[name]
     model = build(family)
@@ -70,7 +70,7 @@ def test_a_frame_is_chosen_from_as_a_image_is(name: str, build: Any) -> None:
 
 
 @torch.no_grad()
-def test_frames_that_cannot_be_told_are_refused(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_frames_are_rejected(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES["qwen2_vl"]
     model = build(family)
     monkeypatch.setattr("tokenprune.integrations.hf.families.Adapter.video_frames", lambda self, arguments: None)

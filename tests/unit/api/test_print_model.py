@@ -25,7 +25,7 @@ def shown(model: nn.Module) -> list[str]:
     return [line.strip() for line in repr(model).splitlines() if "tokenprune" in line]
 
 
-def test_the_second_line_names_method_keep_and_site(llava) -> None:
+def test_second_line_has_method_keep_and_site(llava) -> None:
     plain = repr(llava)
     with tokenprune.patched(llava, "dart", keep=0.25, pivot_image=8):
         lines = repr(llava).splitlines()
@@ -34,7 +34,7 @@ def test_the_second_line_names_method_keep_and_site(llava) -> None:
     assert repr(llava) == plain
 
 
-def test_every_method_of_a_patch_has_a_line(llava) -> None:
+def test_each_method_has_a_line(llava) -> None:
     budget = Budget(average_tokens=7)
     with tokenprune.patched(llava, [tokenprune.method("fastv", layer=3), "divprune"], keep=[budget, 64]):
         assert shown(llava) == [
@@ -43,7 +43,7 @@ def test_every_method_of_a_patch_has_a_line(llava) -> None:
         ]
 
 
-def test_the_defaults_are_written_out(llava) -> None:
+def test_default_keep_is_shown(llava) -> None:
     with tokenprune.patched(llava):
         assert shown(llava) == ["tokenprune: divprune(), keep=0.25, site=PRE_LLM"]
 
@@ -68,7 +68,7 @@ def test_undone_to_the_last_attribute_and_no_weight_has_another_name(llava) -> N
     assert snapshot(llava) == was
 
 
-def test_what_the_model_says_of_itself_stays(llava) -> None:
+def test_original_repr_is_kept(llava) -> None:
     class Says(type(llava)):
         def extra_repr(self) -> str:
             return "of its class"
@@ -90,7 +90,7 @@ def pickled(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickled])
-def test_a_copy_has_a_line_of_its_own(llava, way) -> None:
+def test_copy_has_its_own_line(llava, way) -> None:
     with tokenprune.patched(llava, "divprune", keep=0.5):
         other = way(llava)
         assert shown(other) == shown(llava) != []

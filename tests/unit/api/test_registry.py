@@ -59,7 +59,7 @@ def norms() -> type[Method]:
 
 
 @torch.no_grad()
-def test_a_method_of_ones_own(family: Family, model) -> None:
+def test_third_party_method_works(family: Family, model) -> None:
     cls = norms()
     assert "norms" in tokenprune.available_methods()
     info = tokenprune.method_info("norms")
@@ -174,7 +174,7 @@ def first(tokens: VisualTokens) -> Tensor:
         ("unifrom", "'uniform'"), ("squeezer", None), ("halves", None), ("compressor", None), ("x", None), ("", None),
     ],
 )  # fmt: skip
-def test_only_what_is_close_is_offered(name: str, offered: str | None) -> None:
+def test_only_similar_names_are_suggested(name: str, offered: str | None) -> None:
     with pytest.raises(tokenprune.UnknownMethodError) as error:
         tokenprune.method(name)
     assert ("did you mean" in str(error.value)) == (offered is not None)
@@ -184,7 +184,7 @@ def test_only_what_is_close_is_offered(name: str, offered: str | None) -> None:
 
 
 @pytest.mark.parametrize(("option", "offered"), [("layers", "'layer'"), ("Layer", "'layer'"), ("depth", None)])
-def test_only_options_that_are_close_are_offered(option: str, offered: str | None) -> None:
+def test_only_similar_options_are_suggested(option: str, offered: str | None) -> None:
     with pytest.raises(OptionError) as error:
         tokenprune.method("fastv", **{option: 2})
     assert ("did you mean" in str(error.value)) == (offered is not None)
@@ -192,7 +192,7 @@ def test_only_options_that_are_close_are_offered(option: str, offered: str | Non
 
 
 @torch.no_grad()
-def test_what_is_not_asked_for_is_not_there(build) -> None:
+def test_unused_observables_are_not_computed(build) -> None:
     @register("nosy", site=Site.IN_LLM, paper="none")
     @dataclass(frozen=True)
     class Nosy(Pruner):
@@ -289,7 +289,7 @@ def test_weights_of_a_merge(build) -> None:
 
 
 @torch.no_grad()
-def test_a_selection_of_another_size_than_asked(build) -> None:
+def test_selection_of_wrong_size_is_rejected(build) -> None:
     """A method may keep more or fewer than its budget; the next cut still has its share of what is there."""
 
     @register("three", site=Site.PRE_LLM, paper="none")

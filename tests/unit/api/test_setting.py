@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 import tokenprune
 from each import each
 from tokenprune import Budget, BudgetError, Method, OptionError, Pruner, TokenPruneError
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import get_cache_key
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.methods import registry
 from tokenprune.selection.files import File
 from tokenprune.selection.options import get_file_options
@@ -46,7 +47,7 @@ def awake() -> Iterator[None]:
 # -- files
 
 
-def test_the_options_that_name_a_file() -> None:
+def test_file_options_are_listed() -> None:
     methods = {name: registry.method_class(name) for name in registry.available_methods()}
     found = {(name, option) for name, cls in methods.items() for option in get_file_options(cls)}
     fitted = {("dyrate", "predictor"), ("d2pruner", "prior"), ("fitprune", "recipe"), ("hawk", "heads")}
@@ -65,7 +66,7 @@ def test_the_options_that_name_a_file() -> None:
 
 @each("server", [SERVER, {"method": "dymu", "keep": 0.5, "exact": True}, {"off": True}])
 @each("value", ["/etc/passwd", "/no/such/file", "", None, 7, ["/etc/passwd"], {"a": 1}])
-def test_a_request_names_no_file(server: dict, value: Any) -> None:
+def test_request_with_file_is_rejected(server: dict, value: Any) -> None:
     """However it is written, whether or not there is such a file, and without a look at it."""
     dymu = {"exact": True, "thresholds": value}
     written = [
@@ -81,8 +82,8 @@ def test_a_request_names_no_file(server: dict, value: Any) -> None:
         written += [dymu, {"thresholds": value, "keep": 0.5}, {"method": "dymu", "thresholds": value}]
     texts = set()
     for layer in written:
-        with unopened(), pytest.raises(OptionError, match="names a file of the server") as caught:
-            ServedSetting.from_json(server, layer, trusted=False)
+        with unopened(), pytest.raises(OptionError, match="names a file") as caught:
+            parse_setting(server, layer, trusted=False)
         texts.add(str(caught.value).replace("predictor of dyrate", "thresholds of dymu"))
     assert len(texts) == 1 and "passwd" not in texts.pop()
 
@@ -137,13 +138,13 @@ def unopened() -> Iterator[None]:
 
 @settings(max_examples=300, deadline=None)
 @given(layers(), st.sampled_from([SERVER, {"off": True}]))
-def test_wild_settings_are_answered(layer: dict[str, Any], server: dict[str, Any]) -> None:
+def test_fuzzed_settings_raise_library_errors(layer: dict[str, Any], server: dict[str, Any]) -> None:
     """By one of our errors, a ValueError, of a length that can be read; nothing of it is ever opened."""
     with unopened():
         try:
-            made = ServedSetting.from_json(server, layer, trusted=False)
+            made = parse_setting(server, layer, trusted=False)
             assert not has_path(made.to_json()), "a path was taken"
-            assert ServedSetting.from_json(made.to_json()) == made
+            assert parse_setting(made.to_json()) == made
         except (TokenPruneError, ValueError) as error:
             assert isinstance(error, TokenPruneError) and isinstance(error, ValueError)
             assert 0 < len(str(error)) < 6000
@@ -170,20 +171,20 @@ WITHOUT_OPTION = [
 
 def check_refused(layer: Any) -> None:
     with unopened(), pytest.raises(ValueError) as caught:
-        ServedSetting.from_json(SERVER, layer, trusted=False)
+        parse_setting(SERVER, layer, trusted=False)
     assert isinstance(caught.value, TokenPruneError) and "root:" not in str(caught.value)
 
 
 @each(("method", "option"), sorted(places()))
 @each("depth", DEPTHS)
 @each("written", WRITTEN)
-def test_a_path_is_refused_in_every_place(method: str, option: str, depth: Any, written: Any) -> None:
+def test_path_is_rejected_everywhere(method: str, option: str, depth: Any, written: Any) -> None:
     """As the value of any option of any method, at any depth, in any of the ways to write a method."""
     check_refused(written({"method": method, option: depth(PATH)}))
 
 
 @each("layer", WITHOUT_OPTION)
-def test_a_path_is_refused_where_no_option_is_one(layer: Any) -> None:
+def test_path_is_rejected_for_other_options(layer: Any) -> None:
     check_refused(layer)
 
 
@@ -193,12 +194,12 @@ def test_a_server_reads_its_own_files_once(tmp_path: Path) -> None:
     mine = tmp_path / "mine.safetensors"
     mine.write_bytes(path.read_bytes())
     server = {"method": {"method": "dymu", "exact": True, "thresholds": str(mine)}, "keep": 0.5}
-    made = ServedSetting.from_json(server)
-    assert [name for name, *_ in made.files] == ["thresholds"] and made.cache_key()["thresholds"] == made.files[0][2]
+    made = parse_setting(server)
+    assert [*made.digests] == ["thresholds"] and get_cache_key(made)["thresholds"] == made.digests["thresholds"]
     mine.unlink()
     for request in ({"keep": 0.25}, {"max_r": 3}, {"method": "dymu", "keep": 0.5}, {"method": {"method": "dymu"}}):
         with unopened():
-            assert ServedSetting.from_json(made.to_json(), request, trusted=False).files == made.files
+            assert parse_setting(made.to_json(), request, trusted=False).digests == made.digests
 
 
 def test_only_regular_files_are_read(tmp_path: Path, awake: None) -> None:
@@ -206,13 +207,14 @@ def test_only_regular_files_are_read(tmp_path: Path, awake: None) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 100)
     for path, why in (
-        (tmp_path / "pipe", "no regular file"), (tmp_path, "no regular file"), (Path("/dev/zero"), "no regular file"),
-        (tmp_path / "none", "No such file"), ("a\0b", "no path"), ("", "No such file"),
+        (tmp_path / "pipe", "not a regular file"), (tmp_path, "not a regular file"),
+        (Path("/dev/zero"), "not a regular file"),
+        (tmp_path / "none", "No such file"), ("a\0b", "null character"), ("", "No such file"),
     ):  # fmt: skip
         with pytest.raises(OptionError, match=f"cannot read .*{why}"):
             tokenprune.method("dymu", thresholds=path)
         with pytest.raises(OptionError, match=f"cannot read .*{why}"):
-            ServedSetting.from_json({"method": "dymu", "exact": True, "thresholds": str(path)})
+            parse_setting({"method": "dymu", "exact": True, "thresholds": str(path)})
         with pytest.raises(tokenprune.errors.ConfigError, match=f"cannot read .*{why}"):
             tokenprune.read_config(path)
     with pytest.raises(OSError, match="larger than 99 bytes"):
@@ -239,7 +241,7 @@ BAD = {
 
 
 @each("name", BAD)
-def test_bounds_name_the_option(name: str) -> None:
+def test_out_of_range_error_names_the_option(name: str) -> None:
     for option, layer in (
         ("keep", {"method": "pool", "keep": BAD[name]}),
         ("keep", {"method": ["dynres", "pool"], "keep": [0.5, BAD[name]]}),
@@ -247,7 +249,7 @@ def test_bounds_name_the_option(name: str) -> None:
         ("min_scale", {"method": [{"method": "dynres", "min_scale": BAD[name]}, "pool"]}),
     ):
         for read in (
-            lambda layer: ServedSetting.from_json(SERVER, layer, trusted=False),
+            lambda layer: parse_setting(SERVER, layer, trusted=False),
             lambda layer: tokenprune.read_config({"schema": 1, "setting": layer}),
             lambda layer: tokenprune.read_config(layer),
         ):
@@ -262,7 +264,7 @@ def test_bounds_name_the_option(name: str) -> None:
 def test_bounds_from_json(text: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenprune.json"
     path.write_text('{"method": "pool", "keep": ' + text + "}")
-    with pytest.raises((tokenprune.errors.ConfigError, BudgetError, OptionError), match=r"keep|no JSON"):
+    with pytest.raises((tokenprune.errors.ConfigError, BudgetError, OptionError), match=r"keep|not JSON"):
         tokenprune.read_config(path)
 
 
@@ -275,7 +277,7 @@ def test_budgets_are_checked(keep: Any) -> None:
 
 
 @each(("method", "option"), sorted(places()))
-def test_booleans_are_no_numbers(method: str, option: str) -> None:
+def test_booleans_are_rejected_as_numbers(method: str, option: str) -> None:
     default = registry.method_info(method).options[option]
     if isinstance(default, (int, float)) and not isinstance(default, bool):
         with pytest.raises(OptionError, match=option):
@@ -297,7 +299,7 @@ SAME = [
 
 @pytest.mark.parametrize("written", SAME, ids=["one", "two"])
 def test_one_form(written: list[dict]) -> None:
-    assert len({json.dumps(ServedSetting.from_json(one).to_json()) for one in written}) == 1
+    assert len({json.dumps(parse_setting(one).to_json()) for one in written}) == 1
     assert len({str(tokenprune.read_config(one).steps()) for one in written}) == 1
 
 
@@ -305,14 +307,14 @@ def test_the_same_methods_keep_their_options() -> None:
     """In whichever way the lower layer and the upper one are written."""
     below = [{"method": "random", "seed": 3}, {"method": [{"method": "random", "seed": 3}]}]
     above = [{"method": "random"}, {"method": {"method": "random"}}, {"keep": 0.25}, {"off": False}]
-    assert {ServedSetting.from_json(low, up).method.seed for low in below for up in above} == {3}
+    assert {parse_setting(low, up).method.seed for low in below for up in above} == {3}
     two = {"method": [{"method": "dynres", "min_scale": 0.3}, {"method": "random", "seed": 3}], "keep": [0.5, 0.4]}
-    made = ServedSetting.from_json(two, {"method": ["dynres", {"method": "random", "seed": 4}]})
-    assert (made.pixels.min_scale, made.method.seed, made.share, made.keep) == (0.3, 4, 0.5, 0.4)
-    assert ServedSetting.from_json(two, {"method": ["dynres", "pool"]}).pixels.min_scale == 0.25
+    made = parse_setting(two, {"method": ["dynres", {"method": "random", "seed": 4}]})
+    assert (made.pixel_method.min_scale, made.method.seed, made.keep) == (0.3, 4, [0.5, 0.4])
+    assert parse_setting(two, {"method": ["dynres", "pool"]}).pixel_method.min_scale == 0.25
     for layer in ({"seed": 1}, {"method": "random", "seed": 1} | {"method": {"method": "random", "seed": 2}}):
-        with pytest.raises(OptionError, match=r"ambiguous|two places"):
-            ServedSetting.from_json(two, layer)
+        with pytest.raises(OptionError, match=r"ambiguous|set twice"):
+            parse_setting(two, layer)
 
 
 def test_budgets_can_be_said() -> None:
@@ -323,21 +325,21 @@ def test_budgets_can_be_said() -> None:
         Budget(keep=0.5, per="prompt"), Budget.from_kv_share(0.3, per="prompt"),
     ]  # fmt: skip
     for keep, says in (
-        ({"token": 3}, "keep has no token: write a number alone.*average_tokens, average_share, kv_share"),
+        ({"token": 3}, "keep has no key token. Pass a number.*average_tokens, average_share, kv_share"),
         ({}, "exactly one of"),
         ({"kv_share": 0.5, "flops_share": 0.5}, "exactly one of"), ({"kv_share": 2}, "out of range"),
         ({"kv_share": "x"}, "must be a number"),
     ):  # fmt: skip
         with pytest.raises(BudgetError, match=says):
             tokenprune.read_config({"method": "fastv", "keep": keep})
-    with pytest.raises(BudgetError, match=r'write "keep": {"average_tokens": 192}'):
+    with pytest.raises(BudgetError, match=r'Write "keep": {"average_tokens": 192}'):
         tokenprune.read_config({"method": "fastv", "average_tokens": 192})
     for keep in ({"average_tokens": 192}, {}, [{"share": 0.5}]):
         with pytest.raises(
             BudgetError,
-            match=r"must be a number, 4 for four tokens or 0\.25 for a share, alone or with age and step, not {",
+            match=r"must be a number \(4 for four tokens, 0\.25 for a share\), optionally with age and step, not {",
         ):
-            ServedSetting.from_json({"method": "divprune", "keep": keep})
+            parse_setting({"method": "divprune", "keep": keep})
 
 
 def test_what_a_method_does_not_check_is_told_all_the_same() -> None:
@@ -358,7 +360,7 @@ def test_what_a_method_does_not_check_is_told_all_the_same() -> None:
     try:
         for options in ({"rates": [0]}, {"rates": 3}, {"rates": {"a": "b"}}, {"power": 3}, {"power": "x"}):
             with pytest.raises(OptionError, match="careless"):
-                ServedSetting.from_json(SERVER, {"method": "careless"} | options, trusted=False)
+                parse_setting(SERVER, {"method": "careless"} | options, trusted=False)
     finally:
         registry._METHODS.pop("careless")
 
@@ -370,6 +372,6 @@ def test_no_option_keeps_a_server_busy(name: str, awake: None) -> None:
     for option in [option for method, option in places() if method == name]:
         for value in values:
             try:
-                ServedSetting.from_json(SERVER, {"method": name, option: value}, trusted=False)
+                parse_setting(SERVER, {"method": name, option: value}, trusted=False)
             except TokenPruneError as error:
                 assert isinstance(error, ValueError)

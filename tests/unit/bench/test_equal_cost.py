@@ -24,7 +24,7 @@ from tokenprune.settings.cost import CostModel, Load
 from tokenprune_bench.equal_cost import describe_setting, explain_miss, solve_setting
 from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.profiling.patched import build_escalation
-from tokenprune_bench.report.compare import same_questions
+from tokenprune_bench.report.compare import group_by_questions
 from tokenprune_bench.report.drawing import FILE, FOLDER
 from tokenprune_bench.report.runs import Run
 from tokenprune_bench.results import summarise
@@ -128,7 +128,7 @@ def test_what_ran_spent_the_target_and_the_rest_is_listed_with_the_reason(record
     assert why.keys() == {(name, keep) for name in ("dynres", "visipruner") for keep in (0.5, 0.25)} | {
         ("fastv", 0.25), ("vtw", 0.25)
     }  # fmt: skip
-    assert "layer 2 of 6: the layers before it alone spend 0.333" in why["fastv", 0.25]
+    assert "layer 2 of 6: the layers before it spend 0.333" in why["fastv", 0.25]
     assert "it spent 0.167" in why["vtw", 0.25]
     assert "depends on the image's content" in why["dynres", 0.5] and "content decides" in why["visipruner", 0.5]
 
@@ -156,7 +156,7 @@ def test_the_command_line_chooses_settings_and_draws_with_them(tmp_path: Path) -
     (one,) = load_heldout(kinds=("word",), limit=1)
     data, run = tmp_path / "one.jsonl", tmp_path / "run"
     data.write_text(json.dumps({"image": str(one.path), "question": one.question, "answer": one.answer}) + "\n")
-    done = bench("--methods", "fastv,dynres", "--data", data, "--run", run, "--sample", 0)
+    done = bench("--methods", "fastv,dynres", "--data", data, "--run", run, "--sample", 0, "--details")
     assert done.exit_code == 0, done.output
     assert "average_share=0.5: 100 %, 25 % from layer 2" in done.stdout
     assert "Skipped dynres at target 0.5: dynres has no setting" in done.stdout
@@ -174,8 +174,8 @@ def test_the_command_line_chooses_settings_and_draws_with_them(tmp_path: Path) -
     ("arguments", "told"),
     [
         (("--keep", "64"), "shares of the visual tokens, such as 0.25, not 64 tokens"),
-        (("--keep", "1.5"), "keep=1.5 is no share"),
-        (("--keep", "0"), "keeps nothing"),
+        (("--keep", "1.5"), "keep=1.5 is not a valid share"),
+        (("--keep", "0"), "keeps no token"),
         (("--keep", "many"), "many"),
         (("--methods", "pool+fastv"), "pool+fastv"),
     ],
@@ -198,7 +198,7 @@ def test_a_plan_takes_shares_alone() -> None:
 def test_runs_at_equal_cost_are_compared_with_their_like_alone() -> None:
     plans = [dict(seeds=[0]), dict(seeds=[0], equal_cost=True), dict(seeds=[0], equal_cost=True)]
     runs = [Run(name, summarise([header(plan=plan), BASE, GOOD])) for name, plan in zip("abc", plans, strict=True)]
-    assert [[run.name for run in group] for group in same_questions(runs)] == [["a"], ["b", "c"]]
+    assert [[run.name for run in group] for group in group_by_questions(runs)] == [["a"], ["b", "c"]]
 
 
 # -- beside another method ---------------------------------------------------------------------------------------------

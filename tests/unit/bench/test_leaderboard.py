@@ -220,7 +220,7 @@ UNSOUND: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a narrower interval": (_line(score=[0.85, 0.84, 0.86]), "is not the interval of 0.85 of 200 questions"),
     "more than all": (_line(score=[1.2, 1.1, 1.3]), "1.2 is no share"),
     "twice": (lambda given: given["lines"].append(given["lines"][2]), "stands there twice"),
-    "all or one": (_line(keep=1), "keep=1 could mean all tokens or a single one"),
+    "all or one": (_line(keep=1), "keep=1 is ambiguous"),
     "no site": (_line(site="MOON"), "is none of PRE_ENCODER"),
     "another mark": (_line(marks=["best"]), "marks are"),
     "a long note": (lambda given: given.update(note="x" * 301), "note is one line of at most 300"),

@@ -21,7 +21,7 @@ WORDS = (
     (r"\blook_ahead\b", "probe_layer"),
     (r"\bof_each_piece\b", "align_per_image"),
     (r"\bone_of_each\b", "keep_one_per_group"),
-    (r"\bnumber_features\b", "placeholder_to_feature"),
+    (r"\bnumber_features\b", "index_placeholders"),
     (r"\bcounted_keep\b", "validate_selection"),
     (r"\bto_the_right\b", "right_align"),
     (r"\bleave_cache\b", "save_to_cache"),
@@ -38,8 +38,6 @@ ALLOWED = {
     "README.md": (r"heldout/pictures/",),
     "tokenprune_demo/heldout.py": (r'"picture"',),
     "lmms_eval/suite.py": (r'"picture"',),
-    "docs/methods/dyrate.md": (r'"Describe this picture\."',),
-    "docs/serving/reference.md": (r"heldout/pictures/",),
     "benchmarks/experiments/serving.py": (r"What is in the picture\?",),
     "benchmarks/experiments/studies/guard_proof.py": (r'"pictures": \[FIRST',),
     # The function of benchmarks/experiments/training/make_heldout.py.

@@ -23,7 +23,7 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.forward.part import PerCall
 from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.methods import registry
-from tokenprune.selection import observable
+from tokenprune.selection import observable, observable_bases
 from tokenprune.selection import observable_registry as observable_registry
 from tokenprune.selection.observable import ObservedAt
 from zoo import FAMILIES, Family
@@ -276,7 +276,7 @@ def test_rows_weighted_in_pieces(family: Family, build, monkeypatch: pytest.Monk
     seen = reader(("text_attention", "next_text_attention"), read=read)
     with tokenprune.patched(build(family), "reader", keep=0.5):
         build(family)(**inputs)
-        monkeypatch.setattr(observable, "_ELEMENTS", 1)  # a row at a time
+        monkeypatch.setattr(observable_bases, "_MAX_ELEMENTS", 1)  # a row at a time
         build(family)(**inputs)
     for whole, pieced in zip(*seen, strict=True):
         close(whole, pieced, 1e-6)

@@ -16,7 +16,7 @@ from oracle import survivors
 from several_cuts import counts_of
 from tests.unit.methods.naive.mustdrop import ties
 from tokenprune import Budget, VisualTokens
-from tokenprune.selection import observable
+from tokenprune.selection import observable_bases
 from tokenprune.testing import visual_tokens
 from zoo import FAMILIES, IMAGE
 
@@ -104,7 +104,7 @@ def test_last_token_rates_without_text() -> None:
 @pytest.mark.parametrize("rows", [1, 10**6])
 def test_thresholds_in_a_model(rows: int, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts follow the content and never grow from cut to cut, also with chunked text rows."""
-    monkeypatch.setattr(observable, "_ELEMENTS", rows)
+    monkeypatch.setattr(observable_bases, "_MAX_ELEMENTS", rows)
     family = FAMILIES["llava"]
     model, inputs = build(family, "eager"), family.make_inputs(images=(1, 1))
     assert tokenprune.method("mustdrop", thresholds=(1.0, 1.0)).chooses_count

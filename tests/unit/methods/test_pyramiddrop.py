@@ -26,7 +26,7 @@ def test_schedule_matches_paper() -> None:
 
 
 def test_invalid_schedules_are_rejected() -> None:
-    with pytest.raises(BudgetError, match="cut earlier"):
+    with pytest.raises(BudgetError, match="Cut earlier"):
         tokenprune.method("pyramiddrop", layers=(8, 16, 24)).stages(Budget(keep=0.1), 32)
     with pytest.raises(OptionError, match="too shallow"):
         tokenprune.method("pyramiddrop").stages(Budget(keep=0.5), 3)

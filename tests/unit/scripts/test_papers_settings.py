@@ -116,11 +116,11 @@ def test_budgets_are_hit(papers: Any) -> None:
 
 def test_downsample_comes_to_what_the_settings_say(papers: Any) -> None:
     """By the function that the method itself uses, for 24 x 24 patches."""
-    from tokenprune.integrations.shared.resizing import _patches
+    from tokenprune.integrations.shared.resizing import _find_side
 
     for budget in (192, 128, 64):
         one = setting(papers, f"downsample-{budget}")
-        assert _patches(24, one.keep) ** 2 == one.average
+        assert _find_side(24, one.keep) ** 2 == one.average
 
 
 def test_a_model_of_this_shape_sees_what_the_settings_say(papers: Any) -> None:

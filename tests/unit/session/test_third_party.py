@@ -51,10 +51,10 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_package_passes_its_own_test_and_holds_a_session(tmp_path: Path, monkeypatch, clean: None, build) -> None:
     folder = scaffold.new_method("my_policy", "session", tmp_path / "made")
     test = load(folder, monkeypatch)
-    (mark,) = test.test_it_keeps_the_rules_of_all_policies.pytestmark
+    (mark,) = test.test_policy_rules.pytestmark
     assert mark.args[1] == [{}, {"order": 1}]
     for options in mark.args[1]:
-        test.test_it_keeps_the_rules_of_all_policies(options)
+        test.test_policy_rules(options)
         assert tokenprune.sessions.policy("my_policy", **options).order == options.get("order", 2)
     for path in (one for one in folder.rglob("*") if one.is_file() and one.suffix != ".pyc"):
         assert "$" not in path.read_text(), path.name
@@ -68,14 +68,12 @@ def test_a_rule_that_is_broken_fails_the_written_test(tmp_path: Path, monkeypatc
     file.write_text(file.read_text().replace(".sort(1).values", ""))
     test = load(folder, monkeypatch)
     with pytest.raises(ConformanceError, match=r"broken.*ascending"):
-        test.test_it_keeps_the_rules_of_all_policies({})
+        test.test_policy_rules({})
 
 
 @pytest.mark.parametrize("name", ["policy", "tensor", "clsvar", "window_2"])
 def test_a_class_does_not_shadow_what_it_uses(name: str, tmp_path: Path, monkeypatch, clean: None) -> None:
-    load(scaffold.new_method(name, "SESSION", tmp_path / "made"), monkeypatch).test_it_keeps_the_rules_of_all_policies(
-        {}
-    )
+    load(scaffold.new_method(name, "SESSION", tmp_path / "made"), monkeypatch).test_policy_rules({})
 
 
 def test_the_name_of_a_policy_is_taken_and_that_of_a_method_not(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_unsupported_setups_raise() -> None:
         tokenprune.patch(model, ["tome", "fastv"])
     with pytest.raises(BudgetError, match="at most half"):
         tokenprune.patch(model, "tome", keep=tokenprune.Budget(tokens=1))
-    with pytest.raises(OptionError, match="Remove one of them"):
+    with pytest.raises(OptionError, match="Pass only one"):
         tokenprune.patch(model, "tome", r=2, keep=1.0)
     with pytest.raises(OptionError, match="processor"):
         tokenprune.patch(model, "tome", processor=object())

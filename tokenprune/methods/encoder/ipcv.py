@@ -11,7 +11,7 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
-from tokenprune.selection.sites.units import Sees, UnitDropper
+from tokenprune.selection.sites.units import UnitDropper, UnitInput
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ class IPCV(UnitDropper):
     neighbours: Annotated[int, Ge(1)] = 10
 
     @property
-    def sees(self) -> Sees:
+    def sees(self) -> UnitInput:
         return "change"
 
     def block(self, depth: int) -> int:

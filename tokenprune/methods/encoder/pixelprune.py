@@ -89,7 +89,7 @@ class PixelPrune(UnitDropper):
         is_identity = budget.is_identity()
         self._check(
             not (is_identity and self.threshold),
-            f"keep=1.0 drops no tokens, but threshold={self.threshold} does. Remove one of them.",
+            f"keep=1.0 drops no tokens, but threshold={self.threshold} does. Pass only one.",
         )
         return is_identity
 

@@ -53,7 +53,7 @@ class ToMe(EncoderMethod):
             is_valid = len(self.r) == 2 and _is_count(self.r[0]) and isinstance(self.r[1], numbers.Real)
             is_valid = is_valid and -1 <= self.r[1] <= 1
         self._check(
-            is_valid, f"r={self.r!r} must be an int >= 0, a list of them, or (r, slope) with a slope in [-1, 1]"
+            is_valid, f"r={self.r!r} must be an int >= 0, a list of ints, or (r, slope) with a slope in [-1, 1]"
         )
 
     def is_identity(self, budget: Budget) -> bool:
@@ -63,7 +63,7 @@ class ToMe(EncoderMethod):
             OptionError: If the budget contradicts `r`.
         """
         conflict = budget.is_identity() and self.r
-        self._check(not conflict, f"keep=1.0 merges no tokens, but r={self.r!r} does. Remove one of them.")
+        self._check(not conflict, f"keep=1.0 merges no tokens, but r={self.r!r} does. Pass only one.")
         return budget.is_identity()
 
     @property

@@ -14,12 +14,12 @@ from tokenprune.kernels.take import top_mask
 from tokenprune.kernels.transfer import to_device
 from tokenprune.methods.registry import register
 from tokenprune.selection.method import Site
-from tokenprune.selection.sites.units import Sees, UnitDropper
+from tokenprune.selection.sites.units import UnitDropper, UnitInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SEES: dict[str, Sees] = {"diverse": "mean", "change": "change", "detail": "pixels"}
+_SEES: dict[str, UnitInput] = {"diverse": "mean", "change": "change", "detail": "pixels"}
 
 
 @register("towerdrop", site=Site.IN_ENCODER, paper="none (scores of arXiv 2503.02175 and 2512.18747)")
@@ -64,7 +64,7 @@ class TowerDrop(UnitDropper):
         )
 
     @property
-    def sees(self) -> Sees:
+    def sees(self) -> UnitInput:
         return _SEES.get(self.score, "hidden")
 
     @property

@@ -99,7 +99,7 @@ class TwoCutMerger(VideoMerger):
     def __post_init__(self) -> None:
         super().__post_init__()
         is_consistent = self.layer is None or self.inner
-        self._check(is_consistent, f"layer={self.layer} sets the second cut, but inner=False. Remove one of them.")
+        self._check(is_consistent, f"layer={self.layer} sets the second cut, but inner=False. Pass only one.")
 
     @property
     def query_aware(self) -> bool:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observables, one a file; importing a module registers what is in it (see `tokenprune.selection.observable`)."""
+"""Built-in observables. Importing a module registers its observables. See `tokenprune.selection.observable`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observables of the places of tokens: frames of a video, and patches of an image."""
+"""Observables of token locations: frames of a video, and patches of an image."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FrameObservable(Observable):
-    """Base of what is known of the frames of videos; whoever declares one may read all."""
+    """Base class of observables of video frames. A method that declares one of them may read all of them."""
 
     where = ObservedAt.FRAMES
     backends = frozenset({Backend.HF, Backend.VLLM})
@@ -31,26 +31,30 @@ class FrameObservable(Observable):
 
 @register_observable("frames")
 class FrameSizes(FrameObservable):
-    """S lists of ints, on the host: how many tokens each frame of each segment has. An image is one frame; tokens
-    after the last frame of a video (a newline) are in none."""
+    """Number of tokens in each frame, as a list of ints per segment, on the host.
+
+    An image has one frame. Tokens after the last frame of a video (a newline) belong to no frame.
+    """
 
     axes = ""
 
     def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> list[list[int]]:
-        frames = [one for one in segments.frames if one is not None]
+        frames = [counts for counts in segments.frames if counts is not None]
         if len(frames) != len(segments):
-            raise TokenPruneError("the frames of a video are not known here, or tokens of it are gone already")
+            raise TokenPruneError("The frames of a video are unknown, or some of its tokens were already dropped.")
         return frames
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> list[list[int]]:
-        """Two frames each, as far as the tokens are even."""
+        """Return two frames per segment, without an odd last token."""
         return [[count // 2] * 2 if count > 1 else [count] for count in sizes.counts]
 
 
 @register_observable("frame")
 class Frame(FrameObservable):
-    """long `[S, N]`: index of each token's frame in its segment; -1 for what is in no frame (a newline after a video,
-    padding)."""
+    """Index of the frame of each token in its segment, shape (S, N), int64.
+
+    -1 for tokens outside of frames (a newline, padding).
+    """
 
     axes = "SN"
 
@@ -64,7 +68,7 @@ class Frame(FrameObservable):
 
 @register_observable("place")
 class IndexInFrame(FrameObservable):
-    """long `[S, N]`: index of each token in its frame; -1 for what is in no frame."""
+    """Index of each token in its frame, shape (S, N), int64. -1 outside of frames."""
 
     axes = "SN"
 
@@ -78,8 +82,7 @@ class IndexInFrame(FrameObservable):
 
 @register_observable("patches")
 class PatchLocations(Observable):
-    """`Patches`, long `[S, N]` each: where in the vision tower the tokens come from. Whoever reads anything else of the
-    tower may read it too."""
+    """Location of each token in the vision tower, as `Patches`. Available to methods that read the tower."""
 
     where = ObservedAt.TOWER
     axes = ""
@@ -88,9 +91,9 @@ class PatchLocations(Observable):
     def is_declared(self, needs: frozenset[str]) -> bool:
         return bool(select_observables(needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK))
 
-    def compute_per_patch(self, seen: ObservedAttention, protected: int) -> Tensor:
-        """Return `[rows, H, patches]`, of any value: how many patches there are is all that is asked."""
-        return seen.key[:, :, protected:, 0]
+    def compute_per_patch(self, attention: ObservedAttention, protected: int) -> Tensor:
+        """Return values of shape (rows, H, patches). Only the number of patches is used."""
+        return attention.key[:, :, protected:, 0]
 
     def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Patches:
         return source.patches(segments)
@@ -98,5 +101,5 @@ class PatchLocations(Observable):
     def example(self, sizes: Sizes, generator: torch.Generator) -> Patches:
         counts = torch.tensor(sizes.counts, device="cpu")[:, None]
         column = torch.arange(sizes.tokens, device="cpu").expand(sizes.segments, -1)
-        row, one = torch.zeros_like(column), torch.ones_like(column)
-        return Patches(torch.where(column < counts, 0, -1), row, column, one, counts * one, one, tiles=1)
+        row, ones = torch.zeros_like(column), torch.ones_like(column)
+        return Patches(torch.where(column < counts, 0, -1), row, column, ones, counts * ones, ones, tiles=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observables of the states of tokens: hidden states, keys, values and rotations, at the cut and one layer before."""
+"""Observables of token states: hidden states, keys, values and rotations, at the cut and in the layer before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @register_observable("hidden")
 class Hidden(PerToken):
-    """`[S, N, D]`, model dtype: the tokens as they arrive at the cut (PRE_LLM: the projected embeddings)."""
+    """Hidden states at the cut, shape (S, N, D), model dtype. For PRE_LLM these are the projected image features."""
 
     where = ObservedAt.CUT
     backends = frozenset(Backend)
@@ -29,7 +29,7 @@ class Hidden(PerToken):
 
 @register_observable("normed")
 class Normed(Observable):
-    """`[S, N, D]`: `hidden` after the decoder's final norm."""
+    """`hidden` after the final norm of the decoder, shape (S, N, D)."""
 
     where = ObservedAt.CUT
     backends = frozenset(Backend)
@@ -43,7 +43,7 @@ class Normed(Observable):
 
 @register_observable("previous_hidden")
 class PreviousHidden(PerToken):
-    """`[S, N, D]`: the hidden states that entered the layer before the cut, of which that layer made `hidden`."""
+    """Hidden states at the input of the layer before the cut, shape (S, N, D)."""
 
     where = ObservedAt.INPUT_BEFORE
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
@@ -54,7 +54,7 @@ class PreviousHidden(PerToken):
 
 @register_observable("embeddings")
 class Embeddings(Observable):
-    """`[S, N, D]`: what enters the decoder, wherever the cut is; at its entry the same as `hidden`."""
+    """Input of the decoder, shape (S, N, D). Equal to `hidden` if the cut is at the input of the decoder."""
 
     where = ObservedAt.ENTRY
     backends = frozenset({Backend.HF, Backend.VLLM})
@@ -71,7 +71,7 @@ class Embeddings(Observable):
 
 @register_observable("keys")
 class Keys(PerToken):
-    """`[S, N, Hkv * Dh]`: keys of the layer before the cut, after rotary embedding, heads flattened."""
+    """Keys of the layer before the cut, after rotary embedding, shape (S, N, Hkv * Dh)."""
 
     where = ObservedAt.LAYER_BEFORE
     absolute = True
@@ -82,7 +82,7 @@ class Keys(PerToken):
 
 
 class PerHead(PerToken):
-    """Base of what each token has one of for each head of the layer before the cut."""
+    """Base class of observables with one vector per token and head in the layer before the cut."""
 
     where = ObservedAt.LAYER_BEFORE
     axes = "SNHD"
@@ -96,7 +96,7 @@ class PerHead(PerToken):
 
 @register_observable("query_heads")
 class QueryHeads(PerHead):
-    """`[S, N, H, Dh]`: queries of the layer before the cut, after rotary embedding, head by head."""
+    """Queries of the layer before the cut, after rotary embedding, shape (S, N, H, Dh)."""
 
     absolute = True
 
@@ -106,8 +106,7 @@ class QueryHeads(PerHead):
 
 @register_observable("key_heads")
 class KeyHeads(PerHead):
-    """`[S, N, Hkv, Dh]`: keys of the layer before the cut, after rotary embedding, head by head; those of `keys`
-    otherwise."""
+    """Keys of the layer before the cut, after rotary embedding, shape (S, N, Hkv, Dh)."""
 
     absolute = True
 
@@ -117,7 +116,7 @@ class KeyHeads(PerHead):
 
 @register_observable("values")
 class Values(PerToken):
-    """`[S, N, Hkv * Dv]`: values of the layer before the cut, heads flattened."""
+    """Values of the layer before the cut, shape (S, N, Hkv * Dv)."""
 
     where = ObservedAt.LAYER_BEFORE
     backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
@@ -128,7 +127,7 @@ class Values(PerToken):
 
 @register_observable("value_heads")
 class ValueHeads(PerHead):
-    """`[S, N, Hkv, Dv]`: values of the layer before the cut, head by head; those of `values` otherwise."""
+    """Values of the layer before the cut, shape (S, N, Hkv, Dv)."""
 
     def read_values(self, source: TokenSource) -> Tensor:
         return source.attention_before.value_heads(source.width)
@@ -136,21 +135,23 @@ class ValueHeads(PerHead):
 
 @register_observable("rotation")
 class Rotation(Observable):
-    """(cos, sin), `[S, N, R]` each: by which angles the layer before the cut turns queries and keys of each token, with
-    the factor that some families scale them by."""
+    """Rotary embedding of each token in the layer before the cut, as (cos, sin) of shape (S, N, R) each.
+
+    Includes the scaling factor of some model families.
+    """
 
     where = ObservedAt.INPUT_BEFORE
     rotary = absolute = True
 
     def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> tuple[Tensor, Tensor]:
-        return self._at(source, segments.position, segments)
+        return self._gather(source, segments.position, segments)
 
     def compute_text(self, source: TokenSource, text: TextView) -> tuple[Tensor, Tensor]:
-        return self._at(source, text.position, text.segments)
+        return self._gather(source, text.position, text.segments)
 
     @staticmethod
-    def _at(source: TokenSource, position: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-        assert source.input_before.rotation is not None  # `rotary`: engines refuse decoders without
+    def _gather(source: TokenSource, position: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        assert source.input_before.rotation is not None  # `rotary`: engines refuse decoders without rotary embedding
         cos, sin = source.input_before.rotation
         return source.gather(cos, position, segments), source.gather(sin, position, segments)
 

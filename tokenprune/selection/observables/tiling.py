@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Observable of the tiles of an image and of its thumbnail."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -18,12 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The thumbnail of an image and its tiles, row by row, which make one map of the image; see `Patches`.
+    """Layout of an image as a thumbnail, followed by tiles that form one map of the image. See `Patches`.
 
-    covers: long `[S, N]`, for a token of the thumbnail the tile that shows its part of the image: the thumbnail is cut
-            into as many equal blocks as there are tiles, the last ones take what does not divide. 0 for all others.
-    row, column: long `[S, N]`, of a tile's token its place in the map that the tiles make, padding left out.
-    height, width: long `[S]`, the size of that map. 0, as all of the above, of an image that is not cut into tiles.
+    All values are 0 for an image without tiles.
+
+    Args:
+        covers: Index of the tile that shows the same part of the image as a thumbnail token, shape (S, N), int64. The
+            thumbnail is divided into one equal block per tile. The last blocks include any remainder. 0 for other
+            tokens.
+        row: Row of a tile token in the map of all tiles, without padding, shape (S, N), int64.
+        column: Column of a tile token in the map of all tiles, shape (S, N), int64.
+        height: Height of the map, shape (S,), int64.
+        width: Width of the map, shape (S,), int64.
     """
 
     covers: Tensor
@@ -34,50 +42,56 @@ class Tiling:
 
     @staticmethod
     def from_patches(patches: Patches, mask: Tensor) -> Tiling:
-        """Return how `patches` lie; mask: bool `[S, N]`, False for padding.
+        """Infer the layout from the order of the tokens.
 
-        Told from their order: tile 0 is the thumbnail, rows of the map follow, and a newline ends each of them. So
-        frames of a video, and tiles that stand side by side without one, are no map.
+        Tile 0 is the thumbnail. The rows of the map follow, each with a newline token at its end. Video frames, and
+        tiles without newlines, do not form a map.
+
+        Args:
+            patches: Location of each token in the vision tower.
+            mask: Mask of tokens, shape (S, N), bool.
         """
         tile = patches.tile.masked_fill(~mask, -1)
         inside = tile > 0
-        before = inside.long().cumsum(1)  # tokens of tiles up to here
-        count = before[:, -1:]
-        newline = (tile < 0) & mask & (before > 0)
-        width = torch.where(newline, before, count).amin(1, keepdim=True).clamp(min=1)
+        num_before = inside.long().cumsum(1)  # number of tile tokens up to and including each token
+        count = num_before[:, -1:]
+        is_newline = (tile < 0) & mask & (num_before > 0)
+        width = torch.where(is_newline, num_before, count).amin(1, keepdim=True).clamp(min=1)
 
-        def at(place: Tensor, values: Tensor) -> Tensor:
-            return (values * (inside & (before == place))).sum(1, keepdim=True)
+        def get_nth(n: Tensor, values: Tensor) -> Tensor:
+            """Return the value of the n-th tile token (from 1) of each segment."""
+            return (values * (inside & (num_before == n))).sum(1, keepdim=True)
 
-        one = torch.ones_like(count)
-        across = at(width, tile) - at(one, tile) + 1  # tiles side by side; one that is padding alone is none
+        first = torch.ones_like(count)
+        # Tiles per row of the map. Tiles that consist only of padding are not counted.
+        across = get_nth(width, tile) - get_nth(first, tile) + 1
         down = tile.amax(1, keepdim=True) // across.clamp(min=1)
-        fits = (count > 0) & (count % width == 0) & (width <= across * at(one, patches.width))
-        thumbnail = (tile == 0) & fits
-        fits = fits & thumbnail.any(1, keepdim=True)
+        is_map = (count > 0) & (count % width == 0) & (width <= across * get_nth(first, patches.width))
+        thumbnail = (tile == 0) & is_map
+        is_map = is_map & thumbnail.any(1, keepdim=True)
         block = _block(patches.row, patches.height, down) * across + _block(patches.column, patches.width, across) + 1
-        place = (before - 1).clamp(min=0)
+        index = (num_before - 1).clamp(min=0)
         return Tiling(
             torch.where(thumbnail, torch.minimum(block, tile.amax(1, keepdim=True)), 0),
-            torch.where(inside & fits, place // width, 0),
-            torch.where(inside & fits, place % width, 0),
-            torch.where(fits, count // width, 0).squeeze(1),
-            torch.where(fits, width, 0).squeeze(1),
+            torch.where(inside & is_map, index // width, 0),
+            torch.where(inside & is_map, index % width, 0),
+            torch.where(is_map, count // width, 0).squeeze(1),
+            torch.where(is_map, width, 0).squeeze(1),
         )
 
 
-def _block(place: Tensor, size: Tensor, number: Tensor) -> Tensor:
-    """Return which of `number` blocks of a side of `size` places each place is in."""
-    number = number.clamp(min=1)
-    return torch.minimum(place // (size // number).clamp(min=1), number - 1)
+def _block(index: Tensor, size: Tensor, num_blocks: Tensor) -> Tensor:
+    """Return the block of each index if an axis of `size` is divided into `num_blocks` blocks."""
+    num_blocks = num_blocks.clamp(min=1)
+    return torch.minimum(index // (size // num_blocks).clamp(min=1), num_blocks - 1)
 
 
 @register_observable("tiling")
 class TileMap(Observable):
-    """`Tiling`: how the tiles of each image lie, and which part of its thumbnail each of them shows.
+    """Layout of the tiles of each image, and the tile that each thumbnail token covers, as `Tiling`.
 
-    On families that show a thumbnail first and then tiles (LLaVA-NeXT, LLaVA-OneVision), and on those whose every image
-    is one square tile.
+    Available for families with a thumbnail before the tiles (LLaVA-NeXT, LLaVA-OneVision), and for families with one
+    square tile per image.
     """
 
     where = ObservedAt.TOWER
@@ -85,8 +99,8 @@ class TileMap(Observable):
     backends = frozenset({Backend.HF, Backend.VLLM})
 
     def find_obstacle(self, row: Family) -> str | None:
-        alone = row.patches == "tiles" and row.square == "always"
-        if row.patches == "packed" or alone:
+        is_single_tile = row.patches == "tiles" and row.square == "always"
+        if row.patches == "packed" or is_single_tile:
             return None
         return "a thumbnail ahead of the tiles of an image"
 
@@ -94,6 +108,6 @@ class TileMap(Observable):
         return Tiling.from_patches(source.patches(segments), segments.mask)
 
     def example(self, sizes: Sizes, generator: torch.Generator) -> Tiling:
-        """One tile each."""
-        none = torch.zeros(sizes.segments, sizes.tokens, dtype=torch.long, device="cpu")
-        return Tiling(none, none, none, none[:, 0], none[:, 0])
+        """Return images without tiles."""
+        zeros = torch.zeros(sizes.segments, sizes.tokens, dtype=torch.long, device="cpu")
+        return Tiling(zeros, zeros, zeros, zeros[:, 0], zeros[:, 0])

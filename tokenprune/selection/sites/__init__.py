@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bases of methods by site, beside `Pruner`; and the order in which methods of several sites act."""
+"""Base classes of methods by site, and the order in which methods of several sites act."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tokenprune.selection.method import Method, Site
 
 
 def composition_key(method: Method) -> tuple[int, int]:
-    """Return where a method acts, as something that sorts in the order in which data flows."""
-    # What acts while decoding makes its first cut like a method inside the decoder.
+    """Return a sort key for methods in the order of the data flow: the site and the decoder layer."""
+    # A DECODE method makes its first cut in prefill, like an IN_LLM method.
     site = Site.IN_LLM if method.site is Site.DECODE else method.site
     return site.order, method.cut_layer
 
 
 def check_sites(methods: Sequence[Method]) -> None:
-    """Raise OptionError if two methods act at the same place."""
-    seen: dict[tuple[int, int], Method] = {}
-    for one in methods:
-        first = seen.setdefault(composition_key(one), one)
-        if first is not one:
+    """Raise OptionError if two methods act at the same site and layer."""
+    by_key: dict[tuple[int, int], Method] = {}
+    for method in methods:
+        first = by_key.setdefault(composition_key(method), method)
+        if first is not method:
             raise OptionError(
-                f"{first.name} and {one.name} act at the same place ({one.site}, layer {one.cut_layer}): composed "
-                "methods must act at different sites or layers"
+                f"{first.name} and {method.name} both act at {method.site}, layer {method.cut_layer}. "
+                "Combine methods of different sites or layers."
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of methods that remove nothing, and change attention in prefill (ATTENTION)."""
+"""Base class of methods that change attention in prefill and remove no token (ATTENTION)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionPattern(Method):
-    """Base of the methods that remove nothing, and change which tokens attend to which in prefill (ATTENTION).
+    """Base class of methods that restrict which tokens attend to which in prefill (ATTENTION). No token is removed.
 
-    A subclass implements `block_starts`. It may make fields, which are options then, of `dense_layers` and
-    `position_mode`.
+    A subclass implements `block_starts`. It may turn `dense_layers` and `position_mode` into fields to make them
+    options.
+
+    Example:
+        >>> class TwoBlocks(AttentionPattern):
+        ...     def block_starts(self, visuals, end):
+        ...         frames = [frame for visual in visuals for frame in visual.frames]
+        ...         return [frames[0][0], frames[len(frames) // 2][0], frames[-1][1]]
+        >>> from tokenprune.selection import Visual
+        >>> TwoBlocks().block_starts([Visual("video", ((4, 8), (8, 12)))], end=20)
+        [4, 8, 12]
     """
 
     site: ClassVar[Site] = Site.ATTENTION
@@ -27,17 +36,28 @@ class AttentionPattern(Method):
 
     @property
     def dense_layers(self) -> Sequence[int]:
-        """Decoder layers, counted from 0, that keep full attention."""
+        """Indices of the decoder layers that keep full attention."""
         return ()
 
     @property
     def position_mode(self) -> str:
-        """Return "sequential", which keeps the positions of full attention, or "reuse", which starts every block where
-        the first one starts."""
+        """Position ids of the blocks.
+
+        "sequential" keeps the positions of full attention. With "reuse", every block starts at the position of the
+        first block.
+        """
         return "sequential"
 
     def block_starts(self, visuals: Sequence[Visual], end: int) -> list[int] | str:
-        """Return where in a prompt of `end` tokens each context block starts, and at last where the part that attends
-        to everything does; or, in words, why the prompt keeps full attention. What comes before the first block is the
-        sink."""
+        """Return the start of each block, followed by the start of the text that attends to everything.
+
+        Tokens before the first block are the attention sink: every block attends to them.
+
+        Args:
+            visuals: Images and videos of the prompt.
+            end: Number of tokens in the prompt.
+
+        Returns:
+            Ascending positions, or the reason why this prompt keeps full attention.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not implement block_starts()")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bases of methods in the vision tower, and of those that choose the tokens to merge, block by block (IN_ENCODER)."""
+"""Base classes of methods that merge or drop tokens inside the vision tower, block by block (IN_ENCODER)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,27 @@ from tokenprune.selection.method import Method, Site
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-VTU_FORMS = ("off", "expanded")  # of virtual token unmerging
+VTU_FORMS = ("off", "expanded")  # forms of virtual token unmerging
 Matcher = Callable[["Tensor", list[int] | None], Merge | None]
 
 
 @dataclass(frozen=True)
 class Tower:
-    """Facts about a vision tower, known before it runs.
+    """Sizes of a vision tower, known before it runs.
 
-    tokens: that enter an image's first block, `protected` (class, register) ones included; these come first. Where
-    several patches become one visual token and merge as one, such a unit is a token here, and a class token beside it
-    is left out. blocks: how many there are; read: how many of them, from the first, reach anyone with their output.
-    module: what the fingerprint is taken of. unit: patches in a unit of a tower whose patches stand on a grid. wanted:
-    patches to be left, where a budget was shared out over the tiles of an image; None: what the budget says.
+    Args:
+        tokens: Number of tokens of an image that enter the first block, including `protected`. If several patches form
+            one visual token and merge together, such a unit counts as one token, and a class token is not counted.
+        protected: Number of class and register tokens. They come first.
+        blocks: Number of blocks.
+        blocks_read: Number of leading blocks whose output the model uses.
+        module: Tower module, for its fingerprint.
+        unit: Number of patches per unit, for towers with a grid of patches.
+        num_kept: Number of patches to keep if the budget is split over the tiles of an image. None: use the budget.
+
+    Example:
+        >>> Tower(tokens=577, protected=1, blocks=24, blocks_read=23).count_kept(tokenprune.Budget(keep=0.5))
+        288
     """
 
     tokens: int
@@ -41,24 +49,25 @@ class Tower:
 
     @property
     def patches(self) -> int:
+        """Number of tokens without class and register tokens."""
         return self.tokens - self.protected
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Tells this tower, with its weights, from others."""
-        assert self.module is not None  # engines give it
+        """Fingerprint of the architecture and the weights."""
+        assert self.module is not None  # engines set it
         facts = {"unit": self.unit} if self.unit > 1 else {}
         return Fingerprint.from_module(self.module, read=self.blocks_read, protected=self.protected, **facts)
 
     def with_tokens(self, tokens: int, num_kept: int | None = None) -> Tower:
-        """Return the same tower for images of which `tokens` enter."""
+        """Return the tower for images with a different number of tokens."""
         other = replace(self, tokens=tokens, num_kept=num_kept)
-        if "fingerprint" in self.__dict__:  # it takes a look at all weights
+        if "fingerprint" in self.__dict__:  # computing it reads all weights
             other.__dict__["fingerprint"] = self.fingerprint
         return other
 
     def count_kept(self, budget: Budget) -> int:
-        """Return how many patches `budget` leaves of an image."""
+        """Return the number of patches of an image that `budget` keeps."""
         if self.num_kept is not None:
             return self.num_kept
         return budget.resolve_keep(self.patches)
@@ -66,61 +75,90 @@ class Tower:
 
 @dataclass(frozen=True)
 class TowerMethod(Method):
-    """Base of the methods that act inside the vision tower; nothing merges in its blocks, unless a subclass says so."""
+    """Base class of all methods inside the vision tower. By default, no token is merged."""
 
     site: ClassVar[Site] = Site.IN_ENCODER
-    # Not annotated: these are no options, unless a subclass makes them fields; see `EncoderMethod`.
+    # Not annotated, so these are options only if a subclass makes them fields. See `EncoderMethod`.
     proportional, ragged, reads, drops = False, False, "", False
 
     @property
     def calibrated_for(self) -> Fingerprint | None:
-        """Fingerprint of the tower that the method was calibrated for; None if it is not calibrated."""
+        """Fingerprint of the tower that the method was calibrated for. None if it needs no calibration."""
         return None
 
     def is_identity(self, budget: Budget) -> bool:
-        """Return whether nothing merges or leaves, so that the tower is left alone; raise OptionError for a budget that
-        contradicts the options."""
+        """Return True if no token is merged or dropped, so that the tower needs no patch.
+
+        Raises:
+            OptionError: If the budget contradicts the options.
+        """
         return budget.is_identity()
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
-        """Return what finds the merge of each of the tower's blocks; see `EncoderMethod.plan`."""
+        """Return the matcher of each block. See `EncoderMethod.plan`."""
         return [None] * tower.blocks
 
 
 @dataclass(frozen=True)
 class EncoderMethod(TowerMethod):
-    """Base of the methods that merge tokens inside the vision tower, in each block between attention and MLP.
+    """Base class of methods that merge tokens inside the vision tower, between attention and MLP of each block.
 
-    A subclass implements `plan`. It sees the keys of a block's attention and never a model; features, sizes, padding
-    and the way back to the full grid are the engine's.
+    A subclass implements `plan`. Its matchers receive the keys of a block, and never a model. The engine handles
+    features, token sizes, padding, and the way back to the full grid.
 
-    proportional: add the logarithm of a token's size to its attention logits; make it a field to offer the choice.
-    ragged: whether images of one batch may merge different numbers of tokens. Then short rows are padded, which takes
-    an attention that can mask padding.
-    reads: name of an observable of a tower's block that matchers get in the place of keys, float32 `[B, C, patches]`,
-    for methods that drop by it. Only towers whose images have rows of their own, of patches that each become a visual
-    token, show one. drops: True in a subclass whose matchers drop by keys.
-    vtu: virtual unmerging of the merged tokens in the decoder, one of `VTU_FORMS`; make it a field to offer the choice.
+    Attributes:
+        proportional: True if the logarithm of a token's size is added to its attention logits. A field makes it an
+            option, as for `vtu`.
+        ragged: True if images of a batch may merge different numbers of tokens. Short rows are then padded, which
+            requires an attention implementation with masks.
+        reads: Name of a tower observable that matchers receive instead of keys, shape (B, C, patches), float32. Only
+            towers with one row per image and one visual token per patch support it.
+        drops: True if the matchers drop tokens instead of merging them.
+        vtu: Virtual unmerging of the merged tokens in the decoder, one of `VTU_FORMS`.
+
+    Example:
+        >>> from functools import partial
+        >>> from tokenprune.kernels.merging import bipartite_match
+        >>> class MergeInFirstBlock(EncoderMethod):
+        ...     def plan(self, budget, tower):
+        ...         count = tower.patches - tower.count_kept(budget)
+        ...         match = lambda keys, counts: bipartite_match(keys, count, tower.protected)
+        ...         return [match] + [None] * (tower.blocks - 1)
+        >>> plan = MergeInFirstBlock().plan(tokenprune.Budget(keep=0.75), Tower(17, 1, 4, 4))
+        >>> len(plan), plan[1]
+        (4, None)
     """
 
     proportional, vtu = True, "off"
 
     @property
     def inexact(self) -> str | None:
-        """Why an image may keep another number of patches than `keep` asks for, and which option changes that, as in "r
-        sets the number of merges. Leave r out."; None if every image keeps that number."""
-        return "the method decides how many patches an image keeps. Use a method such as tome."
+        """Reason why an image may keep more or fewer patches than `keep`, and which option changes that.
+
+        For example "r sets the number of merges. Leave r out.". None if the count is always exact.
+        """
+        return "the method chooses the number of patches. Use a method such as tome."
 
     def check_served(self, kind: str, dtype: str, blocks: int) -> None:
-        """Raise OptionError if the method cannot merge in a tower of which no more than this is known: a serving engine
-        keeps the weights in another form. kind: class of its blocks. dtype: such as "bfloat16"."""
+        """Raise OptionError if the method does not support a tower that a serving engine runs.
+
+        A serving engine stores the weights in another form, so only these facts are known.
+
+        Args:
+            kind: Class name of the tower blocks.
+            dtype: Data type, such as "bfloat16".
+            blocks: Number of blocks.
+        """
 
     def plan(self, budget: Budget, tower: Tower) -> list[Matcher | None]:
-        """Return what finds the merge of each of the tower's blocks; None where a block merges nothing.
+        """Return the matcher of each block of the tower. None if a block merges no token.
 
-        A matcher takes the keys of a block's attention, float32 `[B, n, Dh]` (mean over the heads), and the number of
-        real tokens in each row (the others are padding, after them), or None if all are real. It returns the `Merge`,
-        or None if nothing merges (see `kernels.merging`). Called when the model is patched, and in each forward.
-        Blocks from `tower.blocks_read` on show no keys: theirs is None. Raises BudgetError for what cannot be reached.
+        `patch` and each forward call this method. A matcher takes the keys of a block, shape (B, n, Dh), float32,
+        averaged over the heads, and the number of tokens in each row (followed by padding), or None if there is no
+        padding. It returns a `Merge`, or None to merge no token. See `tokenprune.kernels.merging`. The entries from
+        `tower.blocks_read` on must be None.
+
+        Raises:
+            BudgetError: If the method cannot reach the budget.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement plan()")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bases of methods that act on pixels, ahead of the encoder (PRE_ENCODER)."""
+"""Base classes of methods that act on pixels, before the vision tower (PRE_ENCODER)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ResizeMethod(Method):
-    """Base of the methods that resize images before they are encoded (PRE_ENCODER); a subclass implements `shares`.
+    """Base class of methods that resize images before encoding (PRE_ENCODER). A subclass implements `compute_shares`.
 
-    takes_tokens: True if `keep` may be a number of tokens: larger images then shrink to that many, and `shares` is not
-    asked.
+    Attributes:
+        takes_tokens: True if `keep` may be a number of tokens. Larger images are then resized to this number, and
+            `compute_shares` is not called.
+
+    Example:
+        >>> class Smaller(ResizeMethod):
+        ...     def compute_shares(self, images, keep, per):
+        ...         return [keep] * len(images)
+        >>> Smaller().compute_shares([image, image], keep=0.25, per="image")
+        [0.25, 0.25]
     """
 
     site: ClassVar[Site] = Site.PRE_ENCODER
@@ -26,22 +34,27 @@ class ResizeMethod(Method):
 
     @property
     def videos(self) -> bool:
-        """True if frames of videos shrink too, each by `keep`; an option of some methods."""
+        """True if video frames are also resized, each by `keep`. An option of some methods."""
         return False
 
     @property
     def reads_question(self) -> bool:
-        """True if `shares` looks at the question of an image, which needs the whole processor."""
+        """True if `compute_shares` reads the question of an image, which requires the full processor."""
         return False
 
     @property
     def depends_on_content(self) -> bool:
-        """True if one image may get another share than the next."""
+        """True if images of one call may get different shares."""
         return False
 
     def compute_shares(self, images: Sequence[InputImage], keep: float, per: str) -> list[float]:
-        """Return the share of its visual tokens, in (0, 1], that each image of a processor's call gets. per: see
-        `Budget`."""
+        """Return the share of its visual tokens that each image keeps, in (0, 1].
+
+        Args:
+            images: Images of a processor call.
+            keep: Requested share.
+            per: Scope of the budget. See `Budget`.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not implement compute_shares()")
 
     def check_keep(self, keep: float) -> None:
@@ -50,13 +63,25 @@ class ResizeMethod(Method):
 
 @dataclass(frozen=True)
 class ImageChooser(Method):
-    """Base of the methods that choose which of a prompt's images are encoded (PRE_ENCODER); a subclass implements
-    `choose`."""
+    """Base class of methods that choose which images of a prompt to encode. A subclass implements `choose`.
+
+    Example:
+        >>> class FirstImages(ImageChooser):
+        ...     def choose(self, question, count, max_images):
+        ...         return list(range(min(count, max_images)))
+        >>> FirstImages().choose("What is shown?", count=5, max_images=2)
+        [0, 1]
+    """
 
     site: ClassVar[Site] = Site.PRE_ENCODER
     default_keep: ClassVar[float] = 1.0
 
-    def choose(self, question: str, count: int, most: int) -> list[int]:
-        """Return which of the `count` images of a prompt to encode, sorted, at least one. question: the text after the
-        last image. most: how many `keep` allows."""
+    def choose(self, question: str, count: int, max_images: int) -> list[int]:
+        """Return the indices of the images to encode, sorted, at least one.
+
+        Args:
+            question: Text after the last image.
+            count: Number of images in the prompt.
+            max_images: Maximum number of images that `keep` allows.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not implement choose()")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of methods that drop units of patches at the input of a block of the vision tower (IN_ENCODER)."""
+"""Base class of methods that drop units of patches inside the vision tower (IN_ENCODER)."""
 
 from __future__ import annotations
 
@@ -11,56 +11,81 @@ from tokenprune.selection.sites.encoder import TowerMethod
 if TYPE_CHECKING:
     from torch import Tensor
 
-Sees = Literal["pixels", "hidden", "mean", "change"]
+UnitInput = Literal["pixels", "hidden", "mean", "change"]
 
 
 @dataclass(frozen=True)
 class UnitDropper(TowerMethod):
-    """Base of the methods that drop units at the input of a block of the vision tower, the first by default.
+    """Base class of methods that drop units at the input of a vision tower block, by default the first.
 
-    A unit is the patches that become one visual token. A subclass implements `keep_units`: it sees one image or video
-    and never a model. Places, attention's pieces, and what the decoder gets, are the engine's.
+    A unit is the set of patches that become one visual token. A subclass implements `keep_units`, which receives one
+    image or video. The engine handles positions, attention and the output for the decoder.
 
-    chooses_count: False in a subclass whose `keep_units` keeps exactly `most`, which vLLM asks of one that does not
-    see pixels.
-    removes: False in a subclass whose units come back by `choose_guides` at the end of the tower; a frame of a video is
-    an image then. stabilise: for so many blocks they are still attended to; make it a field to offer the choice.
+    Attributes:
+        chooses_count: False if `keep_units` keeps exactly `max_units` units. vLLM requires False unless `sees` is
+            "pixels".
+        removes: False if dropped units are restored at the end of the tower, with `choose_guides`. Each video frame is
+            then treated as an image.
+        stabilise: Number of blocks in which dropped units are still attended to. A field makes it an option.
+
+    Example:
+        >>> class Contrast(UnitDropper):
+        ...     def keep_units(self, pixels, max_units):
+        ...         contrast = pixels.std(dim=-1)
+        ...         keep = torch.zeros(contrast.shape, dtype=torch.bool)
+        ...         keep.view(-1)[contrast.flatten().topk(max_units).indices] = True
+        ...         return keep
+        >>> Contrast().keep_units(torch.rand(1, 4, 4, 12), max_units=3).sum()
+        tensor(3)
     """
 
     chooses_count: ClassVar[bool] = True
-    stabilise = 0  # not annotated: no option, unless a subclass makes it a field
+    stabilise = 0  # not annotated, so it is not an option unless a subclass makes it a field
 
     @property
-    def sees(self) -> Sees:
-        """The values that `keep_units` gets: the image's "pixels"; the "hidden" states that enter the block, of all
-        patches of a unit, or their "mean"; or of each patch how long the "change" is that the block before made."""
+    def sees(self) -> UnitInput:
+        """Input of `keep_units`.
+
+        "pixels" of the image, the "hidden" states at the input of the block for all patches of a unit, their "mean", or
+        the length of the "change" that the block before made to each patch.
+        """
         return "pixels"
 
     @property
     def reads_colours(self) -> str | None:
-        """Why `keep_units` needs colours in 0..1, which takes the processor; None where normalised ones do as well."""
+        """Reason why `keep_units` needs colors in [0, 1], which requires the processor.
+
+        None if normalized pixel values are sufficient.
+        """
         return None
 
     def block(self, depth: int) -> int:
-        """Return the index of the block, of a tower's `depth`, at whose input units leave."""
+        """Return the index of the block at whose input units are dropped, in a tower of `depth` blocks."""
         return 0
 
     def checked_block(self, depth: int) -> int:
-        """Return `block(depth)`; raises OptionError for a block that there is not."""
+        """Return `block(depth)`. Raise OptionError if there is no such block."""
         block = self.block(depth)
-        self._check(0 <= block < depth, f"the vision tower has {depth} blocks, and no block {block}")
+        self._check(0 <= block < depth, f"block {block} is out of range: the vision tower has {depth} blocks.")
         return block
 
-    def keep_units(self, pixels: Tensor, most: int) -> Tensor:
-        """Return which units of one image or video stay, bool `[T, H, W]`: at least one, and at most `most`.
+    def keep_units(self, pixels: Tensor, max_units: int) -> Tensor:
+        """Return the mask of kept units of one image or video, shape (T, H, W), bool.
 
-        pixels: float32 `[T, H, W, P]`, for each of T temporal patches (1 of an image) the grid of H x W units, with the
-        P values of all pixels of a unit: colours in 0..1, or normalised ones (see `reads_colours`); or the P hidden
-        values (see `sees`).
+        Args:
+            pixels: Values of each unit, shape (T, H, W, P), float32, in T temporal patches (1 for an image) of H x W
+                units. P are all pixel values of a unit (see `reads_colours`), or its hidden values (see `sees`).
+            max_units: Maximum number of kept units. At least one must be kept.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement keep_units()")
 
-    def choose_guides(self, gone: Tensor, kept: Tensor) -> Tensor:
-        """Return for each patch of an image that left, float32 `[R, D]` at the block, T of those that stayed, `[n, D]`:
-        long `[R, T]`. It comes back as it was, moved as far as these moved on average."""
+    def choose_guides(self, dropped: Tensor, kept: Tensor) -> Tensor:
+        """Return the indices of T kept patches that guide each dropped patch, shape (R, T), int64.
+
+        A dropped patch is restored as its hidden state at the block plus the mean change of its guides since then.
+
+        Args:
+            dropped: Hidden states of the dropped patches at the block, shape (R, D), float32.
+            kept: Hidden states of the kept patches at the block, shape (n, D), float32.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not implement choose_guides()")

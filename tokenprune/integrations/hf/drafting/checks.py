@@ -10,7 +10,7 @@ from torch import nn
 from transformers.generation import GenerationMixin
 
 from tokenprune.errors import OptionError, UnsupportedModelError
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 
 # Config fields that determine the number of placeholders of an image.
 _GEOMETRY = (
@@ -32,7 +32,7 @@ def find_generator(model: nn.Module) -> GenerationMixin:
 
 def check_target(model: nn.Module) -> None:
     """Raise UnsupportedModelError if assisted generation does not support the model."""
-    adapter_for(model)  # raises for unknown model types
+    get_adapter(model)  # raises for unknown model types
     generator = find_generator(model)
     kind = generator.config.model_type
     if type(generator).generate is not GenerationMixin.generate:
@@ -58,7 +58,7 @@ def check_pair(model: nn.Module, draft: nn.Module) -> None:
         raise OptionError(
             f"The model has {sizes[0]} token ids and the draft {sizes[1]}. Use a draft with the same vocabulary."
         )
-    ids = [adapter_for(module).placeholders for module in (model, draft)]
+    ids = [get_adapter(module).placeholders for module in (model, draft)]
     if ids[0] != ids[1]:
         raise OptionError(f"The placeholders of the model are {ids[0]}, and of the draft {ids[1]}. They must be equal.")
     for name, model_value, draft_value in _find_differences(model_config, draft_config):

@@ -28,8 +28,8 @@ from tokenprune.integrations.hf.feature_cache.content import (
 )
 from tokenprune.integrations.hf.feature_cache.kept_output import KeptCall, KeptImage, iter_tensors
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
-from tokenprune.integrations.hf.towers.feature_hook import shapes_on_host
-from tokenprune.integrations.hf.towers.tiles import tiles_of
+from tokenprune.integrations.hf.towers.feature_hook import copy_sizes_to_host
+from tokenprune.integrations.hf.towers.tiles import count_tiles
 from tokenprune.statistics import Stats
 
 # One image: its own arguments without padding, and its rows of the arguments of the call.
@@ -143,7 +143,7 @@ class FeatureReuse(Part):
         """Return the arguments of an encoder call for a part of its images, given their rows."""
         arguments = encoding.arguments
         selected = {name: torch.cat([arguments[name][rows[name]] for rows in images]) for name in images[0]}
-        on_host = shapes_on_host(encoding.modality, encoding.on_host | selected)
+        on_host = copy_sizes_to_host(encoding.modality, encoding.on_host | selected)
         return Encoding(encoding.modality, arguments | selected, on_host)
 
     def _modules(self) -> list[nn.Module]:
@@ -173,7 +173,7 @@ class FeatureReuse(Part):
             images.append(({other: value[rows[other]] for other, value in tensors.items()}, rows))
         sizes = tensors.get("image_sizes")
         if sizes is not None and self.adapter.family.patches == "packed" and pixels.ndim == 5:
-            tiles = tiles_of(self.adapter, arguments, sizes.cpu())
+            tiles = count_tiles(self.adapter, arguments, sizes.cpu())
             for (image_args, _), count in zip(images, tiles, strict=True):
                 image_args[name] = image_args[name][:, :count]  # remove the padding, which depends on other images
         return images

@@ -31,10 +31,10 @@ def graphed(model: Any, graphs: bool | Graphs = True) -> Iterator[Any]:
         >>> ids.shape[1] - inputs["input_ids"].shape[1]
         2
     """
-    from tokenprune.integrations.hf.families import adapter_for
+    from tokenprune.integrations.hf.families import get_adapter
     from tokenprune.integrations.hf.graphs.prefill import graphed_prefill
 
-    parts = graphed_prefill(adapter_for(model), graphs)
+    parts = graphed_prefill(get_adapter(model), graphs)
     for part in parts:
         part.attach()
     try:

@@ -123,7 +123,7 @@ class GraphedPrefill(Part):
     def _without_mask(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Remove a mask that hides no token: the decoder would synchronise with the device to find out."""
         call, mask = self.current(), kwargs.get("attention_mask")
-        if call is None or not isinstance(mask, Tensor) or mask.ndim != 2 or compat.cache_in(kwargs) is None:
+        if call is None or not isinstance(mask, Tensor) or mask.ndim != 2 or compat.get_cache(kwargs) is None:
             return kwargs
         if not call.active or not call.has_images or call.past:  # the cache of an earlier call may contain padding
             return kwargs
@@ -154,7 +154,7 @@ def _wrap(function: Callable[..., Any], forward: Callable[..., Any]) -> Callable
 
 def _is_decoding_step(kwargs: dict[str, Any]) -> bool:
     tokens = next((kwargs[name] for name in ("inputs_embeds", "input_ids") if kwargs.get(name) is not None), None)
-    return tokens is not None and tokens.shape[1] == 1 and compat.cache_in(kwargs) is not None
+    return tokens is not None and tokens.shape[1] == 1 and compat.get_cache(kwargs) is not None
 
 
 def _check_family(adapter: Adapter) -> str:

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
+from tokenprune.integrations.hf.cache.layer_storage import count_slots
 from tokenprune.integrations.hf.cache.static_cache import is_static
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.graphs.replay import Buckets, LayerCall, NotGraphedError, States
@@ -120,7 +120,7 @@ class Walk:
         return same and get_hidden_states(args, kwargs) is self._output
 
     def _pass_on(self, index: int, kwargs: dict[str, Any]) -> Any:
-        cache = compat.cache_in(kwargs)
+        cache = compat.get_cache(kwargs)
         if cache is not None and index in self._states:
             cache.update(*self._states.pop(index), index)
         return (self._output,) if self.groups.returns_tuple else self._output
@@ -143,12 +143,12 @@ class Walk:
 
     def _read_call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> LayerCall:
         """Return the arguments of a layer, or raise NotGraphedError."""
-        hidden, cache, graphs = get_hidden_states(args, kwargs), compat.cache_in(kwargs), self.buckets.graphs
+        hidden, cache, graphs = get_hidden_states(args, kwargs), compat.get_cache(kwargs), self.buckets.graphs
         if len(args) > 1 or hidden.ndim != 3:
             raise NotGraphedError("the layers are called with unknown arguments")
         if hidden.shape[1] > graphs.max_tokens:
             raise NotGraphedError(f"{hidden.shape[1]} tokens are more than max_tokens={graphs.max_tokens}")
-        if cache is not None and index < len(cache.layers) and slots_handed_out(cache.layers[index]):
+        if cache is not None and index < len(cache.layers) and count_slots(cache.layers[index]):
             raise NotGraphedError("the cache holds tokens already")
         if not (cache is None or type(cache) is DynamicCache or is_static(cache)):
             raise NotGraphedError(f"the cache is a {type(cache).__name__}")

@@ -32,7 +32,7 @@ from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Plan
 
 logger = logging.getLogger("tokenprune")
@@ -158,7 +158,7 @@ class GuardPart(Part):
         if self.settings.mode == "auto":
             shares = looks.read()
             verdict.required_kinds = [verdict.get_kinds(row, share) for row, share in zip(rows, shares, strict=True)]
-            plan = plan.raised(verdict.raise_counts)
+            plan = plan.with_floor(verdict.raise_counts)
         verdict.conclude(plan)
         call.trace.stats.defer(partial(self._fill, verdict))
         if self.settings.mode == "warn":

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.guard.images import SIDE, compute_text_shares, split_blocks
-from tokenprune.integrations.hf.sequence.alignment import align_per_image
-from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.hf.sequence.segments import feature_total, pieces_of
+from tokenprune.integrations.hf.sequence.record import align_per_image, get_record
+from tokenprune.integrations.hf.sequence.segments import count_features, find_pieces
 from tokenprune.kernels.transfer import AsyncValues, to_device
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ def match_segments(call: Call, adapter: Adapter) -> SegmentLooks:
     # (row, first position, text shares and indices)
     pieces: list[tuple[int, int, list[tuple[AsyncValues, Sequence[int]]]]] = []
     for modality, output in call.outputs.items():
-        mask, looks = call.prompt.placeholders[modality], record_of(output).looks
+        mask, looks = call.prompt.placeholders[modality], get_record(output).looks
         features = output if adapter.family.features_per_image else None
         step = adapter.family.step_within_image
         for row, columns, indices in _match_pieces(modality, mask, output, features, looks, step):
@@ -130,13 +129,13 @@ def _match_pieces(
     rows, columns = mask.nonzero(as_tuple=True)
     if not len(rows):
         return []
-    pieces = pieces_of(modality, rows, columns, features, step)
+    pieces = find_pieces(modality, rows, columns, features, step)
     piece_rows, lengths = [piece[0] for piece in pieces], [len(piece[1]) for piece in pieces]
     indices: Sequence[Any] = [None] * len(pieces)
     if looks is not None:
         indices = align_per_image([[index] for index in range(looks.count)], piece_rows)
         if None in indices:
-            indices = _match_tiles(piece_rows, lengths, looks.count, feature_total(output))
+            indices = _match_tiles(piece_rows, lengths, looks.count, count_features(output))
         if None in indices and looks.count == len(mask):  # Idefics: one value per row
             indices = [[row] for row in piece_rows]
     return [(row, piece[1], index) for row, piece, index in zip(piece_rows, pieces, indices, strict=True)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.budgets import Budget
-from tokenprune.integrations.hf.forward.plan import Plan, Stage, Step, allowed
+from tokenprune.integrations.hf.forward.plan import Plan, Stage, Step, limit_budget
 from tokenprune.integrations.hf.guard.pixels import SegmentLooks
 from tokenprune.integrations.hf.guard.settings import KINDS, is_tokens
 from tokenprune.models.decoder_shape import DecoderShape
@@ -70,7 +70,7 @@ class Watched:
                 (num_tokens,) = budget.resolve(
                     [count], layer=method.cut_layer, shape=shape, text_tokens=0, original=original
                 )
-                count = allowed(method, count, num_tokens)
+                count = limit_budget(method, count, num_tokens)
         return count
 
 
@@ -156,7 +156,7 @@ class Verdict:
                         self.low.setdefault((index, kind), (watched, share))
 
     def _conclude_stage(self, watched: Watched, stage: Stage) -> None:
-        for index, (count, budgeted) in enumerate(zip(self.counts, stage.wanted, strict=True)):
+        for index, (count, budgeted) in enumerate(zip(self.counts, stage.requested, strict=True)):
             for kind in KINDS:
                 if budgeted < self._count_enough(watched, kind, stage.step.layer, count):
                     share = compute_share(watched.budget, count) or budgeted / count

@@ -17,7 +17,7 @@ from tokenprune.integrations.hf.processor_check import check_processor
 from tokenprune.integrations.hf.sessions import storage
 from tokenprune.integrations.hf.sessions.anchors import check_reanchor
 from tokenprune.integrations.hf.sessions.blocks import iter_blocks
-from tokenprune.integrations.hf.sessions.checks import check_patch, check_window, get_adapter, get_placement
+from tokenprune.integrations.hf.sessions.checks import check_patch, check_window, get_placement, get_session_adapter
 from tokenprune.integrations.hf.sessions.limits import Limits, count_entries
 from tokenprune.integrations.hf.sessions.policies.registry import load_policy, resolve_policy
 from tokenprune.integrations.hf.sessions.prompts import PromptWriter, as_frames
@@ -337,7 +337,7 @@ def session(
     for name, value, kind in (("seed", seed, int), ("reanchor", reanchor, bool | None)):
         if not matches_type(value, kind):
             raise OptionError(f"{name}={value!r} must be {describe_type(kind)}")
-    adapter = get_adapter(model)
+    adapter = get_session_adapter(model)
     if is_patched(model):
         check_patch(get_attachment(model), adapter)
     horizon = horizon or adapter.text_config.max_position_embeddings - 1

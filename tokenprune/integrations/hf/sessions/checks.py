@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tokenprune.errors import BudgetError, OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.families import Adapter, adapter_for
+from tokenprune.integrations.hf.families import Adapter, get_adapter
 from tokenprune.integrations.hf.guard.part import GuardPart
 from tokenprune.models.families.tested import SESSIONS, SESSIONS_IN_WINDOWS
 from tokenprune.selection.method import Site
@@ -35,18 +35,18 @@ _OTHER_CACHE = (
 )  # fmt: skip
 
 
-def get_adapter(model: nn.Module) -> Adapter:
+def get_session_adapter(model: nn.Module) -> Adapter:
     """Return the adapter of a model for a session.
 
     Raises:
         UnsupportedModelError: If sessions do not support the model type.
         UnsupportedSetupError: If transformers is too old, or the model is in training mode or compiled.
     """
-    if compat.lacks(SINCE):
+    if compat.is_older_than(SINCE):
         raise UnsupportedSetupError(
             f"Sessions need transformers>={SINCE}, and {compat.VERSION} is installed. Upgrade transformers."
         )
-    adapter = adapter_for(model)
+    adapter = get_adapter(model)
     kind = adapter.config.model_type
     cache = DynamicCache(config=adapter.text_config)
     kinds = {type(layer) for layer in cache.layers}

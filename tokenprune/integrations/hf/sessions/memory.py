@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tokenprune.integrations.hf.cache.reduced_cache import reduction_of, restore
+from tokenprune.integrations.hf.cache.reduced_cache import get_reduction, restore
 from tokenprune.integrations.hf.sessions.policies.base import Policy, PolicyView, check_choice
 
 # Rows of a table. There is one POSITION row per axis. Text has frame and cell -1.
@@ -72,7 +72,7 @@ class Memory:
         Returns:
             Indices, shape (cached tokens,), int64, or None if all tokens were cached.
         """
-        reduction = reduction_of(self.cache)
+        reduction = get_reduction(self.cache)
         if reduction is None:
             return None
         (_, slots), *_ = reduction.slots  # all layers have the same slots, because cuts are before the decoder

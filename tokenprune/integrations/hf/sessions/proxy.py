@@ -82,7 +82,7 @@ def observe_attention(memory: Memory, adapter: Adapter) -> Iterator[dict[int, Te
 
     with _OBSERVING, ExitStack() as observers:
         for layer in memory.full_layers:
-            observers.enter_context(Observer(adapter.attention_of(layer), make_reader(layer)))
+            observers.enter_context(Observer(adapter.get_attention(layer), make_reader(layer)))
         yield attention
 
 
