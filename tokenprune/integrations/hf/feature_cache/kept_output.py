@@ -45,7 +45,7 @@ class KeptOutput:
 
     @property
     def intact(self) -> bool:
-        """Whether the tensors are unmodified."""
+        """True if the tensors are unmodified."""
         return self._versions == self._get_versions()
 
     def _get_versions(self) -> list[int]:

@@ -39,7 +39,7 @@ class Limits:
 
     @property
     def reanchor(self) -> bool:
-        """Whether positions move down at the horizon."""
+        """True if positions move down at the horizon."""
         return self.fixed is None
 
     def room(self, text: int) -> int:
