@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 import rows
 from guard import LIMIT
 
-from tokenprune.integrations.hf.guard.floors import shipped
+from tokenprune.integrations.hf.guard.floors import load_floors
 from tokenprune_demo.drawn_documents import TEXT_KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +68,7 @@ def _below_floors(kinds: list[str], whole: str, found: dict[tuple[str, float], s
     """Return the settings at a floor or above it that lose more than a floor allows of words, or of digits."""
     lost = []
     for (name, keep), right in found.items():
-        if keep >= shipped().of(name.partition("@")[0], "text"):
+        if keep >= load_floors().get_floor(name.partition("@")[0], "text"):
             places = [[one == kind for one in kinds] for kind in TEXT_KINDS]
             worst = max(_share(whole, where) - _share(right, where) for where in places)
             lost += [f"{_named(name)} at {keep:g}"] * (worst > 100 * LIMIT)

@@ -17,6 +17,7 @@ import torch
 import tokenprune
 import tokenprune.testing
 from tokenprune.integrations.hf.families.registry import ADAPTERS
+from tokenprune.integrations.hf.sessions.policies import registry as policies
 from tokenprune.methods import registry
 from tokenprune.models.families import FAMILIES
 
@@ -60,7 +61,8 @@ def photo() -> Any:
 @pytest.mark.parametrize("module_name", MODULES)
 def test_examples_run(module_name: str, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # examples may register methods
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # examples may register methods and policies
+    monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -228,7 +228,7 @@ def test_off_is_off(build) -> None:
 def test_models_without_a_decoder() -> None:
     timm = pytest.importorskip("timm")
     model = timm.create_model("test_vit", pretrained=False)
-    with pytest.raises(OptionError, match="no language model to unmerge"):
+    with pytest.raises(OptionError, match="vtu= needs a language model"):
         tokenprune.patch(model, Merging(), keep=0.5)
 
 

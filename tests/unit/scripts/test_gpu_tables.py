@@ -435,7 +435,7 @@ def test_graphs_beside_eager(script: Any, tmp_path: Path) -> None:
     clocks = script("clocks").Clocks(torch.device("cpu"), True)
     with torch.inference_mode():
         row = module.of_prefill(sheet, clocks, model, "random", 1152, 1100, 1)
-    assert row["hits"] == 0 and "more than most=1024" in row["why_not"]
+    assert row["hits"] == 0 and "more than max_tokens=1024" in row["why_not"]
 
 
 def test_an_engine_of_vllm_is_another_process(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,8 @@ class FeatureRecorder:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         output = self.encode(arguments, partial(self._run, args, kwargs))
         # A cached output skips the wrapped encoder, so record its inputs here.
-        note = getattr(self.original, "note", None)
-        return output if note is None else note(output, args, kwargs)
+        record = getattr(self.original, "record", None)
+        return output if record is None else record(output, args, kwargs)
 
     def _run(self, args: tuple, kwargs: dict[str, Any], encoding: Encoding) -> Any:
         """Call the original with the arguments of `encoding`, each passed by position or by name as in the call."""
