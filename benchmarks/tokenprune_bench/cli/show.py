@@ -67,11 +67,11 @@ def show(
     out = out or Path("tokenprune.png" if gif is None else "tokenprune.gif")
     _check_out(out, gif is not None)
     subject = load_model(model, device, threads, suffix="")
-    images, left_out = contact_sheet.fitting(subject, partial(read_frames, files), frames, question, wanted[0])
+    images, left_out = contact_sheet.fit_frames(subject, partial(read_frames, files), frames, question, wanted[0])
     with show_progress(lines=False) as step:
         shown = side_by_side.show(subject, images, question, wanted, scores, step)
     if gif is not None:
-        animation.save(animation.stills(shown, gif, len(settings)), out)
+        animation.save(animation.build_stills(shown, gif, len(settings)), out)
     else:
         try:
             shown.image().save(out)
@@ -89,7 +89,7 @@ def show(
         console.print(f"{panel.title}: {seen.answer!r}", markup=False)
         console.print(f"  visual tokens: {counts}, {average:.0f} on average over the decoder's layers")
         if len(seen.frames) > 1:
-            counts = " ".join(f"{kept}/{of}" for kept, of in seen.kept_of_frames())
+            counts = " ".join(f"{kept}/{of}" for kept, of in seen.count_kept())
             console.print(f"  of each frame as the model has it: {counts}", markup=False)
     console.print(f"written: {out}", markup=False, soft_wrap=True)
 
