@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune show`: see what a method keeps."""
+"""`tokenprune show`: draw the tokens that methods keep."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show(
             "commas between them."
         ),
     ] = None,
-    question: Annotated[str, typer.Option(help="Some methods choose by it.")] = QUESTION,
+    question: Annotated[str, typer.Option(help="Question about the image. Some methods select by it.")] = QUESTION,
     scores: Annotated[
         bool, typer.Option("--scores", help="Draw a map of scores, too, of methods that rank tokens by one.")
     ] = False,
@@ -60,7 +60,7 @@ def show(
     wanted = [one.with_keep(share) for share in keeps for one in settings]
     for one in wanted:
         one.validate().steps()
-    # What cannot be read or shown is said before the model is loaded.
+    # Raise for unreadable files before the model is loaded.
     found = len(read_frames(files, min(2, frames)))
     if gif is not None:
         animation.check_kind(gif, keeps, found)
@@ -95,7 +95,7 @@ def show(
 
 
 def _check_out(out: Path, animated: bool) -> None:
-    """Raise OptionError for a file that cannot be written, or whose name ends like no image."""
+    """Raise OptionError if the file cannot be written or its name has no image extension."""
     from PIL import Image
 
     Image.init()
