@@ -2,7 +2,7 @@
 """How far off is `tokenprune capacity` on rows that its assumptions were not fitted to?
 
     python benchmarks/experiments/capacity_errors.py           # print the table
-    python benchmarks/experiments/capacity_errors.py --page    # write it into docs/serving/capacity.md
+    python benchmarks/experiments/capacity_errors.py --page    # write it into docs/results/serving.md
 
 The rows are the nine that an H200 measured in vLLM: three servers, three budgets each. The defaults of `Assumptions`
 were fitted to these rows, so their error is in-sample. Here `compute`, `tower`, `each` and, for servers without CUDA
@@ -27,12 +27,12 @@ import calm_threads  # noqa: F401
 from common import fill_page
 from transformers import LlavaConfig, Qwen2_5_VLConfig
 
-from tokenprune.integrations.vllm.capacity import Assumptions, Capacity, Server, request_load
+from tokenprune.integrations.vllm.capacity import Assumptions, Capacity, Server, build_load
 from tokenprune.integrations.vllm.gpus import GPUS
 from tokenprune.settings.cost import Load
 
 ROOT = Path(__file__).resolve().parents[2]
-RAW, PAGE = ROOT / "benchmarks/results/nvidia-h200/h_vllm_times.jsonl", ROOT / "docs/serving/capacity.md"
+RAW, PAGE = ROOT / "benchmarks/results/nvidia-h200/h_vllm_times.jsonl", ROOT / "docs/results/serving.md"
 BEGIN, END = "<!-- errors:begin (benchmarks/experiments/capacity_errors.py --page) -->", "<!-- errors:end -->"
 QWEN_7B = Qwen2_5_VLConfig(
     text_config=dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
@@ -53,7 +53,7 @@ FITTED = ("compute", "tower", "each", "launch")
 def build_server(name: str) -> tuple[Server, Load]:
     """Return one of `SERVERS` and the load of its requests."""
     config, text, tokens, _ = SERVERS[name]
-    return Server.of_config(config, GPUS["H200"]), request_load(config, 1, tokens=tokens, tiles=None, text=text)
+    return Server.from_config(config, GPUS["H200"]), build_load(config, 1, tokens=tokens, tiles=None, text=text)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ KINDS = ("default", "launch", "row", "server_out")
 
 
 def page() -> str:
-    """Return the table of docs/serving/capacity.md: for each server the lowest and the highest error of its three
+    """Return the table of docs/results/serving.md: for each server the lowest and the highest error of its three
     budgets."""
     errors = compute_errors()
     lines = [
@@ -158,7 +158,7 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write the table into docs/serving/capacity.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/results/serving.md")
     if parser.parse_args().page:
         fill_page(PAGE, BEGIN, END, page())
     else:

@@ -17,7 +17,7 @@ from session_oracle import recorded
 from tokenprune import Budget, BudgetError, UnsupportedSetupError
 from tokenprune.budgets.video import spread
 from tokenprune.integrations.hf.sequence.segments import VideoTiming
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune_bench.profiling.kept_tokens import count_kept_tokens
@@ -303,7 +303,7 @@ def test_omni_seconds_argument_is_read(build: Any) -> None:
 )
 def test_vllm_rejects_video_budgets(keep: dict[str, Any]) -> None:
     with pytest.raises(BudgetError, match="keep must be a number"):
-        ServedSetting.from_json({"method": "divprune", "keep": keep})
+        parse_setting({"method": "divprune", "keep": keep})
 
 
 def test_joined_frames_are_counted_once(build: Any) -> None:

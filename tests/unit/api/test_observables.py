@@ -21,7 +21,7 @@ from tokenprune import BudgetError, OptionError, Selection, Site, TokenPruneErro
 from tokenprune import selection as extend
 from tokenprune.errors import RegistrationError
 from tokenprune.integrations.shared import checks
-from tokenprune.integrations.vllm.settings.servable import check_method as check_served
+from tokenprune.integrations.vllm.settings.parse import check_method as check_served
 from tokenprune.methods import registry
 from tokenprune.selection import observable_registry as observable_registry
 from tokenprune.selection.observable import Backend, Observable, ObservedAt, PerToken, Recorder

@@ -145,7 +145,7 @@ def test_merge_and_expand() -> None:
     merged = state.merge(x)
     torch.testing.assert_close(merged[0, 2:], torch.stack([(x[0, 0] + x[0, 2]) / 2, (x[0, 1] + x[0, 4]) / 2, x[0, 3]]))
     assert torch.equal(merged[1], x[1])
-    assert torch.equal(state.first(x)[0, 2:], x[0, [0, 1, 3]])
+    assert torch.equal(state.gather_first(x)[0, 2:], x[0, [0, 1, 3]])
     whole = state.expand(merged)
     assert torch.equal(whole[0, 0], whole[0, 2]) and torch.equal(whole[0, 1], whole[0, 4])
     torch.testing.assert_close(state.expand(state.merge(whole)), whole, atol=1e-7, rtol=0)

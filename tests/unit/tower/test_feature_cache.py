@@ -273,10 +273,10 @@ def test_models_without_get_image_features_raise(build: Callable) -> None:
 
 
 def test_settings_reject_the_cache(build: Callable) -> None:
-    from tokenprune.integrations.vllm.settings.settings import ServedSetting
+    from tokenprune.integrations.vllm.settings.parse import parse_setting
 
     setting = {"method": "divprune", "keep": 0.5}
-    for read in (tokenprune.read_config, ServedSetting.from_json):
+    for read in (tokenprune.read_config, parse_setting):
         with pytest.raises(tokenprune.OptionError, match="vLLM has its own cache"):
             read(setting | {"feature_cache": ROOM})
     with tokenprune.patched(build(FAMILIES["llava"]), config=setting, feature_cache=ROOM) as model:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/serving/reference.md says of families and methods is what the plugin does."""
+"""Compare the methods and families of docs/serving/reference.md with the plugin."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from served_settings import served_methods
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared import checks
 from tokenprune.integrations.shared.checks import reads_tower
-from tokenprune.integrations.vllm.settings.servable import servable
 from tokenprune.integrations.vllm.settings.towers import is_known
 from tokenprune.methods.registry import build, method_class
 from tokenprune.models.families import SERVED, Family
@@ -46,15 +46,15 @@ def test_whose_tower_is_read() -> None:
 
 def methods(where: str) -> list[str]:
     """Methods of the rows whose last cell holds a text."""
-    return [name for row in section("Methods") if where in row[2] for name in re.findall(r"\*\*`(\w+)`\*\*", row[0])]
+    return [name for row in section("Methods") if where in row[2] for name in re.findall(r"`(\w+)`", row[0])]
 
 
 def test_every_method_that_serves_is_named() -> None:
-    assert set(servable()) <= set(methods(""))
+    assert set(served_methods()) <= set(methods(""))
 
 
 def test_methods_that_need_a_class_token_name_their_families() -> None:
-    rows = {name: row[2] for row in section("Methods") for name in re.findall(r"\*\*`(\w+)`\*\*", row[0])}
+    rows = {name: row[2] for row in section("Methods") for name in re.findall(r"`(\w+)`", row[0])}
     for name in ("hired", "globalcom2"):
         goes = [family for family in SERVED.values() if not refused(name, family)]
         assert len(goes) == len(rows[name].split(", ")) == 6

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.in_llm.layout import CutBlocks, get_plans, split_pieces
-from tokenprune.integrations.vllm.settings.servable import FREE_KV
+from tokenprune.integrations.vllm.settings.keys import FREE_KV
 
 # Gaps of the request that the prefix cache is searched for. vLLM calls a class method that does not get the request.
 _gaps: ContextVar[frozenset[int]] = ContextVar("gaps", default=frozenset())

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
+from tokenprune.integrations.vllm.settings.items import count_requested
 from tokenprune.integrations.vllm.settings.plan import Plan
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.settings import Setting
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class VisualPiece:
         return len(self.indices) - self.keep
 
 
-def count_kept(setting: ServedSetting, count: int, block: int | None) -> int:
+def count_kept(setting: Setting, count: int, block: int | None) -> int:
     """Return the number of visual tokens after the cut, out of `count`.
 
     Args:
@@ -54,7 +55,7 @@ def count_kept(setting: ServedSetting, count: int, block: int | None) -> int:
     """
     if setting.method is None:
         return count
-    budget = setting.wanted(count)
+    budget = count_requested(setting, count)
     if block is None:
         return budget
     return count - block * max(0, min((count - budget) // block, count // block - 1))
@@ -69,7 +70,7 @@ def get_plans(features: Sequence[Any]) -> list[tuple[Plan, int, str]]:
     Raises:
         PlaceholderMismatchError: If a plan does not fit the placeholders of its item.
     """
-    plans = [(Plan.of_feature(feature), feature.mm_position.offset, feature.modality) for feature in features]
+    plans = [(Plan.from_feature(feature), feature.mm_position.offset, feature.modality) for feature in features]
     for (plan, *_), feature in zip(plans, features, strict=True):
         if plan.length != feature.mm_position.length:
             raise PlaceholderMismatchError(

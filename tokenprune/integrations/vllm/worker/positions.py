@@ -130,7 +130,7 @@ class UnprunedPrompt:
         items, index = list[UnprunedItem](), list[Tensor]()
         done = num_dropped = 0  # tokens of the pruned prompt so far, and tokens dropped before them
         for feature in sorted(features, key=lambda feature: feature.mm_position.offset):
-            plan, offset = Plan.of_feature(feature), feature.mm_position.offset
+            plan, offset = Plan.from_feature(feature), feature.mm_position.offset
             written = _to_indices(*_find_written(plan))
             items.append(UnprunedItem(feature, plan, offset + num_dropped, written))
             index += [_to_indices(range(done + num_dropped, offset + num_dropped)), offset + num_dropped + written]
@@ -176,7 +176,7 @@ def compute_prompt_positions(
     Returns:
         The positions, shape (3, n), int64; the delta of later tokens; and the notes of the items.
     """
-    if not any(Plan.of_feature(feature).reduces for feature in features):
+    if not any(Plan.from_feature(feature).reduces for feature in features):
         return *rule(tokens, features), {feature.mm_position.offset: None for feature in features}
     prompt = UnprunedPrompt.from_reduced(len(tokens), features)
     moved = [dataclasses.replace(item.feature, mm_position=_get_range(item.plan, item.offset)) for item in prompt.items]

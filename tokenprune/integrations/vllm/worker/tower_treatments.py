@@ -13,6 +13,7 @@ from torch import Tensor
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.shared.towers.tower_scores import BlockScores, TowerValues
+from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.worker.tower import TowerReader
 from tokenprune.integrations.vllm.worker.tower_packed import ServedPackedTower, is_dropping
@@ -121,7 +122,7 @@ def create_tower_treatment(
 ) -> TowerTreatment:
     """Return the treatment of plans that one forward of the tower may treat together; see `split_plans`."""
     if plans and (is_merging(plans[0]) or is_dropping(plans[0])):
-        method = plans[0].setting.method if is_merging(plans[0]) else plans[0].setting.acting
+        method = plans[0].setting.method if is_merging(plans[0]) else get_method(plans[0].setting)
         assert isinstance(method, TowerMethod)
         if model.tokenprune_family.tower_rows == "all images":
             return ReducedTower(plans, ServedPackedTower(model, method, plans))
