@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from tokenprune.selection.method import Site
 from tokenprune_bench.leaderboard.checks import read_entry
-from tokenprune_bench.leaderboard.entry import LeaderboardEntry, Line, entry_of
+from tokenprune_bench.leaderboard.entry import LeaderboardEntry, Line, build_entry
 from tokenprune_bench.results import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +60,7 @@ def runs() -> list[Run]:
 
 def ours(name: str) -> Run:
     path = RESULTS / name
-    entry = entry_of(read_records(path), by="the project")
+    entry = build_entry(read_records(path), by="the project")
     return Run(replace(entry, lines=[line for line in entry.lines if line.keep == SHOWN]), path)
 
 

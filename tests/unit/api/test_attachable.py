@@ -26,7 +26,7 @@ from tokenprune.integrations.hf.guard.settings import Guard
 from tokenprune.integrations.hf.patch import build_hf_parts
 from tokenprune.integrations.hf.pixels.marker import find_patch
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune_bench.lmms_eval.measure import watched
+from tokenprune_bench.lmms_eval.measure import measure_calls
 
 
 class Says:
@@ -196,7 +196,7 @@ def test_measuring_restores_generate(build: Any) -> None:
     mine = model.generate = partial(model.generate, max_new_tokens=2)
     try:
         was, want = snapshot(model), model.generate(**inputs)
-        with watched(model) as tally:
+        with measure_calls(model) as tally:
             assert torch.equal(model.generate(**inputs), want)
         assert tally.calls == 1 and model.generate is mine
         assert snapshot(model) == was
