@@ -60,7 +60,7 @@ def row(name: str) -> str:
     model, whole, rows = _images()
     if name in rows:
         cells = {title: cell for title, cell in rows[name].items() if title.startswith("at ") and cell}
-        shown = {title: cell.partition("<br>")[0] for title, cell in cells.items()}
+        shown = {title: cell.partition(" ≤")[0] for title, cell in cells.items()}
         titles, values = ["questions right, %", "all tokens", *shown], [f"`{name}`", whole, *shown.values()]
         missed = {title: _not_beaten(cell) for title, cell in cells.items()}
         said = [f"Not shown to beat {', '.join(names)} {title}." for title, names in missed.items() if names]

@@ -33,8 +33,6 @@ import tower_page  # noqa: E402
 import trust_page  # noqa: E402
 import which_method  # noqa: E402
 
-ENCODER = ROOT / "benchmarks/results/encoder.jsonl"
-LOSERS = ROOT / "benchmarks/results/losers.jsonl"
 VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
 DOCUMENTS = ROOT / "benchmarks/results/documents.jsonl"
 ATTEND = ROOT / "benchmarks/results/attend.jsonl"
@@ -44,71 +42,25 @@ VIDEO_TOWER = ROOT / "benchmarks/results/cpu/video_tower.jsonl"
 link = accuracy_pages.link
 
 
-def encoder() -> str:
-    """The table of the time that merging saves in a vision tower, from its raw file."""
-    header, records = rows.quiet(ENCODER)
-    if not records:
-        return ""
-    lines = [
-        "| method | images at once | tokens left of them | time / unpatched, wall (CPU) | efficiency, wall (CPU) |",
-        "|---|---|---|---|---|",
-    ]
-    for one in records:
-        left = ", ".join(map(str, one["counts"][-1]))
-        wall, cpu = one["wall"], one["cpu"]
-        lines.append(
-            f"| `{one['method']}` | {one['batch']} | {left} | {wall['ratio']:.2f} ({cpu['ratio']:.2f}) "
-            f"| {wall['efficiency']:.3f} ({cpu['efficiency']:.3f}) |"
-        )
-    setting = (
-        f"A CLIP tower of ViT-B's size, {records[0]['counts'][0][0]} tokens an image, random weights, on "
-        f"{header['device']}, {header['threads']} threads, torch {header['torch']}. The oracle runs the same blocks by "
-        "hand on exactly the tokens that were left, by slicing: efficiency 1.0 means that matching and merging are "
-        "free. CPU time leaves out what other work on the machine took."
-    )
-    return "\n\n".join(
-        [setting, "\n".join(lines), f"By `python benchmarks/experiments/encoder.py`; raw data: {link(ENCODER, '../')}."]
-    )
-
-
-def losers() -> str:
-    """The table of how methods that do badly fare when their choice is made in other ways, from its raw file."""
-    records = [json.loads(line) for line in LOSERS.read_text().splitlines()[1:]]
-    keeps = list(dict.fromkeys(one["keep"] for one in records))
-    lines = ["| method | reading | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |"]
-    lines.append("|---" * (2 + len(keeps)) + "|")
-    for method, reading in dict.fromkeys((one["method"], one["reading"]) for one in records):
-        found = {one["keep"]: one for one in records if (one["method"], one["reading"]) == (method, reading)}
-        cells = [
-            f"{100 * one['right'].count('1') / len(one['right']):.1f} @{one['tokens_in_decoder']:.0f}"
-            for one in found.values()
-        ]
-        lines.append(f"| `{method}` | {reading} | " + " | ".join(cells) + " |")
-    source = f"By `python benchmarks/experiments/studies/losers.py`; raw data: {link(LOSERS, '../')}."
-    note = f"Percent right @ visual tokens in the decoder. {source}"
-    return "\n\n".join(["\n".join(lines), note])
-
-
 def attend() -> str:
-    """The table of how answers fare that read a part of a session, from its raw file."""
+    """Return accuracy by the share of a session's visual tokens that is read."""
     header, records = rows.read(ATTEND)
     right = {(one["attend"], one["how"]): 100 * one["right"].count("1") / len(one["right"]) for one in records}
     shares = list(dict.fromkeys(share for share, _ in right))
     lines = ["| visual tokens read | " + " | ".join(f"{100 * share:g} %" for share in shares) + " |"]
     lines.append("|---" * (1 + len(shares)) + "|")
-    for how, words in (("attended", "that the question attends to"), ("drawn", "drawn at random")):
+    for how, words in (("attended", "most attended by the question"), ("drawn", "random")):
         values = (right.get((share, how), right[1.0, "attended"]) for share in shares)
         lines.append(f"| {words} | " + " | ".join(f"{value:.1f}" for value in values) + " |")
     note = (
-        f"Percent right of {len(records[0]['right'])} questions about {header['images']} images, {header['model']}, "
-        "whose answers are sentences that end in what was asked for. By `python experiments/studies/attend.py`; raw "
-        f"data: {link(ATTEND, '../')}."
+        f"Correct answers in %, of {len(records[0]['right'])} questions about {header['images']} images, "
+        f"{header['model']}. By `python benchmarks/experiments/studies/attend.py`; [raw data]({ATTEND.relative_to(ROOT)})."
     )
     return "\n\n".join(["\n".join(lines), note])
 
 
 def video_tower() -> str:
-    """The table of a video's time in the vision tower and to the first token, from its raw file."""
+    """Return time in the vision tower and to the first token for a video."""
     header, records = rows.quiet(VIDEO_TOWER)
     if not records:
         return ""
@@ -127,29 +79,26 @@ def video_tower() -> str:
 
 
 def video() -> str:
-    """The table of how prefill grows with the frames of a video, from its raw file."""
+    """Return prefill and attention time by the number of video frames, with and without `pevlm`."""
     header, records = rows.read(VIDEO)
-    records = [one for one in records if not (one["what"].endswith("ms") and rows.is_loaded(one, header))]
+    records = [row for row in records if row["what"].endswith(", ms") and not rows.is_loaded(row, header)]
     frames = header["frames"]
-    lines = ["| | attention | " + " | ".join(f"{n} frames" for n in frames) + " | exponent |"]
-    lines.append("|---" * (3 + len(frames)) + "|")
-    for one in records:
-        values = " | ".join(_measured(one["what"], value) for value in one["values"])
-        lines.append(f"| {one['what']} | {one['way']} | {values} | {one['exponent']:.2f} |")
-    setting = (
-        f"Prefill of a video of {header['tokens_per_frame']} tokens a frame; a small decoder with random weights on "
-        f"{header['device']}, one thread, torch {header['torch']}, transformers "
-        f"{header['transformers']}; `pevlm` with sink_frames={header['sink_frames']}, "
-        f"block_frames={header['block_frames']} and min_frames=1, full attention beside it. Times are CPU time. The "
-        "exponent is that of a power of the number of frames, fitted to all points."
+    lines = [f"| CPU time | attention | {' | '.join(f'{count} frames' for count in frames)} | exponent |"]
+    lines.append("|---|---|" + "---:|" * (1 + len(frames)))
+    for row in records:
+        values = " | ".join(f"{1e3 * value:.0f}" for value in row["values"])
+        lines.append(f"| {row['what']} | {row['way']} | {values} | {row['exponent']:.2f} |")
+    setup = (
+        f"{header['tokens_per_frame']} tokens per frame, a small decoder with random weights, {header['device']}, one "
+        f"thread, torch {header['torch']}; `pevlm` with sink_frames={header['sink_frames']}, "
+        f"block_frames={header['block_frames']} and min_frames=1."
     )
-    return "\n\n".join(
-        [setting, "\n".join(lines), f"By `python benchmarks/experiments/pevlm.py`; raw data: {link(VIDEO, '../')}."]
-    )
+    source = f"By `python benchmarks/experiments/pevlm.py`; [raw data]({VIDEO.relative_to(ROOT)})."
+    return "\n\n".join([setup, "\n".join(lines), source])
 
 
 def documents() -> str:
-    """The table of methods at equal tokens on drawn documents, from its raw file."""
+    """Return accuracy at equal tokens on drawn documents."""
     from tokenprune_bench.significance import LEVEL, better_p
     from tokenprune_demo.drawn_documents import TEXT_KINDS
 
@@ -189,11 +138,6 @@ def documents() -> str:
     return "\n\n".join([setting, *parts, source])
 
 
-def _measured(what: str, value: float) -> str:
-    scale = {"millions": 1e-6, "ms": 1e3, "MiB": 2**-20}[what.rsplit(maxsplit=1)[-1]]
-    return f"{value * scale:.1f}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
@@ -207,7 +151,7 @@ def main() -> None:
 
 
 def generated() -> dict[Path, str]:
-    """Return what each page with generated parts must hold."""
+    """Return the current text of each page with generated parts."""
     return {
         ROOT / page: _filled((ROOT / page).read_text(), {name: rebase(make(), page) for name, make in parts.items()})
         for page, parts in PAGES.items()
@@ -230,7 +174,7 @@ def rebase(text: str, page: str) -> str:
 def _filled(page: str, parts: dict[str, str]) -> str:
     for name, text in parts.items():
         block = re.compile(rf"(<!-- {name}:begin[^\n]*-->\n).*?(<!-- {name}:end -->)", re.DOTALL)
-        filled = f"\n{text}\n\n" if text else ""  # where nothing is known nothing stands
+        filled = f"\n{text}\n\n" if text else ""
         page = block.sub(lambda match, filled=filled: f"{match[1]}{filled}{match[2]}", page)
     return page
 
@@ -264,13 +208,10 @@ PAGES = {
     },
     "docs/results/speed.md": {
         "efficiency": performance.efficiency,
-        "mixed": performance.mixed,
         "scaling": performance.scaling,
-        "decode": performance.decode,
         "memory": performance.memory,
         "gpu": performance.gpu,
         "first-token": tower_page.first_token,
-        "processor": tower_page.processor,
     },
     "docs/results/kernels.md": {
         "compiled": kernel_page.compiled,
@@ -280,8 +221,6 @@ PAGES = {
     "docs/results/accuracy.md": {
         "summary": accuracy_pages.summary,
         "shared-budget": shared_budget_page.shares,
-        "losers": losers,
-        "encoder": encoder,
         "video": video,
     },
 }

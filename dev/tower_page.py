@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated parts of docs/methods/towerdrop.md, answers right by score and block, and of docs/results/speed.md,
-times to the first token by where tokens leave and of what a processor does."""
+"""Generated parts of docs/methods/towerdrop.md (accuracy by score and block) and docs/results/speed.md (first token)."""
 
 from __future__ import annotations
 
@@ -20,11 +19,6 @@ FIRST_TOKEN = {
     RESULTS / "cpu/first_token.jsonl": "Qwen2.5-VL, every width an eighth of the 7 B model's",
     RESULTS / "cpu/first_token-internvl.jsonl": "InternVL3, four tiles, every width an eighth of the 2 B model's",
 }
-PREPROCESSING = RESULTS / "cpu/preprocessing.jsonl"
-PROCESSORS = {
-    "Qwen2.5-VL": "Qwen2.5-VL", "Qwen2.5-VL, Pillow": "... by Pillow", "Qwen2.5-VL, downsample": "... `downsample`",
-    "Qwen2.5-VL, dynres": "... `dynres`", "InternVL3": "InternVL3", "LLaVA-1.5": "LLaVA-1.5",
-}  # fmt: skip
 AFTER = {"diverse": "divprune", "random": "random"}  # the same rule after the tower
 
 
@@ -108,30 +102,3 @@ def _times(row: dict[str, Any], loaded: bool) -> str:
     if loaded:
         return f"{row['cpu']:.2f}{tokens}"
     return f"{row['times']:.2f} ({row['least']:.2f}–{row['most']:.2f}){tokens}"
-
-
-def processor() -> str:
-    """Return the table of docs/results/speed.md: shares of a processor's CPU time, which the load does not
-    change."""
-    _, records = rows.read(PREPROCESSING)
-    sizes = list(dict.fromkeys(row["megapixels"] for row in records))
-    found = {(row["way"], row["megapixels"]): row for row in records}
-    middle = sizes[len(sizes) // 2]
-    titles = ("decode", "resize", "normalise, cut", *(f"{size} MP" for size in sizes))
-    lines = [f"| CPU time | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
-    for way, title in PROCESSORS.items():
-        cpu = found[way, middle]["cpu"]
-        whole = sum(cpu.values())
-        steps = ("decode",), ("resize", "method"), ("normalise", "patchify")
-        shares = [f"{sum(cpu.get(step, 0) for step in several) / whole:.0%}" for several in steps]
-        times = [f"x{found[way, size]['times']:.2f}" for size in sizes]
-        lines.append(f"| {title} | {' | '.join([*shares, *times])} |")
-    free, chosen = (found[f"Qwen2.5-VL, a quarter{how}", middle]["times"] for how in ("", " by detail"))
-    file = PREPROCESSING.relative_to(ROOT)
-    note = (
-        f"Shares at {middle} megapixels; x: Qwen2.5-VL's time, with decoding. The methods, at keep 0.25, resize once, "
-        f"by Pillow. Without the units that a choice by pixels drops it would be x{free:.2f} if choosing were free, "
-        f"x{chosen:.2f} with `detail` chosen here; but the guard and unpatched calls read them. By "
-        f"`python benchmarks/experiments/preprocessing.py`; [raw data](../{file})."
-    )
-    return "\n".join(lines) + f"\n\n{note}"
