@@ -169,13 +169,16 @@ def _prefill() -> str:
             for record in shown
         ]
 
-    return _gpu_table("i_graphs", "Prefill.", "method | batch | tokens | eager, ms | `graphs=True`, ms | GPU busy, ms", build)
+    columns = "method | batch | tokens | eager, ms | `graphs=True`, ms | GPU busy, ms"
+    return _gpu_table("i_graphs", "Prefill.", columns, build)
 
 
 def _decode_steps() -> str:
     def build(records: list[dict[str, Any]]) -> list[list[str]]:
         steps = [
-            record for record in records if record["what"] == "step, static cache" and record["method"] in ("none", "divprune")
+            record
+            for record in records
+            if record["what"] == "step, static cache" and record["method"] in ("none", "divprune")
         ]
         return [
             [

@@ -54,7 +54,8 @@ def attend() -> str:
         lines.append(f"| {words} | " + " | ".join(f"{value:.1f}" for value in values) + " |")
     note = (
         f"Correct answers in %, of {len(records[0]['right'])} questions about {header['images']} images, "
-        f"{header['model']}. By `python benchmarks/experiments/studies/attend.py`; [raw data]({ATTEND.relative_to(ROOT)})."
+        f"{header['model']}. By `python benchmarks/experiments/studies/attend.py`; "
+        f"[raw data]({ATTEND.relative_to(ROOT)})."
     )
     return "\n\n".join(["\n".join(lines), note])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated part of docs/methods/restore.md: what `restore` gains over each chooser by itself, on two models."""
+"""Generated part of docs/methods/restore.md: the gain of `restore` over each chooser, for two models."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Answers = dict[tuple[str, float, str], dict[str, str]]  # of a chooser, keep and
 
 
 def gain() -> str:
-    """Return the tables, one a model: % right with the chooser, and the points that either form adds to that."""
+    """Return a table for each model: accuracy with the chooser, and the gain of both forms of `restore`."""
     about = (
-        "Cells: % right with the chooser alone; points that `restore` adds; and with `calibrate=True`, of the same "
-        "questions; bold where the interval of 95 % leaves out 0. By `python benchmarks/experiments/restore_gain.py`."
+        "Cells: correct answers in % with the chooser only; gain in points with `restore`; gain with `calibrate=True`. "
+        "Bold if the 95 % interval excludes 0. By `python benchmarks/experiments/restore_gain.py`."
     )
     return "\n\n".join([about, *(_of(model, RESULTS / name) for model, name in FILES.items())])
 
@@ -50,7 +50,7 @@ def _of(model: str, path: Path) -> str:
 
 
 def _cell(found: Answers, choosers: list[str], keep: float, sets: list[str]) -> str:
-    """Return what a table says of some choosers together; a question's gain is the mean of theirs."""
+    """Return the cell of several choosers. The gain of a question is the mean over them."""
     if not choosers:
         return "-"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated parts of docs/methods/towerdrop.md (accuracy by score and block) and docs/results/speed.md (first token)."""
+"""Generated parts of docs/methods/towerdrop.md (accuracy) and docs/results/speed.md (first token)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ AFTER = {"diverse": "divprune", "random": "random"}  # the same rule after the t
 
 
 def blocks() -> str:
-    """Return the tables of docs/methods/towerdrop.md: answers right by score and block, of each model."""
+    """Return the tables of docs/methods/towerdrop.md: accuracy by score and block, of each model."""
     about = (
-        "Right, % of questions, by the block at whose input units leave. After the tower: `divprune`, `random`. "
-        "`downsample` saves what block 0 does. ▼: worse than `divprune` (McNemar's exact test, one-sided, 5 %). By "
+        "Correct answers in %, by the tower block before which patches are dropped, and with `divprune` or `random` "
+        "after the tower. `downsample` saves as much as block 0. ▼: significantly worse than `divprune`. By "
         "`python benchmarks/experiments/tower_blocks.py`."
     )
     return "\n\n".join([about, *map(_blocks, BLOCKS)])
@@ -75,23 +75,22 @@ def _share(right: str) -> str:
 
 
 def first_token() -> str:
-    """Return the tables of docs/results/speed.md: times to the first token by where tokens leave, of each shape.
-    Where the machine was loaded they are of CPU time."""
+    """Return the speed-up of the first token by site for each model shape, in CPU time if the machine was busy."""
     parts = []
     for path, what in FIRST_TOKEN.items():
         header, records = rows.read(path)
         loaded = any(rows.is_loaded(row, header) for row in records)
         keeps = list(dict.fromkeys(row["keep"] for row in records))
         cells = {(row["way"], row["keep"]): _times(row, loaded) for row in records}
-        title = "times as fast, CPU time" if loaded else "times as fast (least to most)"
+        title = "speed-up, CPU time" if loaded else "speed-up (range)"
         lines = [f"| {title} | {' | '.join(f'keep {keep:g}' for keep in keeps)} |", "|---|" + "---:|" * len(keeps)]
         for way in dict.fromkeys(row["way"] for row in records[1:] if row["way"] != "unpatched"):
             lines.append(f"| {way} | {' | '.join(cells[way, keep] for keep in keeps)} |")
         seconds = "" if loaded else f"{records[0]['seconds']:.1f} s unpatched, "
         note = (
-            f"{what}, {header['layers']} layers of its decoder, random weights, from pixels on: {seconds}the tower "
-            f"takes {records[0]['tower']:.0%} of the unpatched time. Medians of ratios in turn, {header['threads']} "
-            f"thread(s) of {header['cpus']} cores, {header['date']}; [raw data](../{path.relative_to(ROOT)})."
+            f"{what}, {header['layers']} decoder layers, random weights, from pixels: {seconds}the tower takes "
+            f"{records[0]['tower']:.0%}. Median ratios, {header['threads']} thread, {header['date']}; "
+            f"[raw data](../{path.relative_to(ROOT)})."
         )
         parts += ["\n".join(lines), note]
     return "\n\n".join([*parts, "By `python benchmarks/experiments/first_token.py`."])

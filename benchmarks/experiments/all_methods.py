@@ -205,8 +205,8 @@ def section(path: Path, whole: bool = True) -> str:
     arguments = "".join(f" {name} {value}" for name, value in options.items() if value not in (0, 1))
     arguments += "" if dtype == "float32" else f" --dtype {dtype}"
     source = (
-        f"Raw data: [{path.name}](../../benchmarks/results/{path.name}), by `python benchmarks/experiments/all_methods.py "
-        f"ask --model {path.stem.partition('-')[2]}{arguments}`."
+        f"Raw data: [{path.name}](../../benchmarks/results/{path.name}), by "
+        f"`python benchmarks/experiments/all_methods.py ask --model {path.stem.partition('-')[2]}{arguments}`."
     )
     shown = [at for at in targets if at in SHOWN]
     table, missing = (_table(results, shown), _not_reached(results, shown)) if whole else ("", "")

@@ -30,9 +30,7 @@ PAGE = Path(__file__).parents[2] / "docs/results/peers.md"
 BEGIN, END = "<!-- peers:begin (benchmarks/experiments/peers.py --page) -->", "<!-- peers:end -->"
 TABLES = {"f_llava15": "LLaVA-1.5-7B", "b_llava_next": "LLaVA-NeXT-7B"}
 PRINTED = (64, 320)  # kept tokens for which papers print a speed-up
-MISSING = (
-    "**No GPU results. Run `python benchmarks/experiments/gpu/run.py`.**"
-)
+MISSING = "**No GPU results. Run `python benchmarks/experiments/gpu/run.py`.**"
 COLUMNS = ("method", "GPU busy", "by FLOPs", "eager prefill", "KV cache")
 
 

@@ -81,6 +81,7 @@ def table() -> Table:
     lines = [
         [f"`{one.method}`", one.called, describe_type(one.left), f"{one.average:.1f} ({one.average / 576:.1%})"]
         for one in COUNTS
+        if one.options.get("version") is None
     ]
     header = ["method", "paper's number", "tokens in the authors' code", "average over layers"]
     about = (

@@ -65,7 +65,7 @@ def test_no_generated_sentence_gives_speed_and_accuracy_of_two_settings() -> Non
 def test_pages_leave_out_times_of_loaded_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu").mkdir()
     monkeypatch.setattr(performance, "RESULTS", tmp_path)
-    names = {"efficiency": performance.efficiency, "scaling": performance.scaling, "decode": performance.decode}
+    names = {"efficiency": performance.efficiency, "scaling": performance.scaling}
     for name, make in names.items():
         header, records = rows.read(ROOT / f"benchmarks/results/cpu/{name}.jsonl")
         records = [one for one in records if one["method"] != "unpatched"][:3]
