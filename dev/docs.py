@@ -154,13 +154,14 @@ def families() -> str:
         note = cell(one.note) if before.startswith(row) else f"as `{before.rpartition('|')[2]}`"
         said.append((name, f"{row} {note}"))
     lines += _grouped(said)
-    lines += ["", "Refused, with an error that says why:", "", "| model type | because |", "|---|---|"]
+    lines += ["", "Refused, with the reason in the error:", "", "| model type | because |", "|---|---|"]
     lines += _grouped((name, cell(reason)) for name, reason in REFUSED.items())
     lines += [
         "",
         "## What leaves the tower",
         "",
-        'Units, by `towerdrop`, and by pixels (`pixelprune`, `docprune`, `score="detail"`); by keys, `saint`:',
+        "Families with methods that drop tokens inside or before the tower. Pixels: `pixelprune`, `docprune`, "
+        '`towerdrop` with `score="detail"`. Hidden states: `towerdrop`. Keys: `saint`.',
         "",
         *leaving(),
     ]
@@ -168,10 +169,10 @@ def families() -> str:
 
 
 def leaving() -> list[str]:
-    """Return the table of the families whose towers units may leave, by what chooses them."""
+    """Return the table of families with token dropping in the tower, by the data that the method reads."""
     drop: Any = tokenprune.method_info("towerdrop").cls
     by_pixels, by_states, by_keys = drop(score="detail"), drop(), tokenprune.method("saint")
-    lines = ["| engine | by pixels or hidden states | by hidden states alone | by keys |", "|---|---|---|---|"]
+    lines = ["| engine | pixels or hidden states | only hidden states | keys |", "|---|---|---|---|"]
     for engine, backend, rows in (("transformers", Backend.HF, SUPPORTED), ("vLLM", Backend.VLLM, SERVED)):
         left = sorted(one.name for one in rows.values() if not find_unsupported_reason(by_states, one, backend))
         pixels = [name for name in left if not find_unsupported_reason(by_pixels, name, backend)]

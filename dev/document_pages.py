@@ -46,8 +46,8 @@ def pages() -> str:
     about = (
         f"Correct answers of {header['model'].partition(' ')[0]} in %, all/text only, and the gain over the unpatched "
         f"model ({_cell(whole, text)}) with its 95 % interval: {header['questions']} questions about "
-        f"{header['prompts']} [prompts](docs/results/video.md#documents) of 1,024 to 1,280 tokens. The model was trained with at most 784 "
-        "tokens, so any reduction may help it, and the gains do not predict larger models. "
+        f"{header['prompts']} [prompts](docs/results/video.md#documents) of 1,024 to 1,280 tokens. The model was "
+        "trained with at most 784 tokens, so any reduction may help it, and the gains do not predict larger models. "
         f"{fewer and f'`pixelprune` keeps {fewer}: all patches that do not repeat. '}"
         f"Methods that lose over {100 * LIMIT:.0f} points of words or digits at "
         f"[the guard's floor](docs/guides/guard.md): {', '.join(lost) or 'none'}. "

@@ -28,8 +28,8 @@ def shares() -> str:
         lines.append(f"| {number}, {keep:g} | {' | '.join(cells)} |")
     about = (
         f"{header['model'].partition(' ')[0]} and `divprune`, {4 * header['images']} images in prompts. Gains in "
-        "points over equal shares; bold if the 95 % interval excludes 0. By `python benchmarks/experiments/shared_budget.py`; "
-        "[raw data](../../benchmarks/results/shared_budget.jsonl)."
+        "points over equal shares; bold if the 95 % interval excludes 0. By "
+        "`python benchmarks/experiments/shared_budget.py`; [raw data](../../benchmarks/results/shared_budget.jsonl)."
     )
     return "\n".join([about, "", *lines])
 
