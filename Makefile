@@ -34,11 +34,11 @@ DEMO_METHODS := downsample,tome,dymu,divprune,pool,scope,uniform,visionzip,vscan
 bench-demo: setup ## compare methods at equal cost on a shipped model (about 8 minutes)
 	HF_HUB_OFFLINE=1 .venv/bin/tokenprune bench --equal-cost --methods $(DEMO_METHODS)
 
-test: setup ## run the tests
-	$(TEST_ENV) .venv/bin/python $(PYTEST)
+test: setup ## run the fast tests: every method, every feature, one model family of each kind
+	$(TEST_ENV) .venv/bin/python $(PYTEST) -m fast
 
-test-all: setup ## run every method on every family, and what takes long
-	$(TEST_ENV) .venv/bin/python $(PYTEST) --every-combination
+test-all: setup ## run all tests, also on every model family (every combination: PYTEST_ARGS=--every-combination)
+	$(TEST_ENV) .venv/bin/python $(PYTEST)
 
 # One process and no -n: an engine takes as many cores as there are.
 test-vllm: .venv-vllm/.setup-done ## run the tests of the vLLM plugin, against the real engine on CPU (requirements/vllm.txt)

@@ -12,6 +12,7 @@ import html
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -114,10 +115,19 @@ def _published(line: Line) -> str:
 
 @cache
 def served() -> dict[str, str]:
-    """Return the methods that vLLM serves with default options: "yes", or "in_llm" with experimental_in_llm."""
-    from tokenprune.integrations.vllm.settings.servable import servable
+    """Return which methods vLLM serves with their default options: "yes", or "in_llm" with experimental_in_llm."""
+    import tokenprune
+    from tokenprune.errors import OptionError
+    from tokenprune.integrations.vllm.settings.parse import check_method
 
-    return {**dict.fromkeys(servable(in_llm=True), "in_llm"), **dict.fromkeys(servable(), "yes")}
+    found = dict[str, str]()
+    for name in tokenprune.available_methods():
+        method = tokenprune.method(name)
+        for in_llm, word in ((False, "yes"), (True, "in_llm")):
+            with suppress(OptionError):
+                check_method(method, in_llm)
+                found.setdefault(name, word)
+    return found
 
 
 def sources(found: list[Run]) -> str:

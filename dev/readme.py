@@ -23,6 +23,7 @@ import front_page  # noqa: E402
 import gpu_page  # noqa: E402
 import kernel_page  # noqa: E402
 import landing_page  # noqa: E402
+import method_pages  # noqa: E402
 import performance  # noqa: E402
 import recover_page  # noqa: E402
 import restore_page  # noqa: E402
@@ -37,9 +38,6 @@ VIDEO = ROOT / "benchmarks/results/pevlm.jsonl"
 DOCUMENTS = ROOT / "benchmarks/results/documents.jsonl"
 ATTEND = ROOT / "benchmarks/results/attend.jsonl"
 VIDEO_TOWER = ROOT / "benchmarks/results/cpu/video_tower.jsonl"
-
-
-link = accuracy_pages.link
 
 
 def attend() -> str:
@@ -71,10 +69,10 @@ def video_tower() -> str:
         lines.append(f"| `{one['method']}` | {one['visual_tokens_out']} | {ratios} |")
     share = records[0]["ms"]["tower CPU"] / records[0]["ms"]["first token CPU"]
     note = (
-        f"CPU time over the unpatched model's, in turn, median of rounds: a video of {header['frames']} frames of "
-        f"{header['side']} pixels, keep {header['keep']}, LLaVA-OneVision-0.5B at 1/{header['widths']} of its widths, "
-        f"random weights, {header['threads']} thread; unpatched the tower takes {share:.0%} of the time to the first "
-        f"token. By `python benchmarks/experiments/video_tower.py`; raw data: {link(VIDEO_TOWER, '../../')}."
+        f"CPU time relative to the unpatched model (median): {header['frames']} frames of {header['side']} pixels, keep "
+        f"{header['keep']}, LLaVA-OneVision-0.5B at 1/{header['widths']} of its widths, random weights, "
+        f"{header['threads']} thread. The tower takes {share:.0%} of the unpatched time to the first token. By `python "
+        f"benchmarks/experiments/video_tower.py`; [raw data]({VIDEO_TOWER.relative_to(ROOT)})."
     )
     return "\n\n".join(["\n".join(lines), note])
 
@@ -104,39 +102,31 @@ def documents() -> str:
     from tokenprune_demo.drawn_documents import TEXT_KINDS
 
     header, *records = (json.loads(line) for line in DOCUMENTS.read_text().splitlines())
-    results = [one for one in records if one["record"] == "result"]
-    by_place = {(one["method"], one["level"]): one["right"] for one in results}
-    kinds = header["kinds"]
-
-    def share(right: str, where: list[bool]) -> str:
-        chosen = [answer == "1" for answer, here in zip(right, where, strict=True) if here]
-        return f"{100 * statistics.fmean(chosen):.0f}"
-
-    about_text = [one in TEXT_KINDS for one in kinds]
+    results = [row for row in records if row["record"] == "result"]
+    by_setting = {(row["method"], row["level"]): row["right"] for row in results}
+    is_text = [kind in TEXT_KINDS for kind in header["kinds"]]
     parts = []
-    for level, said in (("all", "exact repetitions dropped"), ("half", "half as many tokens")):
-        about = ("tokens, tower/decoder", "right, %", "text")
-        lines = [f"| {' | '.join((said, *about))} |"]
-        lines.append("|---" * 4 + "|")
-        own = [one for one in results if one["level"] == level]
-        for one in sorted(own, key=lambda one: (one["method"] != "unpatched", -one["right"].count("1"))):
-            right, ours = one["right"], by_place.get(("pixelprune", level))
-            known = one["method"] in ("pixelprune", "unpatched") or ours is None
-            worse = "" if known or better_p(ours, right) >= LEVEL else " ▼"
+    for level, title in (("all", "exact repetitions dropped"), ("half", "half as many tokens")):
+        lines = [f"| {title} | tokens, tower/decoder | correct, % | text, % |", "|---|---:|---:|---:|"]
+        shown = [row for row in results if row["level"] == level]
+        for row in sorted(shown, key=lambda row: (row["method"] != "unpatched", -row["right"].count("1"))):
+            right, ours = row["right"], by_setting.get(("pixelprune", level))
+            is_reference = row["method"] in ("pixelprune", "unpatched") or ours is None
+            mark = "" if is_reference or better_p(ours, right) >= LEVEL else " ▼"
+            text_answers = [answer == "1" for answer, chosen in zip(right, is_text, strict=True) if chosen]
             lines.append(
-                f"| `{one['method']}` | {one['tokens']['tower']:.0f}/{one['tokens']['decoder']:.0f} "
-                f"| {100 * right.count('1') / len(right):.1f}{worse} | {share(right, about_text)} |"
+                f"| `{row['method']}` | {row['tokens']['tower']:.0f}/{row['tokens']['decoder']:.0f} "
+                f"| {100 * right.count('1') / len(right):.1f}{mark} | {100 * statistics.fmean(text_answers):.0f} |"
             )
         parts.append("\n".join(lines))
-    setting = (
-        f"{header['model']}, {header['questions']} questions about {header['documents']} drawn documents of "
-        "288 to 448 pixels a side ([how they are drawn](docs/results/video.md#documents)); it was not trained on them, "
-        "nor with tokens dropped. Every other method keeps of each image as many tokens as `pixelprune`; averages over "
-        "images and layers. ▼: worse than that (McNemar's exact test, one-sided, 5 %)."
+    setup = (
+        f"{header['model'].removesuffix(' (shipped)')}, {header['questions']} questions about {header['documents']} "
+        "[drawn documents](docs/results/video.md#documents), which are not in its training set. Other methods keep as "
+        "many tokens per image as `pixelprune`. Tokens are averages over images and layers. ▼: significantly worse than "
+        "`pixelprune`."
     )
     command = f"python benchmarks/experiments/documents.py --documents {header['documents']}"
-    source = f"By `{command}`; raw data: {link(DOCUMENTS, '../../')}."
-    return "\n\n".join([setting, *parts, source])
+    return "\n\n".join([setup, *parts, f"By `{command}`; [raw data]({DOCUMENTS.relative_to(ROOT)})."])
 
 
 def main() -> None:
@@ -197,10 +187,14 @@ PAGES = {
     "docs/results/documents.md": {"pages": document_pages.pages},
     "docs/guides/gpu.md": {"expect": gpu_page.table},
     "docs/results/training.md": {"recover": recover_page.recover, "sft": recover_page.sft},
-    "docs/methods/earlytom.md": {"video-tower": video_tower},
-    "docs/methods/pixelprune.md": {"documents": documents},
-    "docs/methods/restore.md": {"restore-gain": restore_page.gain},
-    "docs/methods/towerdrop.md": {"tower-blocks": tower_page.blocks},
+    "docs/methods/README.md": {"measured": method_pages.overview},
+    "docs/results/methods.md": {
+        "documents": documents,
+        "tower-blocks": tower_page.blocks,
+        "restore-gain": restore_page.gain,
+        "video-tower": video_tower,
+        "prumerge-blocks": method_pages.prumerge_blocks,
+    },
     "docs/results/sessions.md": {"attend": attend},
     "docs/results/video.md": {
         "videos": accuracy_pages.videos,

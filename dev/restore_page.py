@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated part of docs/methods/restore.md: the gain of `restore` over each chooser, for two models."""
+"""Generate the part of docs/results/methods.md about `restore`: its gain over each chooser, on two models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Answers = dict[tuple[str, float, str], dict[str, str]]  # of a chooser, keep and
 
 
 def gain() -> str:
-    """Return a table for each model: accuracy with the chooser, and the gain of both forms of `restore`."""
+    """Return the tables, one a model: % right with the chooser, and the points that either form adds to that."""
     about = (
         "Cells: correct answers in % with the chooser only; gain in points with `restore`; gain with `calibrate=True`. "
         "Bold if the 95 % interval excludes 0. By `python benchmarks/experiments/restore_gain.py`."
@@ -50,7 +50,7 @@ def _of(model: str, path: Path) -> str:
 
 
 def _cell(found: Answers, choosers: list[str], keep: float, sets: list[str]) -> str:
-    """Return the cell of several choosers. The gain of a question is the mean over them."""
+    """Return what a table says of some choosers together; a question's gain is the mean of theirs."""
     if not choosers:
         return "-"
 

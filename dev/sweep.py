@@ -121,7 +121,7 @@ def describe(error: Exception, refused: str) -> tuple[str, str]:
     return RAW, f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def record_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def get_record(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the content of the record: counts, refusals by method and class of error, and each bad outcome in full."""
     counts = Counter(outcome.outcome for outcome in outcomes)
     refused: dict[str, Counter[str]] = {}
@@ -159,7 +159,7 @@ def main() -> None:
         outcomes += sweep([name], methods)
         counts = Counter(outcome.outcome for outcome in outcomes if outcome.family == name)
         print(name, dict(counts), flush=True)
-    record = record_of(outcomes)
+    record = get_record(outcomes)
     if options.families or options.methods:
         for outcome in outcomes:
             print(f"{outcome.family:20} {outcome.method:14} {outcome.input:20} {outcome.outcome}  {outcome.reason}")

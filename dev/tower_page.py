@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated parts of docs/methods/towerdrop.md (accuracy) and docs/results/speed.md (first token)."""
+"""Generate parts of docs/results/methods.md (accuracy of `towerdrop`) and docs/results/speed.md (first token)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AFTER = {"diverse": "divprune", "random": "random"}  # the same rule after the t
 
 
 def blocks() -> str:
-    """Return the tables of docs/methods/towerdrop.md: accuracy by score and block, of each model."""
+    """Return the tables of docs/results/methods.md: accuracy of each model by score and block."""
     about = (
         "Correct answers in %, by the tower block before which patches are dropped, and with `divprune` or `random` "
         "after the tower. `downsample` saves as much as block 0. ▼: significantly worse than `divprune`. By "

@@ -226,7 +226,7 @@ def feature_cache(model: Any) -> FeatureCache:
         )
     from tokenprune.integrations.hf.feature_cache.part import FeatureReuse
 
-    cache: FeatureCache = attachment.engine.part(FeatureReuse).cache
+    cache: FeatureCache = attachment.engine.get_part(FeatureReuse).cache
     return cache
 
 

@@ -37,7 +37,7 @@ from rows import Load, add_options
 from serving import TEMPLATE, load, noise_image, served, write, write_model
 from transformers import AutoConfig
 
-from tokenprune.integrations.vllm.capacity import Assumptions, Server, request_load
+from tokenprune.integrations.vllm.capacity import Assumptions, Server, build_load
 from tokenprune.integrations.vllm.gpus import GPU
 
 # Decoders: one of 100 M parameters with its embeddings, and one half as wide again.
@@ -101,8 +101,8 @@ def predicted(folder: Path, cpu: GPU, keep: float, text: int, args: argparse.Nam
     shares = {"compute": COMPUTE} | more  # one for tower and decoder; and there are no launches, nor a host beside it
     alone = {"tower": shares["compute"], "host": 0.0, "each": 0.0, "block": 1}
     assumed = Assumptions(at_once=args.at_once, **shares, **alone)
-    server = Server.of_config(config, cpu, dtype="float32", assumed=assumed)
-    request = request_load(config, 1, tokens=None, tiles=1, text=text)
+    server = Server.from_config(config, cpu, dtype="float32", assumed=assumed)
+    request = build_load(config, 1, tokens=None, tiles=1, text=text)
     return server.capacity(request, keep, 1, args.tokens)
 
 

@@ -27,7 +27,7 @@ import calm_threads  # noqa: F401
 from common import fill_page
 from transformers import LlavaConfig, Qwen2_5_VLConfig
 
-from tokenprune.integrations.vllm.capacity import Assumptions, Capacity, Server, request_load
+from tokenprune.integrations.vllm.capacity import Assumptions, Capacity, Server, build_load
 from tokenprune.integrations.vllm.gpus import GPUS
 from tokenprune.settings.cost import Load
 
@@ -53,7 +53,7 @@ FITTED = ("compute", "tower", "each", "launch")
 def build_server(name: str) -> tuple[Server, Load]:
     """Return one of `SERVERS` and the load of its requests."""
     config, text, tokens, _ = SERVERS[name]
-    return Server.of_config(config, GPUS["H200"]), request_load(config, 1, tokens=tokens, tiles=None, text=text)
+    return Server.from_config(config, GPUS["H200"]), build_load(config, 1, tokens=tokens, tiles=None, text=text)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from mixed_requests import Answer, Request
 
-from tokenprune.integrations.vllm.settings.server_config import SECONDS
+from tokenprune.integrations.vllm.settings.server_config import GRACE_SECONDS
 
 BASE = {"method": "uniform", "keep": 0.25}
 OVERLOAD = {"in_flight": [8, 24], "profiles": ["pooled", "fast"], "rise": 0.2, "dwell": 1}
@@ -81,10 +81,10 @@ def _served(sent: Sent, times: Sequence[InForce]) -> list[tuple[str, str] | None
     if found != [None]:
         return found
     had = (place for place, time in enumerate(times) if legal(sent.request, OFFERS[time.number]) != [None])
-    if (last := max(had, default=None)) is None or sent.begin > times[last].end + SECONDS:
+    if (last := max(had, default=None)) is None or sent.begin > times[last].end + GRACE_SECONDS:
         return found
     before = legal(sent.request, OFFERS[times[last].number])
-    return before if sent.end < times[last + 1].begin + SECONDS else before + found
+    return before if sent.end < times[last + 1].begin + GRACE_SECONDS else before + found
 
 
 def counted(page: str, name: str, *labels: str) -> collections.Counter[tuple[str, ...]]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import calm_threads  # noqa: F401
 
-from tokenprune.integrations.vllm.settings.overload import Overload, StepInForce
+from tokenprune.integrations.vllm.settings.overload import Overload, OverloadState
 
 NUMBER, LANES, STEPS = 10_000, 8, (8, 32)
 SECONDS, KEEP = (1.0, 0.5, 0.3), (1.0, 0.5, 0.25)  # of a request at each step
@@ -40,7 +40,7 @@ def settings() -> dict[str, Choose]:
     names = ("half", "quarter")
     bare = Overload(STEPS, names, release=1.0, rise=0.0, dwell=0.0)
     fixed: dict[str, Choose] = {name: lambda *_, step=step: step for step, name in enumerate(("whole", *names))}
-    return fixed | {"compared anew": StepInForce(bare).take, "policy": StepInForce(Overload(STEPS, names)).take}
+    return fixed | {"compared anew": OverloadState(bare).take, "policy": OverloadState(Overload(STEPS, names)).take}
 
 
 def arrivals(gap: Callable[[random.Random, float], float], seed: int) -> list[float]:

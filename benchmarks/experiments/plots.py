@@ -14,44 +14,44 @@ from typing import Any
 import calm_threads  # noqa: F401
 from common import RESULTS, quiet
 
-from tokenprune_bench.report.png import curve, panels, png, same_look
+from tokenprune_bench.report.png import create_panels, draw_curve, to_png, use_default_style
 
 
 def efficiency(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
     """Efficiency of each method, one panel a case; whiskers from p20 to p80."""
     cases = sorted({(one["visual"], one["keep"]) for one in records})
     titles = [f"{visual} -> {keep} visual tokens, {header['device']}" for visual, keep in cases]
-    figure, row = panels(titles, 5, 4)
+    figure, row = create_panels(titles, 5, 4)
     for axes, case in zip(row, cases, strict=True):
         shown = [one for one in records if (one["visual"], one["keep"]) == case and "efficiency" in one]
         for which, marker, label in (("efficiency", "o", "wall time"), ("cpu_efficiency", "x", "CPU time")):
             points = [(one["method"], *(one[which][name] for name in ("p50", "p20", "p80"))) for one in shown]
-            curve(axes, points, label, marker=marker, linestyle="none")
+            draw_curve(axes, points, label, marker=marker, linestyle="none")
         axes.axhline(0.95, color="grey", linestyle=":")
         axes.tick_params(axis="x", rotation=45)
         axes.set_ylabel("oracle time / patched time")
         axes.legend()
-    return png(figure, dpi=100)
+    return to_png(figure, dpi=100)
 
 
 def scaling(header: dict[str, Any], records: list[dict[str, Any]]) -> bytes:
     """Seconds and bytes against tokens, both logarithmic."""
-    figure, row = panels([header["device"]] * 2, 5.5, 4.5)
+    figure, row = create_panels([header["device"]] * 2, 5.5, 4.5)
     for axes, key, label in zip(row, ("seconds", "peak"), ("seconds", "peak, bytes"), strict=True):
         for one in records:
             points = [(int(n), p[key]) for n, p in one["points"].items() if p.get(key)]
             if points:
                 line = "-" if one["what"] == "selection" else "--"
-                curve(axes, points, f"{one['what']}: {one['method']}", linestyle=line)
+                draw_curve(axes, points, f"{one['what']}: {one['method']}", linestyle=line)
         axes.set(xscale="log", yscale="log", xlabel="visual tokens of an image", ylabel=label)
     row[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    return png(figure, dpi=100)
+    return to_png(figure, dpi=100)
 
 
 PLOTS = {"efficiency": efficiency, "scaling": scaling}
 
 
-@same_look()
+@use_default_style()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="*")

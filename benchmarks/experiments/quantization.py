@@ -27,7 +27,7 @@ from transformers import QuantizedCache
 
 import tokenprune
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.layer_storage import is_quantized, keys_of, stored_bytes, values_of
+from tokenprune.integrations.hf.cache.layer_storage import count_layer_bytes, is_quantized, read_keys, read_values
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.tables import Cell, Table, to_markdown
@@ -124,11 +124,11 @@ def halved(model: nn.Module) -> Iterator[None]:
     """Leave of each layer's and head's keys the half of the smallest norm, behind the prompt (kvpress's KnormPress)."""
 
     def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        cache, index = compat.cache_in(kwargs), module.layer_idx
+        cache, index = compat.get_cache(kwargs), module.layer_idx
         layer, width = cache.layers[index], kwargs["hidden_states"].shape[1]
         if layer.get_seq_length() != width:
             return  # a step
-        keys, values = keys_of(cache, index), values_of(cache, index)
+        keys, values = read_keys(cache, index), read_values(cache, index)
         kept = keys.norm(dim=-1).topk(width // 2, largest=False).indices[..., None].expand(-1, -1, -1, keys.shape[-1])
         keys, values = keys.gather(2, kept), values.gather(2, kept)
         if not is_quantized(layer):
@@ -186,7 +186,7 @@ def measure(subjects: dict[str, Model], setting: Setting, questions: list[Any]) 
         asked = [subject.inputs([one.images], [one.question]) for one in questions]
         answers = [subject.generate(inputs, **cache())[0] for inputs in asked]
         out = model.generate(**asked[0], max_new_tokens=1, return_dict_in_generate=True, **cache())
-        stored = sum(stored_bytes(layer) for layer in out.past_key_values.layers)
+        stored = sum(count_layer_bytes(layer) for layer in out.past_key_values.layers)
         told = tokenprune.stats(model).kv_bytes if setting.method else stored
     right = sum(one.is_right(answer) for one, answer in zip(questions, answers, strict=True))
     return {

@@ -161,13 +161,13 @@ def shorten(text: str, width: int = 15) -> str:
 
 def write_files(result: DemoResult, folder: Path) -> tuple[Path, Path]:
     """Write kept.png and report.html into a folder, which is created; return their paths."""
-    from tokenprune_bench.report.page import filled
+    from tokenprune_bench.report.page import render_template
 
     folder.mkdir(parents=True, exist_ok=True)
     image, page = folder / "kept.png", folder / "report.html"
     result.answers[0].drawing.save(image)
     rows = [(answer, to_data_uri(answer.drawing)) for answer in result.answers]
-    text = filled("demo.html", result=result, rows=rows, method=METHOD, keep=KEEP, table=build_table(result))
+    text = render_template("demo.html", result=result, rows=rows, method=METHOD, keep=KEEP, table=build_table(result))
     page.write_text(text, encoding="utf-8")
     return image, page
 

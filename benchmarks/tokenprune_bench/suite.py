@@ -29,7 +29,7 @@ from tokenprune_bench.plan import (
     BenchPlan,
     Pass,
 )
-from tokenprune_bench.profiling.cost import build_cost_record as record_of
+from tokenprune_bench.profiling.cost import build_cost_record as get_record
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.question_runner import QuestionRunner
 from tokenprune_bench.results import SCHEMA, UNPATCHED
@@ -229,7 +229,7 @@ class Bench:
             "correct": correct,
             "right": right,
             "questions": len(self.examples),
-            "stats": record_of(cost, unpatched_cost or cost),
+            "stats": get_record(cost, unpatched_cost or cost),
             "environment": self.backend.environment(),
         }
         recalls = [_evidence(batches) for batches in passes.values()]

@@ -107,14 +107,14 @@ def escalate(
         Our design, similar to VisionThink (arXiv 2507.13348), which trains a model to request the larger image. This
         version is training-free. The thresholds are not calibrated.
     """
-    from tokenprune.integrations.hf.families import adapter_for
+    from tokenprune.integrations.hf.families import get_adapter
     from tokenprune.integrations.hf.processor_check import check_processor
     from tokenprune.methods.pixels.dynres import asks_for_detail
 
     if not isinstance(text, str):
         raise OptionError(f"text must be a str, not {type(text).__name__}: escalate takes one prompt at a time.")
     _check(model, min_margin, max_entropy, generate_kwargs)
-    check_processor(processor, adapter_for(model))
+    check_processor(processor, get_adapter(model))
     pass_method = method if isinstance(method, Method) else build(method, {})
     reason = None
     if guard:
@@ -161,11 +161,11 @@ def _answer(
     model: Any, processor: Any, images: Any, text: str, generate_kwargs: dict[str, Any]
 ) -> tuple[Any, int, float]:
     """Return the output of one `generate`, the prompt's length, and its number of placeholders."""
-    from tokenprune.integrations.hf.families import adapter_for
+    from tokenprune.integrations.hf.families import get_adapter
 
     inputs = processor(images=images, text=[text], return_tensors="pt").to(model.device, model.dtype)
     output = model.generate(**inputs, **generate_kwargs, return_dict_in_generate=True, output_logits=True)
-    visual = sum(int(mask.sum()) for mask in adapter_for(model).visual_mask(inputs).values())
+    visual = sum(int(mask.sum()) for mask in get_adapter(model).visual_mask(inputs).values())
     return output, inputs["input_ids"].shape[1], float(visual)
 
 

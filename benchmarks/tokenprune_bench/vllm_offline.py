@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.settings.servable import KEY
+from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.models.model_config import get_shipped_folder
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.vllm_backend import OFF, Chat, Reply, needs_special_tokens
@@ -61,7 +61,7 @@ class OfflineEngine:
             raise TokenPruneError(
                 "--backend vllm needs vLLM (pip install 'tokenprune-vlm[vllm]'), or a server (--server)."
             ) from error
-        from tokenprune.integrations.vllm.settings.configuration import configured
+        from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 
         options = {
             "limit_mm_per_prompt": {"image": images},
@@ -84,7 +84,7 @@ class OfflineEngine:
             raise
         except Exception as error:  # vLLM raises many error types
             raise TokenPruneError(f"vLLM cannot serve {self.name}: {_message_of(error)}.") from error
-        if configured(self.llm.model_config) is None:
+        if get_server_setting(self.llm.model_config) is None:
             self.close()
             raise TokenPruneError(
                 "vLLM started without tokenprune's plugin. Install tokenprune-vlm in vLLM's environment, and unset "

@@ -18,7 +18,7 @@ from pathlib import PurePath
 from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.settings.servable import KEY
+from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.vllm_backend import OFF, Chat, Reply, needs_special_tokens
 

@@ -117,13 +117,13 @@ class Reference:
         return tokens, torch.stack(made.logits).float().log_softmax(-1)[:, 0]
 
     def _count_from_zero(self) -> Any:
-        from tokenprune.integrations.hf.families import adapter_for
+        from tokenprune.integrations.hf.families import get_adapter
 
         def count(module: Any, args: tuple, kwargs: dict) -> tuple:
             length = kwargs["inputs_embeds"].shape[1]
             return args, kwargs | {"position_ids": torch.arange(length)[None]}
 
-        decoder = adapter_for(self.model).decoder
+        decoder = get_adapter(self.model).decoder
         return decoder.register_forward_pre_hook(count, with_kwargs=True)
 
 

@@ -27,7 +27,7 @@ from test_on_error import ENDS
 from test_rollout_counts import asking
 from tokenprune.integrations.vllm.frontend import announce, items, metrics
 from tokenprune.integrations.vllm.gateway import reload
-from tokenprune.integrations.vllm.settings.configuration import SECONDS
+from tokenprune.integrations.vllm.settings.configuration import METRICS_FOLDER
 from tokenprune.integrations.vllm.worker import clock
 
 FILE = Path(__file__).resolve().parents[2] / "deploy/alerts.yaml"
@@ -55,7 +55,7 @@ class Server:
         vllm_config = SimpleNamespace(model_config=self.model_config, use_v2_model_runner=False)
         renderer = SimpleNamespace(get_mm_processor=lambda: made)
         self.engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer, collective_rpc=AsyncMock())
-        self.clock = clock.Clock(getattr(self.model_config.multimodal_config, SECONDS, None))
+        self.clock = clock.Clock(getattr(self.model_config.multimodal_config, METRICS_FOLDER, None))
         self.vllm = {
             "vllm:num_requests_running": 1.0,
             'up{job="vllm"}': 1.0,
@@ -119,7 +119,7 @@ def keep(left: int) -> Callable[[Server], object]:
     """Have so many of 100 tokens stay: of tiny images more than asked for, of a method with a fault less."""
 
     def count(server: Server) -> None:
-        metrics.visual(server.model_config, ("divprune", "0.25"), 100, left)
+        metrics.add_visual_tokens(server.model_config, ("divprune", "0.25"), 100, left)
 
     return count
 
@@ -150,7 +150,7 @@ CASES: dict[str, tuple[Any, Callable[[Server], object]]] = {
     "TokenpruneKeptAboveTarget": (DIVPRUNE, keep(50)),
     "TokenpruneKeptBelowTarget": (DIVPRUNE, keep(5)),
     "TokenpruneReloadRefused": (DIVPRUNE | {"reload": "offer.json"}, spoil),
-    "TokenpruneOverloaded": (DIVPRUNE, lambda server: metrics.gauge(server.model_config, "overload_step").set(1)),
+    "TokenpruneOverloaded": (DIVPRUNE, lambda server: metrics.get_gauge(server.model_config, "overload_step").set(1)),
     "VllmDown": (DIVPRUNE, lambda server: server.vllm.update({'up{job="vllm"}': 0.0})),
     "VllmServerErrors": (DIVPRUNE, lambda server: server.answer("5xx")),
     "VllmFirstTokenSlow": (DIVPRUNE, lambda server: server.answer(seconds=9.0)),

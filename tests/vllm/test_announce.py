@@ -28,7 +28,7 @@ INFO = "tokenprune:info"
 
 
 def facts(model_config: Any, v2: bool = False) -> dict[str, str]:
-    return announce.facts(SimpleNamespace(model_config=model_config, use_v2_model_runner=v2))
+    return announce.collect_facts(SimpleNamespace(model_config=model_config, use_v2_model_runner=v2))
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_facts(folder: Callable[[str], Path], setting: Any, said: str, profiles:
         "vllm": compat.TESTED, "runner": "v1", "hooks": hooks,
     }  # fmt: skip
     assert set(found) | {"model_name"} == set(metrics.GAUGES[INFO][1])
-    line = announce.line(found)
+    line = announce.format_line(found)
     assert line.count("\n") == 0 and f"vLLM {compat.TESTED} (tested), model runner v1" in line
-    assert ("nothing is reduced" in line) == (setting is None)
+    assert ("no tokens are pruned" in line) == (setting is None)
     assert facts(config(folder("llava"), setting), v2=True)["runner"] == "v2"
 
 
@@ -82,7 +82,7 @@ def test_an_engine_that_starts_says_so(
         for act in (announce.announce, profiles.watch):
             act(engine)
     started, bare = [one.getMessage() for one in caplog.records if one.name == "vllm.tokenprune"]
-    assert "is on: divprune 0.25, profiles: fast, ocr, policy: none;" in started and "no setting turns it on" in bare
+    assert "is on: divprune 0.25, profiles: fast, ocr, policy: none;" in started and "loaded without a setting" in bare
     totals = {name: samples(f"tokenprune:{name}_total", "starting") for name in ("visual_tokens", "requests")}
     assert totals["visual_tokens"] == {
         (keep, method, stage): 0
@@ -107,7 +107,7 @@ def test_info_of_before_is_zero() -> None:
     model_config = SimpleNamespace(served_model_name="again")
     made = dict.fromkeys(metrics.GAUGES[INFO][1][1:], "x")
     for setting in ("one", "two", "one"):
-        metrics.inform(model_config, made | {"setting": setting})
+        metrics.set_info(model_config, made | {"setting": setting})
         values = {labels[4]: value for labels, value in samples(INFO, "again").items()}
         assert [name for name, value in values.items() if value == 1] == [setting]
     assert values == {"one": 1, "two": 0}
@@ -117,7 +117,7 @@ def test_several_processes_inform_as_one(tmp_path: Path) -> None:
     """As vLLM's API servers do it."""
     code = (
         "from types import SimpleNamespace; from tokenprune.integrations.vllm.frontend import metrics; "
-        f"metrics.inform(SimpleNamespace(served_model_name='m'), dict.fromkeys(metrics.GAUGES['{INFO}'][1][1:], 'x'))"
+        f"metrics.set_info(SimpleNamespace(served_model_name='m'), dict.fromkeys(metrics.GAUGES['{INFO}'][1][1:], 'x'))"
     )
     for _ in range(2):
         environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}

@@ -67,7 +67,7 @@ class Counting(HfBackend):
     @contextmanager
     def answering(self, place: Any) -> Iterator[Any]:
         def count(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
-            length, keys = kwargs["inputs_embeds"].shape[1], compat.cache_in(kwargs).layers[0].keys
+            length, keys = kwargs["inputs_embeds"].shape[1], compat.get_cache(kwargs).layers[0].keys
             past = 0 if length > 1 else keys.shape[-2]
             return args, kwargs | {"position_ids": past + torch.arange(length)[None]}
 

@@ -22,7 +22,7 @@ import yaml
 from test_plugin import config
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.frontend.metrics import COUNTERS, GAUGES
-from tokenprune.integrations.vllm.frontend.of_workers import SUMS
+from tokenprune.integrations.vllm.frontend.worker_metrics import SUMS
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

@@ -61,14 +61,14 @@ def test_numbers_of_processes_that_run_are_added_up(tmp_path: Path) -> None:
     (tmp_path / "counter_1.db").write_bytes(b"of prometheus")
     mine = SharedCount(tmp_path)
     mine.write(5)
-    assert mine.others() == 0
+    assert mine.count_others() == 0
     processes = [other(tmp_path, 3), other(tmp_path, 70_000)]
-    assert mine.others() == 70_003
+    assert mine.count_others() == 70_003
     processes[1].kill()
     processes[1].wait()
-    assert mine.others() == 3, "a killed process still counts"
+    assert mine.count_others() == 3, "a killed process still counts"
     processes[0].communicate()
-    assert mine.others() == 0
+    assert mine.count_others() == 0
 
 
 def test_a_folder_that_is_gone_costs_no_request(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_folder_that_is_gone_costs_no_request(tmp_path: Path) -> None:
     folder.mkdir()
     mine = SharedCount(folder)
     shutil.rmtree(folder)
-    assert mine.others() == 0
+    assert mine.count_others() == 0
     os.close(mine._file)
     mine.write(3)
 
@@ -84,35 +84,35 @@ def test_a_folder_that_is_gone_costs_no_request(tmp_path: Path) -> None:
 def test_others_hear_of_what_comes_and_ends_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By endpoints that count no request, and in the engine; and at once of a request that is being rendered."""
     mine, theirs = SharedCount(tmp_path), SimpleNamespace(running=0)
-    monkeypatch.setattr(in_flight, "shared_count", lambda: mine)
+    monkeypatch.setattr(in_flight, "get_shared_count", lambda: mine)
     load = RequestLoad(engine=lambda: SimpleNamespace(get_num_unfinished_requests=lambda: theirs.running))
 
     def told() -> int:
         return int.from_bytes((tmp_path / mine._name).read_bytes())
 
     async def run() -> None:
-        load.keep_telling()
+        load.share_count()
         theirs.running = 1
         await asyncio.sleep(0.5)
         assert told() == 1
-        with load.one_more():
+        with load.count_request():
             assert told() == 2
         theirs.running = 0
         await asyncio.sleep(0.5)
         assert told() == 0
 
-    load.keep_telling()  # no event loop: nothing to do
+    load.share_count()  # no event loop: nothing to do
     asyncio.run(run())
 
 
 def test_without_a_folder_nothing_is_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for folder in (None, str(tmp_path / "none")):
-        in_flight.shared_count.cache_clear()
+        in_flight.get_shared_count.cache_clear()
         monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
         if folder:
             monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", folder)
-        assert in_flight.shared_count() is None
-    in_flight.shared_count.cache_clear()
+        assert in_flight.get_shared_count() is None
+    in_flight.get_shared_count.cache_clear()
     assert RequestLoad(rendering=2).in_flight == 2
 
 
@@ -126,7 +126,7 @@ def test_the_step_is_that_of_now(
 ) -> None:
     """When nobody asks any more, too; reading it changes nothing. Where API servers share a folder, a loop tells it."""
     count = SharedCount(tmp_path) if shared else None
-    monkeypatch.setattr(in_flight, "shared_count", lambda: count)
+    monkeypatch.setattr(in_flight, "get_shared_count", lambda: count)
     monkeypatch.setattr(in_flight.time, "monotonic", lambda: now)
     name = f"stepping {shared}"
     setting = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}}
@@ -136,13 +136,13 @@ def test_the_step_is_that_of_now(
 
     def step() -> float:
         async def told() -> None:
-            load.keep_telling()
+            load.share_count()
 
         asyncio.run(told())
         (value,) = samples(STEP, name).values()
         return value
 
-    load.show(model_config)
+    load.show_step(model_config)
     assert load.profile(get_server_config(model_config)) == "fast" and step() == 1
     running = 0
     assert step() == 1, "a step is in force for a while"

@@ -149,7 +149,7 @@ class TestDart(Loads):
             check(reference(NAME), outputs[1], prompt, images, aligned(DART))
         engine.generate([engine.request(prompt, images, {"keep": 0.25})], 1)
         for override in ({"keep": 0.5}, {"method": "divprune"}, {"layer": 1}):
-            with pytest.raises(OptionError, match="matter of the whole server"):
+            with pytest.raises(OptionError, match="set for the whole server"):
                 engine.generate([engine.request(prompt, images, override)])
 
     def test_prompt_that_ends_with_an_image(self, engine: Engine, reference: Any) -> None:

@@ -15,7 +15,8 @@ from vllm.multimodal.inputs import PlaceholderRange
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.vllm.in_llm.layout import CutBlocks, RequestStep, VisualPiece, count_kept, lay_out
 from tokenprune.integrations.vllm.in_llm.scheduler import WholeImages, shorten_hit
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import count_requested
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 
 BLOCK, WIDTH = 4, 40
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
@@ -133,14 +134,14 @@ def test_number_of_kept_tokens() -> None:
     for block in (16, 32):
         for count in range(1, 200):
             for keep in (0.1, 0.25, 0.6, 1.0, 5):
-                setting = ServedSetting.from_json(DART | {"keep": keep})
-                wanted = setting.wanted(count)
+                setting = parse_setting(DART | {"keep": keep})
+                wanted = count_requested(setting, count)
                 expected = count
                 while expected - block >= max(wanted, block):
                     expected -= block
                 assert count_kept(setting, count, block) == expected
                 assert count_kept(setting, count, None) == wanted
-    assert count_kept(ServedSetting.from_json({"off": True}), 100, 16) == 100
+    assert count_kept(parse_setting({"off": True}), 100, 16) == 100
 
 
 def test_split_image_raises() -> None:

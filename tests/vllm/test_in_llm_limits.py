@@ -16,7 +16,8 @@ from runner import IN_LLM
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks
 from tokenprune.integrations.vllm.in_llm import limits
-from tokenprune.integrations.vllm.settings.settings import ServedSetting, check_method, check_override
+from tokenprune.integrations.vllm.settings.items import count_kept, get_cache_key
+from tokenprune.integrations.vllm.settings.parse import check_method, check_override, parse_setting
 from tokenprune.methods.in_llm.fastv import FastV
 from tokenprune.selection.method import Selection
 from tokenprune.selection.tokens import VisualTokens
@@ -28,15 +29,15 @@ FASTV = {"method": "fastv", "keep": 0.25, "experimental_in_llm": True}
 
 
 def test_settings() -> None:
-    setting = ServedSetting.from_json(DART)
-    assert setting.in_llm and setting.removes_nothing and setting.count(100) == 100
-    assert ServedSetting.from_json(setting.to_json()) == setting and setting.cache_key()["experimental_in_llm"] is True
+    setting = parse_setting(DART)
+    assert setting.in_llm and setting.keeps_all_tokens and count_kept(setting, 100) == 100
+    assert parse_setting(setting.to_json()) == setting and get_cache_key(setting)["experimental_in_llm"] is True
     with pytest.raises(OptionError, match='"experimental_in_llm": true allows it'):
-        ServedSetting.from_json({key: value for key, value in DART.items() if key != "experimental_in_llm"})
+        parse_setting({key: value for key, value in DART.items() if key != "experimental_in_llm"})
     with pytest.raises(OptionError, match=r"Leave experimental_in_llm out"):
-        ServedSetting.from_json({"method": "divprune", "experimental_in_llm": True})
+        parse_setting({"method": "divprune", "experimental_in_llm": True})
     with pytest.raises(OptionError, match="must be true or false, not 1"):
-        ServedSetting.from_json(DART | {"experimental_in_llm": 1})
+        parse_setting(DART | {"experimental_in_llm": 1})
 
 
 class TwoCuts(FastV):
@@ -81,15 +82,15 @@ def test_unsupported_methods_raise(method: Any, says: str) -> None:
 
 
 def test_requests_can_only_switch_it_off() -> None:
-    server, other = ServedSetting.from_json(DART), ServedSetting.from_json({"method": "divprune"})
+    server, other = parse_setting(DART), parse_setting({"method": "divprune"})
     for request in ({}, {"keep": 0.25}, {"off": True}, DART):
-        check_override(server, ServedSetting.from_json(DART, request))
+        check_override(server, parse_setting(DART, request))
     for request in ({"keep": 0.5}, {"pivot_image": 5}, {"method": "divprune"}, FASTV):
-        with pytest.raises(OptionError, match="matter of the whole server"):
-            check_override(server, ServedSetting.from_json(DART, request))
-    with pytest.raises(OptionError, match="matter of the whole server"):
-        check_override(other, ServedSetting.from_json({"method": "divprune"}, FASTV))
-    check_override(other, ServedSetting.from_json({"method": "divprune"}, {"method": "pool"}))
+        with pytest.raises(OptionError, match="set for the whole server"):
+            check_override(server, parse_setting(DART, request))
+    with pytest.raises(OptionError, match="set for the whole server"):
+        check_override(other, parse_setting({"method": "divprune"}, FASTV))
+    check_override(other, parse_setting({"method": "divprune"}, {"method": "pool"}))
 
 
 def engine_config(folder: Path, setting: Any, **options: Any) -> Any:
@@ -114,7 +115,7 @@ def test_supported_server_gets_the_scheduler(good: Any) -> None:
     from tokenprune.integrations.vllm.in_llm.scheduler import InLLMScheduler
 
     assert good.scheduler_config.get_scheduler_cls() is InLLMScheduler
-    limits.check_engine(good, ServedSetting.from_json(DART))
+    limits.check_engine(good, parse_setting(DART))
     assert limits.SCHEDULERS[True].endswith("AsyncInLLMScheduler")
 
 
@@ -163,14 +164,14 @@ def test_unsupported_options_raise(good: Any, monkeypatch: Any, part: str, name:
     """Options that vLLM's CPU build does not accept."""
     monkeypatch.setattr(getattr(good, part) if part else good, name, value)
     with pytest.raises(UnsupportedSetupError, match=says):
-        limits.check_engine(good, ServedSetting.from_json(DART), free_kv=True)
+        limits.check_engine(good, parse_setting(DART), free_kv=True)
 
 
 def test_other_model_runner_raises(good: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # vLLM reads its environment once in a process.
     monkeypatch.setattr(type(good), "use_v2_model_runner", True)
     with pytest.raises(UnsupportedSetupError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        limits.check_engine(good, ServedSetting.from_json(DART))
+        limits.check_engine(good, parse_setting(DART))
 
 
 def test_other_families_raise(folder: Any) -> None:

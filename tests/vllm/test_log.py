@@ -21,8 +21,8 @@ from test_pixels import photos, processor
 from test_plugin import config
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm import log
-from tokenprune.integrations.vllm.frontend.request import policy_of
-from tokenprune.integrations.vllm.settings.configuration import SECONDS
+from tokenprune.integrations.vllm.frontend.request import get_policy
+from tokenprune.integrations.vllm.settings.configuration import METRICS_FOLDER
 from tokenprune.integrations.vllm.worker.clock import Clock
 
 SETTING = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}, "ocr": {"off": True}}, "methods": ["divprune", "downsample"]}
@@ -92,7 +92,7 @@ def test_nothing_is_logged_unless_asked_for(folder: Callable[[str], Path], caplo
     made = processor(folder("qwen2_5_vl"), SETTING)
     items = made.info.parse_mm_data({"image": photos(checkpoint)[:1]})
     made(checkpoint.prompt(1), items, hf_processor_mm_kwargs={})
-    with pytest.raises(OptionError, match="has no profile"):
+    with pytest.raises(OptionError, match="does not exist"):
         made(checkpoint.prompt(1), items, hf_processor_mm_kwargs={"tokenprune": {"profile": "fsat"}})
     with Clock.from_config(worker(made.info.ctx.model_config)).timing("divprune", CPU):
         pass
@@ -106,9 +106,9 @@ def test_only_the_server_decides(folder: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match=r"profile 'fast': .*log"):
         config(folder("llava"), DIVPRUNE | {"profiles": {"fast": {"keep": 0.11, "log": "json"}}})
     made = processor(folder("llava"), SETTING | {"log": "json"})
-    with pytest.raises(OptionError, match="log belongs to the server's setting, not to a request"):
+    with pytest.raises(OptionError, match="log belongs to the server's configuration, not to a request"):
         asked = {"log": "json"}
-        policy_of(made.info.ctx.model_config, asked).resolve(asked, {})
+        get_policy(made.info.ctx.model_config, asked).resolve(asked, {})
 
 
 def worker(model_config: Any, rank: int = 0) -> Any:
@@ -118,10 +118,10 @@ def worker(model_config: Any, rank: int = 0) -> Any:
 def test_selections(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     """With the counters' file or without; of workers that share a model, by one."""
     model_config = config(folder("llava"), {"off": True, "log": "json"})
-    seconds = Path(getattr(model_config.multimodal_config, SECONDS))
+    seconds = Path(getattr(model_config.multimodal_config, METRICS_FOLDER))
     item = {"keep": 0.25, "modality": "video", "tokens_in": 36, "tokens_out": 9}
     for rank, place in ((0, seconds), (0, seconds / "elsewhere"), (1, seconds)):
-        setattr(model_config.multimodal_config, SECONDS, str(place))
+        setattr(model_config.multimodal_config, METRICS_FOLDER, str(place))
         lines(caplog)
         with Clock.from_config(worker(model_config, rank)).timing("evs", CPU, item):
             torch.zeros(9)
@@ -148,7 +148,7 @@ def test_selections(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixt
     ],
 )
 def test_a_selection_has_the_id_of_its_request(in_engine: str, asked: str) -> None:
-    assert log.asked_id(in_engine) == asked
+    assert log.get_request_id(in_engine) == asked
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_onevision"])
@@ -176,7 +176,7 @@ def as_unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_lines_go_to_stderr_bare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     as_unconfigured(monkeypatch)
-    log.tell("request", method="divprune", tokens_in=36)
+    log.log_event("request", method="divprune", tokens_in=36)
     out, err = capsys.readouterr()
     assert out == "" and err.endswith("\n") and err.count("\n") == 1
     line = json.loads(err)
@@ -196,9 +196,9 @@ def test_operators_configure_the_logger(
         logging.config.dictConfig(
             configured | {"handlers": {"own": file}, "loggers": {"tokenprune": {"handlers": ["own"]}}}
         )
-        log.tell("refusal", reason="limit")
+        log.log_event("refusal", reason="limit")
         log.logger.setLevel(logging.WARNING)
-        log.tell("refusal", reason="profile")
+        log.log_event("refusal", reason="profile")
     finally:
         log.logger.setLevel(logging.INFO)
         for handler in above.handlers[:]:

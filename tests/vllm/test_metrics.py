@@ -18,8 +18,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
 from test_pixels import photos, processor
-from tokenprune.integrations.vllm.frontend import of_workers
-from tokenprune.integrations.vllm.settings.configuration import SECONDS
+from tokenprune.integrations.vllm.frontend import worker_metrics
+from tokenprune.integrations.vllm.settings.configuration import METRICS_FOLDER
 from tokenprune.integrations.vllm.worker.clock import Clock
 
 TOTAL = "tokenprune:visual_tokens_total"
@@ -113,8 +113,8 @@ def test_refusals_are_counted_by_reason(folder: Callable[[str], Path]) -> None:
 def test_workers_say_how_long_they_chose(tmp_path: Path) -> None:
     """By method, from two processes that end in between; a folder of another machine is no error."""
     model_config = SimpleNamespace(served_model_name="timed", multimodal_config=SimpleNamespace())
-    of_workers.listen(model_config)
-    folder = getattr(model_config.multimodal_config, SECONDS)
+    worker_metrics.create_worker_folder(model_config)
+    folder = getattr(model_config.multimodal_config, METRICS_FOLDER)
     assert samples("tokenprune:selections_total", "timed") == {}
     code = (
         "import sys, torch; from tokenprune.integrations.vllm.worker.clock import Clock; clock = Clock(sys.argv[1])\n"
@@ -137,8 +137,8 @@ def test_workers_say_how_long_they_chose(tmp_path: Path) -> None:
 def test_several_processes_are_added_up(tmp_path: Path) -> None:
     """As vLLM's API servers do it."""
     code = (
-        "from types import SimpleNamespace; from tokenprune.integrations.vllm.frontend.metrics import visual; "
-        "visual(SimpleNamespace(served_model_name='m'), ('pool', '0.25'), 8, 0)"
+        "from types import SimpleNamespace; from tokenprune.integrations.vllm.frontend import metrics; "
+        "metrics.add_visual_tokens(SimpleNamespace(served_model_name='m'), ('pool', '0.25'), 8, 0)"
     )
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for _ in range(2):
@@ -152,10 +152,10 @@ def test_folders_of_killed_servers_are_removed(tmp_path: Path) -> None:
     """By the next one that starts, and of servers that run, or of others, none."""
     code = (
         "import os, signal, sys, time; from types import SimpleNamespace\n"
-        "from tokenprune.integrations.vllm.frontend import of_workers\n"
+        "from tokenprune.integrations.vllm.frontend import worker_metrics\n"
         "for name in ('one', 'two'):\n"
         "    config = SimpleNamespace(served_model_name=name, multimodal_config=SimpleNamespace())\n"
-        "    of_workers.listen(config)\n"
+        "    worker_metrics.create_worker_folder(config)\n"
         "    print(config.multimodal_config.tokenprune_seconds, flush=True)\n"
         "sys.stdin.readline()"
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,9 @@ from test_plugin import config
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.integrations.vllm.settings.configuration import family_of
+from tokenprune.integrations.vllm.settings.items import count_kept
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.plan import Plan, field_name
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.models.families import REFUSED_IN_VLLM, SERVED
 from tokenprune.selection.observable import Backend
 
@@ -149,8 +151,8 @@ def test_what_the_front_end_writes(paper: Paper, tmp_path: Any, monkeypatch: pyt
         return out["prompt_token_ids"], plans, out["mm_placeholders"]["image"]
 
     full, wholes, _ = written({"off": True})
-    setting = ServedSetting.from_json(DIVPRUNE)
-    for override, count in ((None, setting.count), ({"keep": 3}, lambda number: min(3, number))):
+    setting = parse_setting(DIVPRUNE)
+    for override, count in ((None, partial(count_kept, setting)), ({"keep": 3}, lambda number: min(3, number))):
         short, plans, places = written(override)
         assert len(plans) == len(wholes) == 2
         for whole, plan, place in zip(wholes, plans, places, strict=True):

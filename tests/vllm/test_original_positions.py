@@ -17,9 +17,9 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec
 from conftest import DIVPRUNE, ORIGINAL, Engine, same
 from test_plugin import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.settings.plan import Plan, field_name, runs_of
-from tokenprune.integrations.vllm.settings.position_checks import arrange, original_positions
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.parse import parse_setting
+from tokenprune.integrations.vllm.settings.plan import Plan, field_name, find_runs
+from tokenprune.integrations.vllm.settings.position_checks import configure_positions, has_original_positions
 from tokenprune.integrations.vllm.worker.positions import (
     DIGITS,
     ReadTokens,
@@ -27,7 +27,6 @@ from tokenprune.integrations.vllm.worker.positions import (
     encode_columns,
     write_positions,
 )
-from tokenprune.methods.pre_llm.divprune import DivPrune
 from tokenprune.models.families import SERVED
 
 NAME, CHUNK, BLOCK = "llava_onevision", 24, 32
@@ -96,7 +95,7 @@ def test_prompts_longer_than_the_model_raise(engine: Engine, reference: Any, mon
     prompt, images = engine.checkpoint.prompt(2), engine.checkpoint.images(2)
     with monkeypatch.context() as patch:
         patch.setattr(engine.llm.model_config.hf_text_config, "max_position_embeddings", 121)
-        with pytest.raises(OptionError, match=r"positions for less than 4\. Send fewer or smaller images"):
+        with pytest.raises(OptionError, match=r"positions for fewer than 4: send fewer or smaller images"):
             engine.generate([engine.request(prompt, images)])
         engine.generate([engine.request(prompt, images, {"off": True})])
     (output,) = engine.generate([engine.request(prompt, images)])
@@ -104,7 +103,7 @@ def test_prompts_longer_than_the_model_raise(engine: Engine, reference: Any, mon
 
 
 def test_requests_cannot_set_positions(engine: Engine) -> None:
-    with pytest.raises(OptionError, match="positions belongs to the server's setting"):
+    with pytest.raises(OptionError, match="positions belongs to the server's configuration"):
         engine.generate([engine.request("<image> what? ", engine.checkpoint.images(1), {"positions": "renumbered"})])
 
 
@@ -114,20 +113,20 @@ def test_effect_of_the_setting(folder: Any) -> None:
     assert llava.uses_mrope and llava.hf_text_config.rope_parameters["mrope_section"] == [16, 0, 0]
     for setting in (DIVPRUNE, DIVPRUNE | {"positions": "renumbered"}):
         plain = config(folder("llava"), setting)
-        assert not plain.uses_mrope and not original_positions(plain)
+        assert not plain.uses_mrope and not has_original_positions(plain)
     assert llava.compute_hash() != plain.compute_hash()  # key of compiled graphs
     alone = config(folder("llava"), ORIGINAL)
     assert alone.uses_mrope and alone.multimodal_config.tokenprune == {"off": True}
     qwen = config(folder("qwen2_5_vl"), DIVPRUNE | ORIGINAL)
-    assert qwen.hf_text_config.rope_parameters["mrope_section"] == [4, 6, 6] and not original_positions(qwen)
+    assert qwen.hf_text_config.rope_parameters["mrope_section"] == [4, 6, 6] and not has_original_positions(qwen)
     dart = {"method": "dart", "keep": 0.25, "pivot_text": 0, "experimental_in_llm": True}
     assert not config(folder("llava"), dart | ORIGINAL).uses_mrope
     for name, setting, says in (
-        ("qwen2_5_vl", DIVPRUNE | {"positions": "renumbered"}, "Qwen2_5_VL.*M-RoPE: leave positions out"),
-        ("llava", dart | {"positions": "renumbered"}, "experimental_in_llm: leave positions out"),
+        ("qwen2_5_vl", DIVPRUNE | {"positions": "renumbered"}, "Qwen2_5_VL.*M-RoPE. Leave positions out"),
+        ("llava", dart | {"positions": "renumbered"}, "experimental_in_llm. Leave positions out"),
         ("llava", DIVPRUNE | {"positions": "orginal"}, "must be .original. .*not 'orginal'"),
         ("llava", DIVPRUNE | {"position": "original"}, "no key 'position': did you mean 'positions'"),
-        ("llava", DIVPRUNE | {"profiles": {"a": ORIGINAL}}, "profile 'a': positions holds for the whole server"),
+        ("llava", DIVPRUNE | {"profiles": {"a": ORIGINAL}}, "profile 'a': positions applies to the whole server"),
     ):
         with pytest.raises(ValueError, match=says):
             config(folder(name), setting)
@@ -136,9 +135,9 @@ def test_effect_of_the_setting(folder: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"model_type": "internlm2"}, "'internlm2', it is not known that"),
+        ({"model_type": "internlm2"}, "'internlm2' is not known to"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope is scaled .'llama3'"),
-        ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "layers have different ropes"),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "layers have different RoPE parameters"),
         ({"rope_parameters": {"rope_type": "default", "use_fope": True}}, "rope has use_fope"),
         ({"sliding_window": 1023}, "start with --max-model-len 1023 or less"),
         ({"layer_types": ["full_attention", "linear_attention"]}, r"other kinds \(linear_attention\)"),
@@ -150,11 +149,11 @@ def test_unsupported_setups_raise(folder: Any, changed: dict[str, Any], says: st
     for name, value in changed.items():
         setattr(made.hf_text_config, name, value)
     with pytest.raises(UnsupportedSetupError, match=f"(?s)LlavaForConditional.*here.*{says}.*leave positions out"):
-        arrange("original", made, SERVED[made.architecture], False)
+        configure_positions("original", made, SERVED[made.architecture], False)
     assert not made.uses_mrope
     made.hf_text_config.sliding_window = made.max_model_len  # larger than any prompt
     if "sliding_window" in changed:
-        arrange("original", made, SERVED[made.architecture], False)
+        configure_positions("original", made, SERVED[made.architecture], False)
         assert made.uses_mrope
 
 
@@ -171,8 +170,10 @@ def test_every_split(keep: float, per_run: bool) -> None:
     full = 0
     for text, behind in (("#" * 8, 0), ("ab########c########d", 0), ("#" * 6, 3), ("#" * 12, 0)):
         placeholders = [letter == "#" for letter in text]
-        plan = Plan.make(
-            ServedSetting(DivPrune(), keep), runs_of([9 if one else 50 for one in placeholders], placeholders), per_run
+        plan = Plan.build(
+            parse_setting({"method": "divprune", "keep": keep}),
+            find_runs([9 if one else 50 for one in placeholders], placeholders),
+            per_run,
         )
         stays = torch.tensor(placeholders)
         for segment, kept in zip(stays.nonzero().flatten().split(plan.counts), plan.keep, strict=True):

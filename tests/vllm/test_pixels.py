@@ -16,8 +16,8 @@ from checkpoints import CHECKPOINTS, Checkpoint, page
 from conftest import DIVPRUNE, Engine, same
 from test_plugin import config
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.frontend.request import policy_of
-from tokenprune.integrations.vllm.settings.servable import NOTHING
+from tokenprune.integrations.vllm.frontend.request import get_policy
+from tokenprune.integrations.vllm.settings.keys import NO_SETTING
 
 RESIZED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_next", "llava_onevision", "mistral3", "pixtral"]
 FIXED = ["llava", "internvl", "gemma3", "smolvlm", "idefics3"]
@@ -166,7 +166,7 @@ def test_images_of_one_size_are_refused(folder: Callable[..., Any], name: str) -
     """When the server starts, and in a request; composed methods too."""
     checkpoint = CHECKPOINTS[name]
     for key in ("downsample", "dynres", "downsample, divprune"):
-        with pytest.raises(OptionError, match=r"ImageProcessor makes as many tokens .* use a method .* such as pool"):
+        with pytest.raises(OptionError, match=r"ImageProcessor makes the same number .* such as pool"):
             processor(folder(name), SETTINGS[key])
     made = processor(folder(name), DIVPRUNE)
     prompt, images = checkpoint.prompt(1), checkpoint.images(1)
@@ -212,12 +212,12 @@ def test_a_image_is_hashed_as_it_came(folder: Callable[..., Any]) -> None:
 
     made, checkpoint = processor(folder("llava_next"), SETTINGS["downsample"]), CHECKPOINTS["llava_next"]
     items = made.info.parse_mm_data({"image": photos(checkpoint)})
-    request = policy_of(made.info.ctx.model_config).resolve(NOTHING, items.get_all_counts())
-    before = made.serving(request)._get_mm_hashes(ProcessorInputs([], items))
+    request = get_policy(made.info.ctx.model_config).resolve(NO_SETTING, items.get_all_counts())
+    before = made.for_request(request)._get_mm_hashes(ProcessorInputs([], items))
     assert made(checkpoint.prompt(3), items)["mm_hashes"] == before
 
 
 def test_embeddings_are_refused(folder: Callable[..., Any]) -> None:
     made = processor(folder("llava_next"), SETTINGS["downsample"], enable_mm_embeds=True)
-    with pytest.raises(OptionError, match="brings embeddings"):
+    with pytest.raises(OptionError, match="contains embeddings"):
         written(made, CHECKPOINTS["llava_next"].prompt(1), torch.zeros(1, 20, 64))

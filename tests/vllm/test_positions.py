@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.vllm.settings.plan import Plan, field_name, runs_of
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.parse import parse_setting
+from tokenprune.integrations.vllm.settings.plan import Plan, field_name, find_runs
 from tokenprune.integrations.vllm.worker.position_notes import PositionNotes, wrap_init_v1, wrap_init_v2
 from tokenprune.integrations.vllm.worker.positions import (
     DIGITS,
@@ -27,7 +27,6 @@ from tokenprune.integrations.vllm.worker.positions import (
     wrap_gather_v1,
     wrap_recompute_v2,
 )
-from tokenprune.methods.pre_llm.divprune import DivPrune
 
 COLUMNS = 3 * DIGITS
 PAD, STRIDE = 9, 300  # frames are far apart in time: positions above the range of 16-bit floats
@@ -134,9 +133,9 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
     tokens: list[int] = list(range(20, 20 + first))
     full, kept_places, features, rows = list(tokens), list(range(first)), [], []
     for text in texts:
-        plan = Plan.make(
-            ServedSetting(DivPrune(), keep),
-            runs_of([PAD if c == "#" else ord(c) for c in text], [c == "#" for c in text]),
+        plan = Plan.build(
+            parse_setting({"method": "divprune", "keep": keep}),
+            find_runs([PAD if c == "#" else ord(c) for c in text], [c == "#" for c in text]),
             per_run,
         )
         if plan.reduces:
@@ -196,7 +195,7 @@ def test_every_split(keep: float, first: int, dtype: torch.dtype, per_run: bool)
 
 def one_item() -> tuple[list[int], MultiModalFeatureSpec, torch.Tensor]:
     """Return a prompt of one reduced video, its item, and the item's rows."""
-    plan = Plan.make(ServedSetting(DivPrune(), 0.5), runs_of([PAD] * 8), False)
+    plan = Plan.build(parse_setting({"method": "divprune", "keep": 0.5}), find_runs([PAD] * 8), False)
     feature = MultiModalFeatureSpec(item(plan), "video", "", PlaceholderRange(1, plan.rows))
     return [20, *plan.reduced(), 50], feature, torch.zeros(plan.rows, COLUMNS + 5)
 
@@ -261,8 +260,10 @@ def test_item_positions_match_a_loop_over_tokens(seed: int, per_run: bool) -> No
     text = "".join("ab#"[2 * (index % 2)] * length for index, length in enumerate(lengths)) or "#"
     text += "" if "#" in text else "#"
     embeds = [c == "#" for c in text]
-    plan = Plan.make(
-        ServedSetting(DivPrune(), 0.5), runs_of([PAD if c == "#" else ord(c) for c in text], embeds), per_run
+    plan = Plan.build(
+        parse_setting({"method": "divprune", "keep": 0.5}),
+        find_runs([PAD if c == "#" else ord(c) for c in text], embeds),
+        per_run,
     )
     assert torch.equal(compute_item_positions(rule, plan, item(plan), "video"), by_loop(rule, plan))
 
@@ -281,7 +282,9 @@ def test_number_of_operations_does_not_depend_on_length() -> None:
     def plan(frames: int) -> Plan:
         text = ("a" + 4 * "#") * frames
         tokens = [PAD if c == "#" else ord(c) for c in text]
-        return Plan.make(ServedSetting(DivPrune(), 0.5), runs_of(tokens, [c == "#" for c in text]), True)
+        return Plan.build(
+            parse_setting({"method": "divprune", "keep": 0.5}), find_runs(tokens, [c == "#" for c in text]), True
+        )
 
     counts = []
     for frames in (2, 50):

@@ -102,7 +102,7 @@ def test_refused_requests_do_not_make_the_caches_part(folder: Callable[[str], Pa
             assert post(server, CHAT, body(image(1), n=0)) == 400
             assert answered(server, body(image(100 + number)))
         assert answered(server, body(image(1)))
-        assert "was not processed again" not in server.log.read_text()
+        assert "cannot process an image again" not in server.log.read_text()
 
 
 def test_several_requests_share_an_image_of_which_one_is_refused(server: Server) -> None:

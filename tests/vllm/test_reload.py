@@ -24,8 +24,8 @@ from test_metrics import samples
 from test_pixels import photos, processor
 from test_plugin import config
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.frontend.request import policy_of
-from tokenprune.integrations.vllm.frontend.served import Served
+from tokenprune.integrations.vllm.frontend.request import get_policy
+from tokenprune.integrations.vllm.frontend.served import RequestRecord
 from tokenprune.integrations.vllm.gateway import profiles, reload
 from tokenprune.integrations.vllm.gateway.choice import Choice
 from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad
@@ -88,7 +88,7 @@ def test_the_file_is_taken(engine: Any, file: Path) -> None:
     assert left(engine, {"profile": "slow"}) == full > left(engine, {"profile": "fast"}) > 2 * before
     with pytest.raises(LimitError):
         left(engine, {"keep": 0.15})
-    with pytest.raises(LimitError, match="less than profile 'fast' allows"):
+    with pytest.raises(LimitError, match=r"below min_keep=0\.4 of profile 'fast'"):
         left(engine, {"profile": "fast", "keep": 0.3})
     assert samples("tokenprune:reloads_total", engine.name) == {("taken",): 1, ("refused",): 0}
     assert [labels[1:3] for labels, value in samples("tokenprune:info", engine.name).items() if value] == [
@@ -104,7 +104,7 @@ def test_the_file_is_taken(engine: Any, file: Path) -> None:
         ("[]", "in an object"),
         ('{"method": "pool"}', "may hold profiles, min_keep, methods, rollout, on_error, callers, overload"),
         ('{"min_keep": 2.0}', "min_keep must be a share"),
-        ('{"min_keep": 0.5}', "profile 'default': .*less than this server allows"),
+        ('{"min_keep": 0.5}', "profile 'default': .*below min_keep=0.5 of this server"),
         ('{"profiles": {"fast": {"keep": 0}}}', "fast"),
         ('{"profiles": {"fast": {"method": "fastv"}}}', "fast"),
         ('{"overload": {"in_flight": [4], "profiles": ["gone"]}}', "gone"),
@@ -125,7 +125,7 @@ def test_a_bad_file_changes_nothing(
     assert asyncio.run(reload.reload(engine)) is False
     assert get_server_config(engine.vllm_config.model_config) is before
     (record,) = [one for one in caplog.records if one.name == "of this test"]
-    assert record.levelno == logging.WARNING and "the setting of before stays" in record.getMessage()
+    assert record.levelno == logging.WARNING and "the previous configuration stays in force" in record.getMessage()
     assert re.search(says, record.getMessage())
     after = samples("tokenprune:reloads_total", engine.name)
     assert after[("refused",)] == counted.get(("refused",), 0) + 1 and not after.get(("taken",))
@@ -168,7 +168,7 @@ def test_a_profile_that_has_left_is_served_for_a_minute(
     now += 39
     assert left(engine, {"profile": "fast"}) == by_name("fast") == before["fast"]
     (line,) = [one.getMessage() for one in caplog.records if one.name == "grace"]
-    assert "profile fast has left" in line and "1 s more" in line
+    assert "use the removed profile fast" in line and "for another 1 s" in line
     assert before["fast"] < left(engine, {"profile": "slow"}) == by_name("slow") < before["slow"]
     assert left(engine, {"profile": "slow"}) == left(engine, {})
     for unknown in ("fsat", ["fast"], None):
@@ -176,7 +176,7 @@ def test_a_profile_that_has_left_is_served_for_a_minute(
             left(engine, {"profile": unknown})
     now += 2
     for ask in (by_name, lambda name: left(engine, {"profile": name})):
-        with pytest.raises(ProfileError, match="it names none, and default"):
+        with pytest.raises(ProfileError, match="Use one of: default"):
             ask("fast")
     by_name("slow")
     file.write_text('{"profiles": {"fast": {"keep": 0.5}}}')
@@ -190,11 +190,11 @@ def test_a_request_on_its_way_goes_by_what_it_chose_from(
     """From its key in caches to its plan, whatever becomes of its profile in between."""
     model_config = engine.vllm_config.model_config
     offer, fast = get_server_config(model_config), {"profile": "fast"}
-    asked = Choice(fast, offer, offer.setting(fast), Served("name"))
+    asked = Choice(fast, offer, offer.setting(fast), RequestRecord("name"))
     before = left(engine, {"profile": "fast"})
     file.write_text("{}")
     assert asyncio.run(reload.reload(engine))
-    later = time.monotonic() + server_config.SECONDS + 1
+    later = time.monotonic() + server_config.GRACE_SECONDS + 1
     monkeypatch.setattr(server_config.time, "monotonic", lambda: later)
     with pytest.raises(ProfileError):
         left(engine, {"profile": "fast"})
@@ -203,7 +203,7 @@ def test_a_request_on_its_way_goes_by_what_it_chose_from(
 
 def test_a_signal_reads_it(engine: Any, file: Path) -> None:
     async def main() -> None:
-        reload.listen(engine)
+        reload.handle_reloads(engine)
         file.write_text(json.dumps(LESS))
         os.kill(os.getpid(), signal.SIGHUP)
         for _ in range(100):
@@ -271,13 +271,13 @@ def test_signals_in_a_row_are_handled_one_after_the_other(engine: Any, file: Pat
 
 def test_only_a_server_with_a_file_listens(folder: Callable[[str], Path], engine: Any) -> None:
     heard = signal.getsignal(signal.SIGHUP)
-    reload.listen(engine)  # no loop runs: a program of its own
+    reload.handle_reloads(engine)  # no loop runs: a program of its own
     assert signal.getsignal(signal.SIGHUP) is heard
 
     async def main() -> None:
         for setting in (DIVPRUNE, None):
             other = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config(folder(NAME), setting)))
-            reload.listen(other)
+            reload.handle_reloads(other)
         assert signal.getsignal(signal.SIGHUP) is heard
 
     asyncio.run(main())
@@ -286,8 +286,8 @@ def test_only_a_server_with_a_file_listens(folder: Callable[[str], Path], engine
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"min_keep": 0.1}, "min_keep belongs into the file of reload"),
-        ({"profiles": {}, "methods": ["pool"]}, "methods, profiles belongs into the file"),
+        ({"min_keep": 0.1}, "min_keep belongs in the reload file"),
+        ({"profiles": {}, "methods": ["pool"]}, "methods, profiles belongs in the reload file"),
     ],
 )
 def test_a_key_stands_in_one_place(folder: Callable[[str], Path], file: Path, more: Any, says: str) -> None:
@@ -297,5 +297,5 @@ def test_a_key_stands_in_one_place(folder: Callable[[str], Path], file: Path, mo
         with pytest.raises(ValueError, match="reload must be the name of a file"):
             config(folder("llava"), DIVPRUNE | {"reload": bad})
     made = processor(folder("llava"), DIVPRUNE | {"reload": str(file)})
-    with pytest.raises(OptionError, match="reload belongs to the server's setting"):
-        policy_of(made.info.ctx.model_config).resolve({"reload": "/etc/passwd"}, {})
+    with pytest.raises(OptionError, match="reload belongs to the server's configuration"):
+        get_policy(made.info.ctx.model_config).resolve({"reload": "/etc/passwd"}, {})

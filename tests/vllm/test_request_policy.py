@@ -18,7 +18,7 @@ from conftest import DIVPRUNE, OPTIONS
 from test_pixels import photos, processor
 from tokenprune.integrations.vllm.frontend import items
 from tokenprune.integrations.vllm.frontend import request as seam
-from tokenprune.integrations.vllm.frontend.served import Served, ServedRequest
+from tokenprune.integrations.vllm.frontend.served import RequestRecord, ServedRequest
 from tokenprune.integrations.vllm.gateway.choice import Choice
 from tokenprune.integrations.vllm.settings import configuration
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig, get_server_config
@@ -73,7 +73,7 @@ def test_a_choice_of_an_endpoint_is_resolved_there(
 ) -> None:
     made = processor(folder(NAME), DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}})
     offer, asked = get_server_config(made.info.ctx.model_config), {"profile": "fast"}
-    choice = Choice(asked, offer, offer.setting(asked), Served("name"))
+    choice = Choice(asked, offer, offer.setting(asked), RequestRecord("name"))
     monkeypatch.setattr(configuration, "check_model", None)
     monkeypatch.setattr(ServerConfig, "setting", None)
     items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[NAME])[:1]})

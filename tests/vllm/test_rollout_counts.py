@@ -14,7 +14,7 @@ from conftest import DIVPRUNE
 from test_metrics import TOTAL, samples
 from test_pixels import photos, processor
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.frontend.served import Served
+from tokenprune.integrations.vllm.frontend.served import RequestRecord
 from tokenprune.integrations.vllm.gateway.choice import Choice
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
@@ -52,7 +52,7 @@ def asking(folder: Path, name: str, setting: Any, model: str) -> tuple[Any, Call
         items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[name])[:count]})
         if lot is not None:
             offer = get_server_config(made.info.ctx.model_config)
-            asked = Choice(asked or {}, offer, offer.setting(asked or {}), Served(), lot)
+            asked = Choice(asked or {}, offer, offer.setting(asked or {}), RequestRecord(), lot)
         kwargs = {} if asked is None else {"tokenprune": asked}
         written = CHECKPOINTS[name].prompt(count) if prompt is None else prompt
         return made(written, items, hf_processor_mm_kwargs=kwargs, cache=cache)["prompt_token_ids"]
@@ -113,7 +113,7 @@ def test_sides_share_nothing_and_each_shares_with_itself(folder: Callable[[str],
     )
 
     def hashes(asked: Any, lot: float) -> str:
-        tracked = Choice(asked, offer, offer.setting(asked), Served(), lot)
+        tracked = Choice(asked, offer, offer.setting(asked), RequestRecord(), lot)
         items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[name])[:1]})
         found = made(CHECKPOINTS[name].prompt(1), items, hf_processor_mm_kwargs={"tokenprune": tracked}, cache=cache)
         return found["mm_hashes"]["image"][0]

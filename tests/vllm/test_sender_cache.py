@@ -216,7 +216,7 @@ def test_an_image_that_came_as_a_name_alone_is_left_to_vllm(caplog: pytest.LogCa
     both._run = lambda name: 1 / 0  # type: ignore[assignment, method-assign]
     with pytest.raises(MultiModalCacheMissError):
         both.send(late)
-    assert "was not processed again" in caplog.text
+    assert "cannot process an image again" in caplog.text
 
 
 def test_images_are_let_go_once_their_request_is_sent() -> None:
@@ -226,7 +226,7 @@ def test_images_are_let_go_once_their_request_is_sent() -> None:
     promised = again.mm_features[0].data
     assert float(promised["pixels"].data[0]) == ord("x")  # whoever looks at it sees the item
     both.send(again)
-    assert again.mm_features[0].data is None and not promised.data and not vars(promised)["_again"]
+    assert again.mm_features[0].data is None and not promised.data and not vars(promised)["_reprocessing"]
 
 
 def test_a_server_processes_again_where_it_processes_and_others_may_overtake() -> None:

@@ -27,9 +27,9 @@ from test_plugin import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.gateway import answers, profiles
-from tokenprune.integrations.vllm.gateway.choice import lot_of
+from tokenprune.integrations.vllm.gateway.choice import draw_lot
 from tokenprune.integrations.vllm.settings.callers import CallerError
-from tokenprune.integrations.vllm.settings.servable import PROFILE
+from tokenprune.integrations.vllm.settings.keys import PROFILE
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
 NAME, CHAT = "llava", "/v1/chat/completions"
@@ -51,7 +51,7 @@ OFFER = {"profiles": PROFILES, "callers": CALLERS}
 
 def chosen(asked: Any, may: tuple[str, ...] | None, model: str = "tiny", load: str = "default") -> tuple[Any, str]:
     offer = SimpleNamespace(names=list(PROFILES), profiles={"default": {}} | PROFILES, profile=lambda *_: None)
-    return profiles.choose(asked, offer, model, "tiny", lambda: load, may)
+    return profiles.choose_profile(asked, offer, model, "tiny", lambda: load, may)
 
 
 def test_who_chooses() -> None:
@@ -79,7 +79,7 @@ def calling(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
 
     def call(key: str | None) -> None:
         headers = () if key is None else ((b"authorization", f"Bearer {key}".encode()),)
-        monkeypatch.setattr(answers, "current", lambda: answers.Exchange(headers))
+        monkeypatch.setattr(answers, "get_exchange", lambda: answers.Exchange(headers))
 
     return call
 
@@ -91,10 +91,10 @@ def test_a_caller_names_no_other_profile(made: Any, calling: Any, asked: Any) ->
     may = profiles._may_use(offer)
     assert may == ("fast", "ocr")
     with pytest.raises(CallerError, match="it may use fast, ocr"):
-        profiles.choose({PROFILE: asked}, offer, "tiny", "tiny", lambda: "default", may)
+        profiles.choose_profile({PROFILE: asked}, offer, "tiny", "tiny", lambda: "default", may)
     if isinstance(asked, str) and asked != "fsat":
         with pytest.raises(CallerError):
-            profiles.choose({}, offer, f"tiny:{asked}", "tiny", lambda: "default", may)
+            profiles.choose_profile({}, offer, f"tiny:{asked}", "tiny", lambda: "default", may)
 
 
 def test_endpoints_without_profiles_refuse_a_caller_that_has_one(made: Any, calling: Any) -> None:
@@ -111,7 +111,7 @@ def test_endpoints_without_profiles_refuse_a_caller_that_has_one(made: Any, call
         with pytest.raises(CallerError, match="may not use profile 'fast'; it may use default"):
             ask(profile="fast")
     calling(ALICE)
-    with pytest.raises(OptionError, match="this caller asks for profile 'fast', and this endpoint knows"):
+    with pytest.raises(OptionError, match="this caller selects profile 'fast', and this endpoint supports"):
         ask()
     with pytest.raises(OptionError, match="this caller asks for profile 'fast'"):
         ask(keep=0.5)
@@ -132,7 +132,7 @@ def test_without_the_header_nobody_is_told_apart(folder: Callable[[str], Path], 
     monkeypatch.setattr(answers, "is_server", lambda: False)  # another test of this process may have been one
     config(folder(NAME), DIVPRUNE | OFFER)
     monkeypatch.setattr(answers, "is_server", lambda: True)
-    with pytest.raises((UnsupportedSetupError, ValueError), match=f"does not fit version {compat.TESTED}"):
+    with pytest.raises((UnsupportedSetupError, ValueError), match=f"vLLM {compat.TESTED} lacks"):
         config(folder(NAME), DIVPRUNE | OFFER)
 
 
@@ -210,7 +210,7 @@ def test_who_may_what_changes_while_it_runs(server: Server, offer_file: Path) ->
     assert ask(server, ALICE)["profile"] == "half"
     assert ask(server, ALICE, model="tiny:fast")[0] == 400
     status, text = ask(server, BOB)
-    assert status == 400 and "no profile for the caller, whom it knows by the API key" in text
+    assert status == 400 and "the API key of this request is not assigned to a profile" in text
     reload(server, offer_file, OFFER)
     assert ask(server, ALICE)["profile"] == "fast"
 
@@ -218,7 +218,7 @@ def test_who_may_what_changes_while_it_runs(server: Server, offer_file: Path) ->
 def test_step_by_step(server: Server, offer_file: Path) -> None:
     """Shadow, a half, all: by the request's id, the same each time, and those of the half stay in."""
     ids = [f"request-{number}" for number in range(6)]
-    reduced = {id for id in ids if lot_of(id) < 0.5}
+    reduced = {id for id in ids if draw_lot(id) < 0.5}
     assert 0 < len(reduced) < len(ids)
     for share, wanted in ((0.0, set()), (0.5, reduced), (1.0, set(ids))):
         reload(server, offer_file, OFFER | {"rollout": share})

@@ -21,8 +21,8 @@ from tokenprune import BudgetError, OptionError, Pruner, Site, UnsupportedSetupE
 from tokenprune.integrations.shared.checks.reading import find_missing_observable
 from tokenprune.integrations.shared.towers.tower_scores import find_last_read_block
 from tokenprune.integrations.vllm.settings import tower_items, towers
+from tokenprune.integrations.vllm.settings.parse import check_method
 from tokenprune.integrations.vllm.settings.plan import MODALITIES
-from tokenprune.integrations.vllm.settings.servable import check_method
 from tokenprune.integrations.vllm.worker.tower import find_tower_blocks
 from tokenprune.methods.registry import available_methods, method_class, register
 from tokenprune.models.families import SUPPORTED, TOWERS, get_family, get_tower

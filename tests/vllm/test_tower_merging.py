@@ -19,8 +19,9 @@ from checkpoints import CHECKPOINTS, Checkpoint
 from conftest import Engine, same
 from test_plugin import config
 from tokenprune import BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.settings import settings
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings import parse
+from tokenprune.integrations.vllm.settings.items import get_cache_key
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune_bench.calibration import Thresholds, calibrate
 
 TOME = {"method": "tome", "keep": 0.5}
@@ -145,8 +146,8 @@ def test_invalid_requests_do_not_stop_the_server(engine: Engine, checkpoint: Che
     wrong = [
         ({"exact": False}, OptionError, "Pass exact=True"),
         ({"vtu": "expanded"}, OptionError, "changes attention inside the language model"),
-        ({"thresholds": "/etc/passwd"}, OptionError, "belongs to the server's setting"),
-        ({"method": "dymu", "thresholds": "x"}, OptionError, "belongs to the server's setting"),
+        ({"thresholds": "/etc/passwd"}, OptionError, "belongs to the server's configuration"),
+        ({"method": "dymu", "thresholds": "x"}, OptionError, "belongs to the server's configuration"),
         ({"keep": 0.25}, BudgetError, "is not calibrated"),
         ({"method": "tome", "r": 3}, OptionError, "Pass keep instead of r"),
         ({"method": "tome", "keep": {"tokens": 1}}, BudgetError, "halves|at most half"),
@@ -168,7 +169,7 @@ def test_unsupported_settings_stop_the_server(folder: Any, reference: Any, thres
         (dymu, ValueError, "Pass exact=True"),
         (dymu | {"exact": True}, ValueError, "requires thresholds=PATH"),
         (dymu | {"exact": True, "thresholds": str(tmp_path / "none")}, ValueError, "cannot read"),
-        (dymu | {"exact": True, "thresholds": str(tmp_path / "short.safetensors")}, ValueError, "with 2 blocks, and"),
+        (dymu | {"exact": True, "thresholds": str(tmp_path / "short.safetensors")}, ValueError, "with 2 blocks, but"),
         (dymu | {"exact": True, "thresholds": str(thresholds("llava_siglip"))}, ValueError, "Siglip.*is a CLIP"),
     ):
         with pytest.raises(error, match=says):
@@ -185,15 +186,15 @@ def test_unsupported_settings_stop_the_server(folder: Any, reference: Any, thres
 def test_changed_thresholds_file_changes_the_cache_key(thresholds: Any) -> None:
     """Caches may outlive a server, and the file may change for the next server."""
     path = thresholds("llava")
-    setting = ServedSetting.from_json({"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(path)})
-    before = setting.cache_key()
-    assert ServedSetting.from_json(setting.to_json()).cache_key() == before
+    setting = parse_setting({"method": "dymu", "keep": 0.4, "exact": True, "thresholds": str(path)})
+    before = get_cache_key(setting)
+    assert get_cache_key(parse_setting(setting.to_json())) == before
     assert json.loads(json.dumps(before)) == before
     found = Thresholds.load(path)
     Thresholds(found.values | {0.4: torch.ones(3)}, found.fingerprint, 4).save(path)
-    assert ServedSetting.from_json(setting.to_json()).cache_key() == before  # constant while the server runs
-    settings._parsed.cache_clear()  # as in another process
-    assert ServedSetting.from_json(setting.to_json()).cache_key() == before
-    settings._file.cache_clear()
-    settings._parsed.cache_clear()
-    assert ServedSetting.from_json(setting.to_json()).cache_key() != before
+    assert get_cache_key(parse_setting(setting.to_json())) == before  # constant while the server runs
+    parse._parse.cache_clear()  # as in another process
+    assert get_cache_key(parse_setting(setting.to_json())) == before
+    parse._read_file.cache_clear()
+    parse._parse.cache_clear()
+    assert get_cache_key(parse_setting(setting.to_json())) != before

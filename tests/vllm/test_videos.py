@@ -12,12 +12,16 @@ import pytest
 from checkpoints import Checkpoint
 from conftest import Engine, same
 from tokenprune import TokenPruneError
-from tokenprune.integrations.vllm.settings.servable import servable
-from tokenprune.methods.registry import build
+from tokenprune.integrations.shared.checks import find_unserved_reason
+from tokenprune.methods.registry import available_methods, build
 from tokenprune.selection.observable_registry import compares_frames
 
 EVS = {"method": "evs", "keep": 0.4}
-METHODS = [name for name in servable() if compares_frames(build(name, {}))]
+METHODS = [
+    name
+    for name in available_methods()
+    if compares_frames(method := build(name, {})) and not find_unserved_reason(method)
+]
 # Methods with a cut inside the language model, without that one.
 FIRST_CUTS = [{"method": name, "inner": False, "keep": 0.4} for name in ("holitom", "flashvid", "prunevid", "unipool")]
 BLOCK = 32

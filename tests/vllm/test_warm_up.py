@@ -17,9 +17,11 @@ import torch
 from conftest import DIVPRUNE, Engine
 from runner import IN_LLM
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import get_label, get_method
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.worker import warm_up
 from tokenprune.methods.pre_llm.divprune import DivPrune
+from tokenprune.settings import Setting
 
 PROFILES = {
     "sharp": {"keep": 0.5}, "again": {"keep": 0.5}, "tower": {"method": "visionzip"}, "off": {"off": True},
@@ -49,12 +51,12 @@ def test_lengths_of_small_and_no_images() -> None:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServedSetting, int]]:
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Setting, int]]:
     """Record settings and numbers of tokens that were run, as if kernels were compiled here."""
-    found: list[tuple[ServedSetting, int]] = []
+    found: list[tuple[Setting, int]] = []
     run = warm_up._run
 
-    def spy(model: Any, vllm_config: Any, device: torch.device, setting: ServedSetting, *rest: Any) -> None:
+    def spy(model: Any, vllm_config: Any, device: torch.device, setting: Setting, *rest: Any) -> None:
         found.append((setting, rest[-1]))
         run(model, vllm_config, device, setting, *rest)
 
@@ -63,11 +65,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServedSetting, int]]:
     return found
 
 
-def test_server_runs_its_setting_and_profiles(
-    start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
-) -> None:
+def test_server_runs_its_setting_and_profiles(start: Callable[..., Engine], runs: list[tuple[Setting, int]]) -> None:
     engine = start("llava", DIVPRUNE | {"profiles": PROFILES})
-    ran = [(setting.label(), count) for setting, count in runs]
+    ran = [(get_label(setting), count) for setting, count in runs]
     largest = 36  # squares, as this model's images
     labels = [("divprune", "0.25"), ("divprune", "0.5"), ("visionzip", "0.25")]
     assert ran == [(label, count) for label in labels for count in warm_up.list_lengths(largest)]
@@ -76,31 +76,29 @@ def test_server_runs_its_setting_and_profiles(
     assert len(runs) == len(ran)  # only before the server was ready
 
 
-def test_any_image_shape_and_longer_videos(start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]) -> None:
+def test_any_image_shape_and_longer_videos(start: Callable[..., Engine], runs: list[tuple[Setting, int]]) -> None:
     engine = start("qwen2_5_vl", {"method": "vscan", "stage2": False, "keep": 0.5})
     assert len(runs) == len(set(runs)) > 2
     budget = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.mm_budget.mm_max_toks_per_item
     assert max(count for _, count in runs) == budget["video"] > budget["image"]
 
 
-def test_reload_runs_only_new_settings(start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]) -> None:
-    engine, default = start("llava", DIVPRUNE), ServedSetting.from_json(DIVPRUNE).to_json()
+def test_reload_runs_only_new_settings(start: Callable[..., Engine], runs: list[tuple[Setting, int]]) -> None:
+    engine, default = start("llava", DIVPRUNE), parse_setting(DIVPRUNE).to_json()
     at_start = len(runs)
 
     def reload(**profiles: Any) -> list[Any]:
-        new = {name: ServedSetting.from_json(DIVPRUNE, layer).to_json() for name, layer in profiles.items()}
+        new = {name: parse_setting(DIVPRUNE, layer).to_json() for name, layer in profiles.items()}
         return engine.llm.collective_rpc("tokenprune_warm_up", args=({"default": default} | new,))
 
     assert reload(tower={"method": "visionzip"}, off={"off": True}) == [len(list(warm_up.list_lengths(36)))]
-    assert {setting.label() for setting, _ in runs[at_start:]} == {("visionzip", "0.25")}
+    assert {get_label(setting) for setting, _ in runs[at_start:]} == {("visionzip", "0.25")}
     assert reload(again={"method": "visionzip"}) == [0]
-    assert [setting.acting.name for setting, _ in runs[:at_start]] == ["divprune"] * at_start
+    assert [get_method(setting).name for setting, _ in runs[:at_start]] == ["divprune"] * at_start
 
 
 @IN_LLM
-def test_selection_inside_the_language_model(
-    start: Callable[..., Engine], runs: list[tuple[ServedSetting, int]]
-) -> None:
+def test_selection_inside_the_language_model(start: Callable[..., Engine], runs: list[tuple[Setting, int]]) -> None:
     start("llava", {"method": "fastv", "keep": 0.5, "layer": 1, "experimental_in_llm": True},
           disable_chunked_mm_input=True, enable_prefix_caching=False, enable_chunked_prefill=False)  # fmt: skip
     assert [count for _, count in runs] == list(warm_up.list_lengths(36))
@@ -140,7 +138,9 @@ def test_failing_selection_raises_at_load(
     monkeypatch.setattr(DivPrune, "select", select)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with pytest.raises(UnsupportedSetupError, match=r"divprune failed on .* 48 tokens .*out of registers"):
-        warm_up.warm_up(*made, torch.device("cpu"), {"image": 50}, [ServedSetting(DivPrune(), 0.25)])
+        warm_up.warm_up(
+            *made, torch.device("cpu"), {"image": 50}, [parse_setting({"method": "divprune", "keep": 0.25})]
+        )
     assert "divprune failed on a random item of 48 tokens" in caplog.text
 
 
@@ -152,7 +152,7 @@ def test_refused_sizes_are_skipped(made: tuple[Any, Any], runs: Any, monkeypatch
             raise OptionError("odd")
         return select(self, tokens)
 
-    setting = ServedSetting.from_json(DIVPRUNE)  # run before
+    setting = parse_setting(DIVPRUNE)  # run before
     monkeypatch.setattr(DivPrune, "select", even)
     assert warm_up.warm_up(*made, torch.device("cpu"), {"image": 64}, [setting]) == [("divprune", 64)]
 
@@ -165,7 +165,7 @@ def test_video_out_of_memory_does_not_stop_the_server(
             raise torch.OutOfMemoryError("too many tokens")
         return unbounded(self, tokens)
 
-    setting, unbounded, room = ServedSetting.from_json(DIVPRUNE), DivPrune.select, 64
+    setting, unbounded, room = parse_setting(DIVPRUNE), DivPrune.select, 64
     monkeypatch.setattr(DivPrune, "select", select)
     ran = warm_up.warm_up(*made, torch.device("cpu"), {"image": 64, "video": 256}, [setting])
     assert max(count for _, count in ran) == 64

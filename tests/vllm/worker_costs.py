@@ -40,8 +40,8 @@ from engine_costs import CountedOperations, counted_calls
 from far_device import Far, counting
 from test_pixels import processor
 from tokenprune.integrations.vllm.plugin import register
-from tokenprune.integrations.vllm.settings.plan import Plan, field_name, runs_of
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.parse import parse_setting
+from tokenprune.integrations.vllm.settings.plan import Plan, field_name, find_runs
 from tokenprune.integrations.vllm.worker.clock import Clock
 from tokenprune.integrations.vllm.worker.models import ReducingLineModel, ReducingMropeModel
 from tokenprune.integrations.vllm.worker.position_notes import PositionNotes
@@ -114,9 +114,7 @@ class Request:
 
     def __init__(self, model: Any, count: int, grid: tuple[int, int, int] | None, images: int, setting: Any) -> None:
         self.model, self.grid = model, grid
-        plan = Plan.make(
-            ServedSetting.from_json(setting), runs_of([IMAGE] * count), self.model.tokenprune_family.vllm.per_run
-        )
+        plan = Plan.build(parse_setting(setting), find_runs([IMAGE] * count), self.model.tokenprune_family.vllm.per_run)
         self.data, self.tokens, self.features = plan.encode(), list[int](), list[Any]()
         item = {field_name("image"): self.data} | ({} if grid is None else {"image_grid_thw": torch.tensor(grid)})
         for _ in range(images):

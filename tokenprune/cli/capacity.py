@@ -61,7 +61,7 @@ def capacity(
     Uses only the model configuration: no weights are loaded. All assumptions are printed.
     """
     defer_torch()
-    from tokenprune.integrations.vllm.capacity import Assumptions, Server, request_load
+    from tokenprune.integrations.vllm.capacity import Assumptions, Server, build_load
 
     keeps = read_keeps(keep)
     target = None if ttft is None else _seconds("--ttft", ttft)
@@ -72,10 +72,10 @@ def capacity(
     )  # fmt: skip
     gpu_spec = find_gpu(gpu)
     config = load_config(model)
-    server = Server.of_config(config, gpu_spec, gpus, dtype, assumed)
-    load = request_load(config, images, tokens=tokens, tiles=tiles, text=text)
+    server = Server.from_config(config, gpu_spec, gpus, dtype, assumed)
+    load = build_load(config, images, tokens=tokens, tiles=tiles, text=text)
     if measured is not None:
-        server = server.fitted(load, images, answer, _rates(measured))
+        server = server.fit(load, images, answer, _rates(measured))
     sides = [server.capacity(load, keep, images, answer) for keep in dict.fromkeys((1.0, *keeps))]
     table = _table(model or "demo_vlm", server, load, sides, images, answer, target)
     print_table(table)

@@ -47,6 +47,6 @@ def build_parts(
         if graphs:
             raise UnsupportedSetupError("A timm model does not support graphs=, because it has no decoder.")
         return [timm_patch(model, methods, budgets)]
-    from tokenprune.integrations.hf.patch import hf_parts
+    from tokenprune.integrations.hf.patch import build_hf_parts
 
-    return hf_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
+    return build_hf_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)

@@ -102,7 +102,7 @@ class MethodInfo:
         synchronization with the device.
         """
         method = self.cls()
-        checked = isinstance(method, Pruner) and type(method).select is Pruner.select and not method.never_nan
+        checked = isinstance(method, Pruner) and method.ranks_by_score and not method.never_nan
         asks = method.syncs_device or method.chooses_count or checked
         return self.site in (Site.PRE_LLM, Site.IN_LLM) and not asks
 

@@ -258,6 +258,12 @@ class Pruner(Method):
     """
 
     never_nan: ClassVar[bool] = False
+    ranks_by_score: ClassVar[bool] = True  # `select` is the top-k of `score`; a class that defines `select` sets False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "select" in cls.__dict__:
+            cls.ranks_by_score = False
 
     @property
     def weighs_attention(self) -> bool:

@@ -122,7 +122,8 @@ class Observable:
         `compute_visual` reads the values with `source.get_recorded(self.name)`, in the order of the modules.
 
         Args:
-            adapter: Adapter of the model family: `decoder.layers`, `attention_of(layer)`, `modules_of(layer)`.
+            adapter: Adapter of the model, with `decoder.layers`, `get_attention(layer)` and
+                `get_attention_and_mlp(layer)`.
             layer: Index of the decoder layer.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement attach()")

@@ -7,21 +7,26 @@ Used by configuration files, `patch(config=...)`, command lines, benchmarks, lmm
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenprune.budgets import Budget
+from tokenprune.budgets.by_age import count_kept
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError
 from tokenprune.methods.registry import build, method_class
 from tokenprune.selection.files import File, describe_error
-from tokenprune.selection.method import Method
+from tokenprune.selection.method import Method, Site
 from tokenprune.selection.options import get_file_options, get_option_types
 from tokenprune.selection.sites import check_sites
 from tokenprune.settings.from_json import describe_ambiguity, describe_missing_method, read_setting
 from tokenprune.settings.keys import IN_LLM, SCOPE
 from tokenprune.settings.one_line import format_method, read_line
+
+if TYPE_CHECKING:
+    from tokenprune.selection.sites.pixels import ResizeMethod
 
 Options = dict[str, Any]
 
@@ -50,6 +55,8 @@ class Setting:
         >>> setting.methods
         [divprune(), fastv(layer=1)]
         >>> model = tokenprune.patch(model, config=setting)
+        bounds: Upper bounds of the budget for an older image, as shares or numbers of tokens. Only vLLM sets it, for
+            the images of a budget by age. JSON does not hold it.
     """
 
     names: tuple[str, ...] = ()
@@ -61,6 +68,7 @@ class Setting:
     where: str = "setting"
     guard: str | None = None
     tuned: dict[str, Any] = field(default_factory=dict)
+    bounds: tuple[float | int, ...] = ()
 
     @classmethod
     def from_json(cls, value: Any, where: str = "setting") -> Setting:
@@ -94,13 +102,20 @@ class Setting:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that `from_json` reads as this setting, without `guard` and `tuned`."""
-        methods = [{"method": name, **options} for name, options in self._methods_with_options()]
+        methods = [{"method": name, **_without_content(options)} for name, options in self._methods_with_options()]
         scope = {"keep": self.keep, "per": self.per, "off": self.off, IN_LLM: self.in_llm}
         if len(methods) > 1:
             value: dict[str, Any] = {"method": methods}
         else:
             value = methods[0] if methods else dict(*self.options)
         return value | {name: field for name, field in scope.items() if field is not None}
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each file that was read, by the name of its option."""
+        return {
+            option: value.digest for own in self.options for option, value in own.items() if isinstance(value, File)
+        }
 
     def to_text(self) -> str:
         """Return the methods and options on one line, without budgets. `from_text` is the inverse."""
@@ -128,7 +143,8 @@ class Setting:
 
     @cached_property
     def _key(self) -> str:
-        return json.dumps([self.to_json(), self.guard, self.tuned], sort_keys=True, default=repr)
+        parts = [self.to_json(), self.guard, self.tuned, self.bounds, self.digests]
+        return json.dumps(parts, sort_keys=True, default=repr)
 
     def _methods_with_options(self) -> list[tuple[str, Options]]:
         return list(zip(self.names, self.options, strict=True)) if self.names else []
@@ -224,6 +240,55 @@ class Setting:
                     ) from error
         return options
 
+    # -- settings for vLLM: at most one method that resizes images, and one other method
+
+    @cached_property
+    def pixel_method(self) -> ResizeMethod | None:
+        """The method that resizes images before the encoder, or None."""
+        methods = (method for method in self._methods_or_none if method.site is Site.PRE_ENCODER)
+        return cast("ResizeMethod | None", next(methods, None))
+
+    @cached_property
+    def pixel_budget(self) -> Budget:
+        """The budget of `pixel_method`. It keeps everything if there is no such method."""
+        return self._budget_of(self.pixel_method)
+
+    @cached_property
+    def method(self) -> Method | None:
+        """The first method that does not resize images, or None."""
+        return next((method for method in self._methods_or_none if method.site is not Site.PRE_ENCODER), None)
+
+    @cached_property
+    def budget(self) -> Budget:
+        """The budget of `method`. It keeps everything if there is no such method."""
+        return self._budget_of(self.method)
+
+    @cached_property
+    def keeps_all_tokens(self) -> bool:
+        """True if vLLM's prompt keeps all visual tokens of the encoder's output."""
+        return self.method is None or bool(self.in_llm) or (self.budget.is_identity() and not self.bounds)
+
+    @cached_property
+    def joint_share(self) -> float:
+        """The product of all shares, for a setting without numbers of tokens."""
+        shares = (self.pixel_budget.keep, self.budget.keep, *self.bounds)
+        return math.prod(share for share in shares if share is not None)
+
+    @cached_property
+    def joint_keep(self) -> float | int:
+        """The share or the number of tokens that `pixel_method` and `method` together keep of a new image."""
+        if isinstance(self.budget.keep, int):
+            return count_kept(self.budget.keep, self.bounds)
+        counts = [bound for bound in self.bounds if isinstance(bound, int)]
+        return min(counts) if counts else round(self.joint_share, 4)
+
+    @property
+    def _methods_or_none(self) -> list[Method]:
+        return self.methods if self.names else []
+
+    def _budget_of(self, method: Method | None) -> Budget:
+        return Budget(keep=1.0) if method is None else self.budgets[self.methods.index(method)]
+
     # -- other settings
 
     def with_keep(self, keep: Any) -> Setting:
@@ -286,3 +351,8 @@ class Setting:
 
 def _lacks_seed(name: str, options: Options) -> bool:
     return "seed" in get_option_types(method_class(name)) and "seed" not in options
+
+
+def _without_content(options: Options) -> Options:
+    """Return the options with the path in place of each file that was read, so that JSON and pickles stay small."""
+    return {name: str(value) if isinstance(value, File) else value for name, value in options.items()}

@@ -75,11 +75,11 @@ def check_model(model: nn.Module, inputs: Mapping[str, Any], *, keep: float = 0.
         >>> result.visual_tokens, result.kept
         (256, 128)
     """
-    from tokenprune.integrations.hf.families import adapter_for  # imports transformers, which method checks do not need
+    from tokenprune.integrations.hf.families import get_adapter  # imports transformers, which method checks do not need
 
     if model.training:
         raise OptionError("The model is in training mode. Call model.eval() first.")
-    adapter, oracle = adapter_for(model), None
+    adapter, oracle = get_adapter(model), None
     unpruned = _get_logits(model(**inputs))
     require(torch.equal(_get_logits(model(**inputs)), unpruned), "two forwards of the unpatched model differ")
     limit = _ROUNDING.get(unpruned.dtype, _HALF_ROUNDING)

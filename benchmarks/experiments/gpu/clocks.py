@@ -166,12 +166,12 @@ class Choosing:
         self.marks, self._spans = Marks(device), []
 
     def __enter__(self) -> Choosing:
-        self._entry, self._layer = engine.cut_entry, engine.Engine._meet_step
-        engine.cut_entry, engine.Engine._meet_step = self._watched(self._entry), self._watched(self._layer)
+        self._entry, self._layer = engine.cut_entry, engine.Engine._run_step
+        engine.cut_entry, engine.Engine._run_step = self._watched(self._entry), self._watched(self._layer)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        engine.cut_entry, engine.Engine._meet_step = self._entry, self._layer
+        engine.cut_entry, engine.Engine._run_step = self._entry, self._layer
 
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

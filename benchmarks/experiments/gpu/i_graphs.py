@@ -28,7 +28,7 @@ from efficiency import TILE, Case
 from prefills import NONE, model_of
 
 import tokenprune
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.integrations.hf.graphs import Graphs
 from tokenprune.integrations.hf.graphs.prefill import GraphedPrefill, graphed_prefill
 from tokenprune.integrations.shared.attachment import get_attachment
@@ -59,7 +59,7 @@ class Ways:
                 parts = get_attachment(self.model).engine.parts
                 yield next((part for part in parts if isinstance(part, GraphedPrefill)), None)
             return
-        parts = graphed_prefill(adapter_for(self.model), graphs)
+        parts = graphed_prefill(get_adapter(self.model), graphs)
         for part in parts:
             part.attach()
         try:

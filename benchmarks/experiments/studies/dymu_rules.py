@@ -2,7 +2,7 @@
 """How far `dymu` is from its authors' code, rule by rule: thresholds, tokens that are left, merges in each block.
 
     python benchmarks/experiments/studies/dymu_rules.py           # print the tables
-    python benchmarks/experiments/studies/dymu_rules.py --page    # write them into docs/methods/dymu.md
+    python benchmarks/experiments/studies/dymu_rules.py --page    # write them into docs/results/methods.md
 
 Both sets of rules are plain loops over images in float64, written from a description of the authors' code, on the demo
 model's tower and the held-out images: as it is, without its class token, and without it on 15 x 15 patches, an odd
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tokenprune.selection.sites.encoder import Tower
 from tokenprune_bench.calibration.merge import count_merges
 
-PAGE = Path(__file__).parents[3] / "docs" / "methods" / "dymu.md"
+PAGE = Path(__file__).parents[3] / "docs" / "results" / "methods.md"
 BEGIN, END = "<!-- rules:begin (benchmarks/experiments/studies/dymu_rules.py --page) -->", "<!-- rules:end -->"
 KEEPS = (0.5, 0.25)
 IMAGES = 64
@@ -164,11 +164,11 @@ def inputs(side: int | None, class_token: bool) -> tuple[Sequence[nn.Module], li
 def thresholds_table(keeps: Sequence[float] = KEEPS, count: int = IMAGES) -> str:
     """Return the table of what the rules change, as Markdown."""
     lines = [
-        "| tower | keep | thresholds: reordered | + 1e-4 | over half | all, as in the authors' code "
-        "| tokens left, ours | theirs, one image | theirs, a batch |",
+        "| tower | keep | thresholds: reordering | + 1e-4 | over half | all three "
+        "| kept, tokenprune | kept, authors, one image | kept, authors, batch |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    towers = (("as it is", None, True), ("no class token", None, False), ("no class token, 15 x 15", 15, False))
+    towers = (("unchanged", None, True), ("no class token", None, False), ("no class token, 15 x 15", 15, False))
     for label, side, class_token in towers:
         blocks, images, protected = inputs(side, class_token)
         half = count // 2
@@ -193,8 +193,7 @@ def thresholds_table(keeps: Sequence[float] = KEEPS, count: int = IMAGES) -> str
 def schedules_table() -> str:
     """Return the table of how the linear schedules differ, as Markdown."""
     lines = [
-        "| tower | merged in all | schedule | largest difference in a block "
-        "| lost in a block that nobody reads, theirs |",
+        "| tower | merges in total | schedule | largest difference in a block | authors' merges in the unused block |",
         "|---|---:|---|---:|---:|",
     ]
     towers = (("CLIP-L, 23 of 24 blocks read", 577, 1, 24, 23), ("SigLIP-B, 12 blocks", 576, 0, 12, 12))
@@ -212,7 +211,7 @@ def schedules_table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write the tables into docs/methods/dymu.md")
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/results/methods.md")
     torch.set_num_threads(1)
     args = parser.parse_args()
     tables = f"{thresholds_table()}\n\n{schedules_table()}"

@@ -35,7 +35,7 @@ from rich.console import Console
 from torch import Tensor
 
 import tokenprune
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.suite import Bench, BenchPlan
 
@@ -48,7 +48,7 @@ def groups_of(subject: Model, inputs: Any, method: str, keep: float) -> Tensor:
     model = subject.model
     with torch.no_grad(), tokenprune.patched(model, method, keep=keep, guard="off"):
         output = model.model.get_image_features(inputs["pixel_values"])
-    return torch.stack(record_of(output).groups)
+    return torch.stack(get_record(output).groups)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prumerge by the attention of other blocks of the tower, on the shipped models: accuracy alone (docs/methods).
+"""prumerge by the attention of other blocks of the tower, on the shipped models (docs/results/methods.md).
 
     python benchmarks/experiments/studies/prumerge_blocks.py --json benchmarks/results/prumerge_blocks.jsonl
 

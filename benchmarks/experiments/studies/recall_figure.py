@@ -21,7 +21,7 @@ from rich.table import Table
 from rows import read
 
 from tokenprune.cli.common import get_console
-from tokenprune_bench.report.png import curve, level, png, same_look
+from tokenprune_bench.report.png import draw_curve, draw_level, to_png, use_default_style
 from tokenprune_demo.drawn_streams import EVENT_KINDS, STREAM_CHANCE
 
 FIGURE = Path(__file__).parents[3] / "docs/images/recall.png"
@@ -90,7 +90,7 @@ def _percent(one: tuple[float, float, float]) -> str:
     return "{:.0f} [{:.0f}, {:.0f}]".format(*(100 * value for value in one))
 
 
-@same_look()
+@use_default_style()
 def drawn(rows: Sequence[dict[str, Any]]) -> bytes:
     """Return a figure: a column for each memory; above what is held, below what is answered right, gaps closed."""
     from matplotlib.figure import Figure
@@ -105,18 +105,18 @@ def drawn(rows: Sequence[dict[str, Any]]) -> bytes:
                 here = [(place, found.get((name, memory, age))) for place, age in enumerate(AGES)]
                 points = [(place, *(100 * one for one in cell[way])) for place, cell in here if cell and cell[way]]
                 look = {"color": "black", "linestyle": ":"} if name == "event" else {}
-                curve(axes, points, "told what to keep" if name == "event" else name, **look)
+                draw_curve(axes, points, "told what to keep" if name == "event" else name, **look)
             axes.set(ylim=(-3, 103))
             axes.grid(alpha=0.25)
         of_way[0].set_ylabel(WAYS[way])
     for axes, memory in zip(grid[0], memories, strict=True):
         axes.set_title(f"memory={memory}", fontsize=10)
     for axes in grid[1]:
-        level(axes, 100 * CHANCE, "chance")
+        draw_level(axes, 100 * CHANCE, "chance")
         axes.set_xticks(range(len(AGES)), AGES)
         axes.set_xlabel("frames since it was shown")
     grid[1][-1].legend(fontsize=8)
-    return png(figure, dpi=100)
+    return to_png(figure, dpi=100)
 
 
 def main(given: Sequence[str] | None = None) -> None:

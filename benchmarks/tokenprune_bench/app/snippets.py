@@ -7,7 +7,8 @@ import json
 import shlex
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.keys import KEY
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.selection.method import Site
 from tokenprune.settings import Setting
 
@@ -30,7 +31,7 @@ def _patch(setting: Setting, again: bool) -> str:
 def vllm(setting: Setting) -> str:
     """Return the flag of `vllm serve`, or why it cannot be served."""
     try:
-        ServedSetting.from_json(setting.to_json())
+        parse_setting(setting.to_json())
     except TokenPruneError as error:
         return f"# {str(error).splitlines()[0]}"
     return f"vllm serve MODEL --mm-processor-kwargs {shlex.quote(json.dumps({KEY: setting.to_json()}))}"

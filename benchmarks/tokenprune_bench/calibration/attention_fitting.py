@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenprune.api import is_patched, patched
 from tokenprune.budgets import Budget
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.methods.in_llm.d2pruner import AttentionPrior, D2Pruner, resize_table
 from tokenprune.methods.in_llm.fitprune import Recipe
 from tokenprune.models.fingerprint import compute_fingerprint
@@ -108,7 +108,7 @@ def fit_d2pruner(
     _look(model, samples, [_Looker(layer, note, frozenset({"last_row_attention"}))], progress)
     if not maps:
         raise TokenPruneError("Cannot fit: no sample has an image with a known token grid.")
-    prior = AttentionPrior(torch.stack(maps).mean(0), layer, compute_fingerprint(adapter_for(model).decoder))
+    prior = AttentionPrior(torch.stack(maps).mean(0), layer, compute_fingerprint(get_adapter(model).decoder))
     if out is not None:
         prior.save(out)
     return prior
@@ -145,7 +145,7 @@ def fit_fitprune(
         >>> recipe.table.shape
         torch.Size([51, 6])
     """
-    decoder = adapter_for(model).decoder
+    decoder = get_adapter(model).decoder
     layers = len(decoder.layers)
     maxima: list[list[Tensor]] = []  # per image and layer, shape (2, tokens)
 
@@ -202,7 +202,7 @@ def _look(
 ) -> None:
     if is_patched(model):
         raise AlreadyPatchedError("The model is patched. Call tokenprune.unpatch(model) before fitting.")
-    layers = len(adapter_for(model).decoder.layers)
+    layers = len(get_adapter(model).decoder.layers)
     if parts[-1].layer >= layers:
         raise OptionError(f"layer={parts[-1].layer} is out of range: this decoder has {layers} layers")
     with patched(model, _Lookers(tuple(parts)), keep=0.5, guard="off"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tokenprune.api import is_patched
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.methods.pre_llm.hawk import Hawk, HeadWeights
 from tokenprune.models.fingerprint import compute_fingerprint
 from tokenprune_bench.calibration.rate_fitting import ForcedTokens, build_greedy_options, mark_ended
@@ -56,7 +56,7 @@ def fit_hawk(
         raise AlreadyPatchedError("The model is patched. Call tokenprune.unpatch(model) before fitting.")
     if max_new_tokens < 1:
         raise OptionError(f"max_new_tokens={max_new_tokens} is not valid. Pass an int >= 1.")
-    decoder = adapter_for(model).decoder
+    decoder = get_adapter(model).decoder
     Hawk().check_model(decoder)
     attention = decoder.layers[0].self_attn
     heads, options = attention.q_proj.out_features // attention.head_dim, build_greedy_options(max_new_tokens)

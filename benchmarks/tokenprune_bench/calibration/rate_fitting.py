@@ -15,9 +15,9 @@ from transformers import LogitsProcessor
 from tokenprune.api import is_patched, patched
 from tokenprune.errors import AlreadyPatchedError, OptionError, TokenPruneError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
+from tokenprune.integrations.hf.cache.reduced_cache import get_reduction
 from tokenprune.integrations.hf.engine.decode_state import DecodeState
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.methods.decode.dyrate import DyRate
 from tokenprune.methods.decode.rate_predictor import RatePredictor
 from tokenprune.models.fingerprint import compute_fingerprint
@@ -115,7 +115,7 @@ def fit_dyrate(
         )
     x, y = torch.cat(features).flatten(1).double(), torch.cat(labels)
     weight, bias = _regress(x, y, grid)
-    predictor = RatePredictor(weight.float(), bias.float(), layer, compute_fingerprint(adapter_for(model).decoder))
+    predictor = RatePredictor(weight.float(), bias.float(), layer, compute_fingerprint(get_adapter(model).decoder))
     if out is not None:
         predictor.save(out)
     right = (x @ weight.T + bias).argmax(1) == y
@@ -139,7 +139,7 @@ def _label(
     for index, method in enumerate(methods):
         with patched(model, method, keep=keep, guard="off"):
             forced = model.generate(**sample, **options, logits_processor=[ForcedTokens(answer)])
-        reduction = reduction_of(getattr(forced, compat.CACHE))
+        reduction = get_reduction(getattr(forced, compat.CACHE))
         if reduction is None or not isinstance(reduction.decode, DecodeState):
             return none, none  # no image, or `keep` keeps all of its tokens
         state = reduction.decode

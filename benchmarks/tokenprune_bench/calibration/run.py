@@ -161,12 +161,12 @@ def _part(model: Any, calibrator: Calibrator, keep: float) -> TowerPart | TimmPa
 
     if is_timm(model):
         return timm_patch(model, [calibrator], [Budget.from_keep(keep)])
-    from tokenprune.integrations.hf.families import adapter_for
-    from tokenprune.integrations.hf.towers.build import tower_part
+    from tokenprune.integrations.hf.families import get_adapter
+    from tokenprune.integrations.hf.towers.build import build_tower_part
 
-    adapter = adapter_for(model)
+    adapter = get_adapter(model)
     checks.check(calibrator, adapter.family, config=adapter.config)
-    return tower_part(adapter, calibrator, Budget.from_keep(keep))
+    return build_tower_part(adapter, calibrator, Budget.from_keep(keep))
 
 
 def _pixels(part: TowerPart | TimmPatch, model: Any, processor: Any) -> Pixels:

@@ -18,6 +18,7 @@ from tokenprune_bench.cli.common import (
     BackendOption,
     BatchSizeOption,
     ColumnsOption,
+    DetailsOption,
     DeviceOption,
     DtypeOption,
     EngineArgsOption,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from tokenprune_bench.data import Data
     from tokenprune_bench.group import Group
     from tokenprune_bench.profiling.model import Model
-    from tokenprune_bench.report.drawing import Wanted
+    from tokenprune_bench.report.drawing import SampleRequest
     from tokenprune_bench.suite import BenchPlan
     from tokenprune_demo.drawn_sets import DrawnSet
 
@@ -123,6 +124,7 @@ def bench(
     json: Annotated[Path | None, typer.Option(help="Write raw records as JSON lines, for `tokenprune report`.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one page with everything, which loads nothing else.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
+    details: DetailsOption = False,
     repeats: Annotated[int, typer.Option(min=0, help="Timed runs of each method and keep; 0: no timing.")] = 7,
     batch_size: BatchSizeOption = 32,
     backend: BackendOption = "hf",
@@ -145,7 +147,7 @@ def bench(
     from tokenprune_bench.demo_package import get_default_images, get_default_set
     from tokenprune_bench.group import join_group
     from tokenprune_bench.metrics import get_metric
-    from tokenprune_bench.report.drawing import Wanted
+    from tokenprune_bench.report.drawing import SampleRequest
     from tokenprune_bench.report.runs import finished_run
     from tokenprune_bench.suite import BenchPlan
 
@@ -156,7 +158,7 @@ def bench(
     check_set(set_, evidence, data, backend, html, plot, samples, sample)
     if data is not None and images is not None:
         raise OptionError("--images counts images of our own questions. With --data pass --limit, which counts rows.")
-    wanted = Wanted.of(0 if evidence else samples, sample, run, here=backend == "hf")
+    request = SampleRequest.from_options(0 if evidence else samples, sample, run, is_local=backend == "hf")
     if metric is not None:
         get_metric(metric)
     planned = partial(
@@ -200,9 +202,9 @@ def bench(
             asked = drop_questions(asked, get_backend(subject).find_misfits(asked.questions))
             if group.is_leader:
                 print_skipped(asked)
-        records = _measure(subject, plan, asked, metric, run, json, group, wanted, evidence)
+        records = _measure(subject, plan, asked, metric, run, json, group, request, evidence)
     if group.is_leader:
-        show_runs([finished_run(records, run)], html=html, plot=plot)
+        show_runs([finished_run(records, run)], html=html, plot=plot, details=details)
 
 
 def check_set(
@@ -239,7 +241,7 @@ def _measure(
     run: Path | None,
     json: Path | None,
     group: Group,
-    wanted: Wanted,
+    request: SampleRequest,
     evidence: bool,
 ) -> list[dict[str, Any]]:
     from tokenprune_bench.backend import get_backend
@@ -275,11 +277,11 @@ def _measure(
             folder=folder,
             group=group,
         )
-        wanted.check(len(bench.examples))
+        request.check(len(bench.examples))
         for record in bench.records():
             if file is not None:
                 file.write(record)
             records.append(record)
         if run is not None and group.is_leader:
-            draw_samples(run, subject, bench.examples, records, wanted, step)
+            draw_samples(run, subject, bench.examples, records, request, step)
     return records

@@ -14,8 +14,10 @@ from tokenprune.cli.common import get_console, say
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tokenprune.cli.table import Table
     from tokenprune_bench.profiling.model import Model
 
+WIDTH = 80  # columns of output without --details
 _SILENCE = 30  # seconds after which a long step says where it is
 QUESTION = "what is shown?"  # about a user's image, where none is asked
 
@@ -52,10 +54,21 @@ ServerOption = Annotated[
 EngineArgsOption = Annotated[
     str | None, typer.Option("--engine-args", help="With --backend vllm: arguments of vllm.LLM, as a JSON object.")
 ]
+DetailsOption = Annotated[bool, typer.Option("--details", help="Print all tables and notes.")]
 MaxNewTokensOption = Annotated[
     int | None,
     typer.Option("--max-new-tokens", min=1, help="Length of an answer; default: 16, and 4 for our model."),
 ]
+
+
+def print_one_table(table: Table) -> None:
+    """Print a table without its notes, at most 80 columns wide. Cells of a wider table wrap."""
+    from tokenprune.cli.table import split_table, to_rich
+
+    console = get_console()
+    width = min(console.width, WIDTH)
+    fits = len(split_table(table, width)) == 1
+    console.print(to_rich(table, width if fits else None), width=width)
 
 
 @contextmanager

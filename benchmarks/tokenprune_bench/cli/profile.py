@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune profile`: where the time of one call goes, and what each site can save at most."""
+"""`tokenprune profile`: time per stage of one call, and the maximum saving of each site."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from tokenprune.models.torch_import import defer_torch
 from tokenprune.selection.files import check_output
 from tokenprune_bench.cli.common import (
     QUESTION,
+    DetailsOption,
     DeviceOption,
     DtypeOption,
     MostOption,
     SuffixOption,
     ThreadsOption,
     load_model,
+    print_one_table,
     show_progress,
 )
 
@@ -35,39 +37,37 @@ if TYPE_CHECKING:
 
 def profile(
     image: Annotated[
-        list[Path] | None, typer.Option(help="An image; repeat it for several. Default: the largest held-out one.")
+        list[Path] | None, typer.Option(help="Image file. Repeat for several. Default: the largest held-out image.")
     ] = None,
-    question: Annotated[str | None, typer.Option(help="What is asked of it; some methods choose by it.")] = None,
+    question: Annotated[str | None, typer.Option(help="Question about the image. Some methods select by it.")] = None,
     method: Annotated[
         str,
         typer.Option(
             "--methods",
             "--method",
             autocompletion=complete_methods,
-            help=f"{METHODS_HELP}; each has a table. Default: none.",
+            help=f"{METHODS_HELP}. One table per method. Default: none.",
         ),
     ] = "",
     keep: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: shares of the visual tokens, or whole numbers of them; 0.5+0.25: one for each "
-            "method of a stack."
+            help="Comma-separated shares or numbers of visual tokens. 0.5+0.25: one keep per method of a stack."
         ),
     ] = "0.25",
+    details: DetailsOption = False,
     max_visual_tokens: MostOption = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each side.")] = 7,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each run makes.")] = 9,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs, unpatched and patched.")] = 7,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Generated tokens per run.")] = 9,
     config_only: Annotated[
-        bool, typer.Option("--config-only", help="Load no weights: closed forms from the model's config alone.")
+        bool, typer.Option("--config-only", help="Print closed forms from the config without loading weights.")
     ] = False,
     tokens: Annotated[
-        int | None, typer.Option(help="With --config-only: visual tokens of an image of any size; default: 1024.")
+        int | None, typer.Option(help="With --config-only: visual tokens per image. Default: 1024.")
     ] = None,
-    tiles: Annotated[
-        int | None, typer.Option(help="With --config-only: views that an image is cut into; default: 1.")
-    ] = None,
-    text: Annotated[int, typer.Option(min=0, help="With --config-only: tokens of text.")] = 64,
-    html: Annotated[Path | None, typer.Option(help="Write a page with the bars, which loads nothing else.")] = None,
+    tiles: Annotated[int | None, typer.Option(help="With --config-only: tiles per image. Default: 1.")] = None,
+    text: Annotated[int, typer.Option(min=0, help="With --config-only: text tokens.")] = 64,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all runs as JSON.")] = None,
     model: ModelOption = None,
     device: DeviceOption = None,
@@ -75,25 +75,24 @@ def profile(
     dtype: DtypeOption = "auto",
     suffix: SuffixOption = None,
 ) -> None:
-    """Show where the time of one call goes (processor, tower, choosing, prefill, decoding), before and after a method,
-    and the most that each site can save."""
+    """Show where the time of one call goes, before and after a method, and the maximum saving of each site."""
     if config_only:
         defer_torch()
     settings = read_settings(method, keep, max_visual_tokens)
-    stacked = "+" in keep and not settings
+    is_stack = "+" in keep and not settings
     keeps = read_keeps(keep.replace("+", ","))
-    if stacked or not all(isinstance(one, int) or 0 < one <= 1 for one in keeps):
-        hint = "keeps with plus signs between them are of a stack" if stacked else "a share lies in (0, 1]"
+    if is_stack or not all(isinstance(share, int) or 0 < share <= 1 for share in keeps):
+        hint = "a keep with plus signs needs a stack in --methods" if is_stack else "pass a share in (0, 1]"
         raise OptionError(f"--keep {keep!r}: {hint}")
     if len(settings) > 1 and (html is not None or json_file is not None):
-        raise OptionError(f"--html and --json write one setting, and these are {len(settings)}: name one")
+        raise OptionError(f"--html and --json write one setting, but --methods has {len(settings)}. Pass one method.")
     if not config_only and (tokens is not None or tiles is not None):
-        raise OptionError("--tokens and --tiles go with --config-only: without it the image tells")
+        raise OptionError("--tokens and --tiles need --config-only. Without it the image determines both.")
     check_output(html, json_file)
     if config_only:
         if html is not None or json_file is not None:
-            raise OptionError("--html and --json write measured times, and --config-only measures none")
-        _from_config(model, settings, keeps, tokens, tiles, text)
+            raise OptionError("--html and --json need measured times. Leave out --config-only.")
+        _print_closed_forms(model, settings, keeps, tokens, tiles, text, details)
         return
     from PIL import Image
 
@@ -105,85 +104,96 @@ def profile(
     images: list[Image.Image] = [read_image(path) for path in image or ()]
     for path in image or ():
         if is_animated(Source(str(path), 0, lambda path=path: path)):
-            say(f"note: {path} is animated and is read as its first frame", error=True)
+            say(f"note: {path} is animated, and only its first frame is used", error=True)
     subject = load_model(model, device, threads, dtype, suffix)
     if not images:
         load_heldout = require("tokenprune_demo.heldout", "name an --image, or install held-out ones").load_heldout
-        largest = max(load_heldout(folder=subject.heldout), key=lambda one: one.image.width * one.image.height)
+        examples = load_heldout(folder=subject.heldout)
+        largest = max(examples, key=lambda example: example.image.width * example.image.height)
         images, question = [largest.image], question or largest.question
     printed: set[str] = set()
     with show_progress(lines=False) as step:
-        for place, setting in enumerate(settings or [None]):
-            made = profile_call(
+        for index, setting in enumerate(settings or [None]):
+            result = profile_call(
                 subject,
                 images,
                 question or QUESTION,
                 setting,
                 repeats=repeats,
                 new_tokens=max_new_tokens,
-                step=partial(_of_several, step, place, max(1, len(settings))),
+                step=partial(_step_of_several, step, index, max(1, len(settings))),
             )
-            print_table(build_stage_table(made))
-            shares = _shares(setting, keeps, made.visual_tokens_per_image)
-            for share in shares:
-                _once(printed, build_limit_table(made.model, made.load, share))
-    if image and (said := subject.describe_limits(image)):
-        say(said)
+            shares = _compute_shares(setting, keeps, result.visual_tokens_per_image)
+            _print_table(build_stage_table(result), details)
+            for share in shares if details else ():
+                _print_once(printed, build_limit_table(result.model, result.load, share), details)
+    if not details:
+        say("Pass --details for the maximum saving of each site, and for notes.", "dim")
+    if image and (limits := subject.describe_limits(image)):
+        say(limits)
     if html is not None:
-        profile_page = require("tokenprune_bench.report.flame", "--html needs another package").profile_page
+        make_profile_page = require("tokenprune_bench.report.flame", "--html needs another package").make_profile_page
 
-        write_file(html, profile_page(made, shares[0]))
+        write_file(html, make_profile_page(result, shares[0]))
     if json_file is not None:
-        write_file(json_file, json.dumps(made.as_dict(), indent=1, ensure_ascii=False) + "\n")
+        write_file(json_file, json.dumps(result.as_dict(), indent=1, ensure_ascii=False) + "\n")
 
 
-def _of_several(step: Callable[[str, int, int], None], place: int, number: int, label: str, done: int, of: int) -> None:
-    """Say how far all profiles are. place: of the one that is made, of `number`."""
-    step(label, place * of + done, number * of)
+def _step_of_several(
+    step: Callable[[str, int, int], None], index: int, count: int, label: str, done: int, total: int
+) -> None:
+    """Report the progress of profile `index` of `count` as part of all profiles."""
+    step(label, index * total + done, count * total)
 
 
-def _from_config(
+def _print_closed_forms(
     model: str | None,
     settings: Sequence[Setting],
     keeps: Sequence[float | int],
     tokens: int | None,
     tiles: int | None,
     text: int,
+    details: bool,
 ) -> None:
     from tokenprune.settings.cost import CostModel, Load
     from tokenprune_bench.profiling.kept_tokens import describe_cuts
     from tokenprune_bench.profiling.profile_tables import build_limit_table
 
     config = load_config(model)
-    closed = CostModel.from_config(config)
+    cost = CostModel.from_config(config)
     load = Load.from_config(config, tokens=tokens, tiles=tiles, text=text)
     title = f"Maximum saving per site: {model or 'demo_vlm'}"
     printed: set[str] = set()
     for setting in settings or (None,):
-        for share in _shares(setting, keeps, load.visual):
-            _once(printed, build_limit_table(closed, load, share, title))
+        for share in _compute_shares(setting, keeps, load.visual):
+            _print_once(printed, build_limit_table(cost, load, share, title), details)
         if setting is not None:
             methods, budgets = setting.steps()
-            ratio = closed.compute_cost(load).flops / closed.predict(load, methods, budgets).flops
-            names = " + ".join(one.name for one in methods)
-            said = (
-                f"{names}: x{ratio:.2f} by FLOPs of tower and decoder; {describe_cuts(methods, budgets, load.visual)}"
-            )
-            say(said)
+            ratio = cost.compute_cost(load).flops / cost.predict(load, methods, budgets).flops
+            names = " + ".join(method.name for method in methods)
+            cuts = describe_cuts(methods, budgets, load.visual)
+            say(f"{names}: x{ratio:.2f} by FLOPs of tower and decoder; {cuts}")
 
 
-def _shares(setting: Setting | None, keeps: Sequence[float | int], visual: float) -> list[float]:
-    """Return what a setting leaves of an image's tokens; without one, what each keep alone would leave."""
+def _compute_shares(setting: Setting | None, keeps: Sequence[float | int], num_tokens: float) -> list[float]:
+    """Return the share of an image's tokens that a setting keeps; without a setting, the share of each keep."""
     from tokenprune.budgets import Budget
     from tokenprune_bench.profiling.kept_tokens import compute_kept_share
 
     if setting is not None:
-        return [compute_kept_share(setting.budgets, visual)]
-    return [compute_kept_share([Budget.from_keep(keep)], visual) for keep in keeps]
+        return [compute_kept_share(setting.budgets, num_tokens)]
+    return [compute_kept_share([Budget.from_keep(keep)], num_tokens) for keep in keeps]
 
 
-def _once(printed: set[str], table: Table) -> None:
-    """Print a table unless one with the same heads was printed."""
+def _print_once(printed: set[str], table: Table, details: bool) -> None:
+    """Print a table unless a table with the same columns was printed."""
     if table.columns[1] not in printed:
         printed.add(table.columns[1])
+        _print_table(table, details)
+
+
+def _print_table(table: Table, details: bool) -> None:
+    if details:
         print_table(table)
+    else:
+        print_one_table(table)

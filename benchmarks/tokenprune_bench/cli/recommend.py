@@ -14,6 +14,7 @@ from tokenprune.cli.completion import complete_models, complete_values
 from tokenprune.models.model_config import SHIPPED
 from tokenprune.models.torch_import import defer_torch
 from tokenprune.selection.files import check_output
+from tokenprune_bench.cli.common import DetailsOption
 from tokenprune_bench.recommend.advice import load_advice
 
 
@@ -31,6 +32,7 @@ def recommend(
             help=f"{', '.join(load_advice())} (docs/start/choose.md).", autocompletion=complete_values(*load_advice())
         ),
     ] = "general",
+    details: DetailsOption = False,
     out: Annotated[Path | None, typer.Option(help="Write the setting, for patch(model, config=...) and vLLM.")] = None,
 ) -> None:
     """Name a setting to start from, as Python, vLLM flag and config, with its evidence, graded strong or weak:
@@ -46,7 +48,7 @@ def recommend(
     if model is None:
         notes.print(f"No model named: this is for {SHIPPED[0]}. Name yours: tokenprune recommend MODEL", markup=False)
     advised = tokenprune.recommend(model or SHIPPED[0], task=task)
-    console.print(str(advised), markup=False, soft_wrap=not console.is_terminal)
+    console.print(str(advised) if details else advised.summary, markup=False, soft_wrap=not console.is_terminal)
     if out is not None:
         setting = Setting.from_json(advised.setting)
         write_config(out, dataclasses.replace(setting, guard=advised.guard or None))

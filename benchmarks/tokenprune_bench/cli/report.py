@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenprune.cli.common import get_console
+from tokenprune.cli.common import get_console, say
 from tokenprune.cli.output import print_table
 from tokenprune.errors import OptionError
 from tokenprune.selection.files import check_output
+from tokenprune_bench.cli.common import print_one_table
 
 if TYPE_CHECKING:
     from tokenprune_bench.report.runs import Run
@@ -36,29 +37,45 @@ def report(
     show_runs(read_runs(runs), html=html, plot=plot, markdown=markdown)
 
 
-def show_runs(runs: Sequence[Run], html: Path | None, plot: Path | None, markdown: bool = False) -> None:
-    """Print tables, warnings and verdicts, and write what was asked for."""
+def show_runs(
+    runs: Sequence[Run], html: Path | None, plot: Path | None, markdown: bool = False, details: bool = True
+) -> None:
+    """Print runs and write the requested files.
+
+    Args:
+        runs: Runs to print. Several runs are also compared.
+        html: File for the page.
+        plot: File for the plot of the first run.
+        markdown: Print Markdown.
+        details: Print all tables, warnings and verdicts. If False, print one table and at most three sentences.
+    """
     from rich.text import Text
 
-    from tokenprune_bench.report.compare import comparisons
+    from tokenprune_bench.report.compare import build_comparisons
     from tokenprune_bench.report.page import make_page
     from tokenprune_bench.report.png import plot_png, write
+    from tokenprune_bench.report.summary import build_summary_table, describe_summary
     from tokenprune_bench.report.verdict import find_verdicts
-    from tokenprune_bench.report.warnings import lines
+    from tokenprune_bench.report.warnings import format_warnings
     from tokenprune_bench.tables import build_tables
 
     console = get_console()
     for run in runs:
+        if not details:
+            print_one_table(build_summary_table(run.results))
+            for sentence in describe_summary(run.results):
+                say(sentence, "bold")
+            continue
         if run.label:
             title = f"{run.title} ({run.model})"
             console.print(Text(f"## {title}\n" if markdown else title, style="bold"), soft_wrap=True)
         for table in build_tables(run.results):
             _show(table, markdown)
-        for line in lines(run.results):
+        for line in format_warnings(run.results):
             console.print(Text(f"- {line}" if markdown else f"! {line}", style="yellow"), soft_wrap=markdown)
         for verdict in find_verdicts(run.results):
             console.print(Text(f"- {verdict.line}" if markdown else verdict.line, style="bold"), soft_wrap=markdown)
-    for table in comparisons(runs):
+    for table in build_comparisons(runs):
         _show(table, markdown)
     if html is not None:
         write(html, make_page(runs))

@@ -19,6 +19,7 @@ from tokenprune_bench.cli.common import (
     BackendOption,
     BatchSizeOption,
     ColumnsOption,
+    DetailsOption,
     DeviceOption,
     DtypeOption,
     EngineArgsOption,
@@ -31,6 +32,7 @@ from tokenprune_bench.cli.common import (
     ThreadsOption,
     print_limits,
     print_notes,
+    print_one_table,
     print_skipped,
     resumable,
     show_progress,
@@ -94,7 +96,7 @@ def tune(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the split of the questions into search and held-out.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of a setting.")] = 7,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the settings that were not tested, too.")] = False,
+    details: DetailsOption = False,
     batch_size: BatchSizeOption = 32,
     backend: BackendOption = "hf",
     server: ServerOption = None,
@@ -177,7 +179,7 @@ def tune(
         _announce(tuner, len(candidates), group)
         tuning = tuner.run()
     if group.is_leader:
-        _report(tuning, evaluator.metric.title, verbose)
+        _report(tuning, evaluator.metric.title, details)
     if tuning.choice is None:
         raise typer.Exit(NOTHING)
     if group.is_leader:
@@ -198,14 +200,20 @@ def _announce(tuner: Tuner, settings: int, group: Group) -> None:
     get_console(error=True).print(f"{tried}, {count}: at most {answers} answers, {took}", markup=False)
 
 
-def _report(tuning: Tuning, metric: str, verbose: bool) -> None:
-    from tokenprune_bench.tuning.report import build_others_table, build_tuning_table, describe_outcome
+def _report(tuning: Tuning, metric: str, details: bool) -> None:
+    from tokenprune_bench.tuning import report
 
-    for place, line in enumerate(describe_outcome(tuning, metric)):
-        bad = line.startswith("warning") or (tuning.choice is None and not place)
-        say(line, "bold red" if bad else "" if place else "bold green")
-    for table in (build_tuning_table(tuning), *([build_others_table(tuning)] if verbose else [])):
+    lines = report.describe_outcome(tuning, metric)
+    for index, line in enumerate(lines if details else report.shorten_outcome(lines)):
+        is_bad = line.startswith("warning") or (tuning.choice is None and not index)
+        say(line, "bold red" if is_bad else "" if index else "bold green")
+    if not details:
+        table = report.build_short_table(tuning)
+        if table.rows:
+            print_one_table(table)
+        if num_untested := len(tuning.trials) - len(tuning.tested):
+            say(f"{num_untested} more settings were not tested. --details prints the reasons.", "dim")
+        return
+    for table in (report.build_tuning_table(tuning), report.build_others_table(tuning)):
         if table.rows:
             print_table(table)
-    if not verbose and (rest := len(tuning.trials) - len(tuning.tested)):
-        say(f"{rest} more settings were not tested: --verbose says why.", "dim")

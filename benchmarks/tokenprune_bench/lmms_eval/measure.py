@@ -16,7 +16,7 @@ from torch import nn
 import tokenprune
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.integrations.hf.statistics import count_bytes
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.models.decoder_shape import DecoderShape
@@ -75,7 +75,7 @@ class _Watch(Attachable):
     def __init__(self, model: nn.Module, tally: Tally) -> None:
         super().__init__()
         self.tally, self.generate = tally, model.generate
-        self.model, self.adapter = model, adapter_for(model)
+        self.model, self.adapter = model, get_adapter(model)
         self.shape = DecoderShape.from_config(self.adapter.text_config)
         self.error: TokenPruneError | None = None
         self._begin = 0.0

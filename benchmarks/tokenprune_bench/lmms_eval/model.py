@@ -16,7 +16,7 @@ from torch import nn
 
 import tokenprune
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 from tokenprune_bench.lmms_eval.arguments import ModelArguments, read
 from tokenprune_bench.lmms_eval.bases import BASES, TESTED, UNTESTED
 from tokenprune_bench.lmms_eval.measure import Tally, watched
@@ -103,7 +103,7 @@ def load(base: str | None = None, *, force_simple: bool = False, **arguments: An
     model = getattr(lm, "model", None)
     if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
         raise UnsupportedModelError(f"base={base} holds no model of transformers that generates; {_WORK}")
-    adapter_for(model)
+    get_adapter(model)
     made._shares = not given.acts_on_pixels
     if given.config is not None:
         _patch(lm, given)

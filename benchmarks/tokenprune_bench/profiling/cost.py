@@ -127,7 +127,7 @@ class CacheMeter:
         self._handle.remove()
 
     def _look(self, module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        embeds, cache = kwargs.get("inputs_embeds"), compat.cache_in(kwargs)
+        embeds, cache = kwargs.get("inputs_embeds"), compat.get_cache(kwargs)
         if embeds is not None and embeds.shape[1] > 1 and cache is not None:
             tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
             self.kv_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

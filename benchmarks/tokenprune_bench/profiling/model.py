@@ -20,7 +20,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tokenprune.errors import OptionError, TokenPruneError, require
-from tokenprune.integrations.hf.families import Adapter, adapter_for
+from tokenprune.integrations.hf.families import Adapter, get_adapter
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.models.model_config import (
     SHIPPED,
@@ -73,7 +73,7 @@ class Model:
 
     @cached_property
     def adapter(self) -> Adapter:
-        return adapter_for(self.model)
+        return get_adapter(self.model)
 
     @cached_property
     def shape(self) -> DecoderShape:

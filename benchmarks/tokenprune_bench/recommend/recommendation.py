@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +24,13 @@ from tokenprune_bench.recommend.advice import NONE, Advice, Evidence, load_advic
 TASKS = tuple(load_advice())
 _LARGE_TOWER = 0.25  # tower share of the prefill FLOPs that triggers a note
 _ELSEWHERE = 2  # shown pieces of evidence from elsewhere
+WIDTH = 80  # letters of a line of `summary`
 _CANDIDATES = 3  # methods to suggest for `tune`
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A setting to start from. `print` shows it on one screen.
+    """A setting to start from. `print` shows all of its evidence.
 
     Attributes:
         model: Name of the model.
@@ -89,6 +91,21 @@ class Recommendation:
             return None
         setting = self.setting | ({} if self.served_keep is None else {"keep": self.served_keep})
         return f"--mm-processor-kwargs '{json.dumps({'tokenprune': setting})}'"
+
+    @property
+    def summary(self) -> str:
+        """The setting with its main reason and evidence, at most 12 lines of 80 letters. `str` has all evidence."""
+        accuracy = next((str(item) for item in self.evidence if item.about == "accuracy"), NONE)
+        lines = [
+            f"{self.model} ({self.family}), {self.task}: start from {self.method} at keep {self.setting['keep']:g}",
+            "  " + shorten(f"because: {self.reason}", 2 * WIDTH - 2),
+            f"  Python  {self.python}",
+            f"  vLLM    {self.vllm or shorten(f'not served: {self.why_not}', 2 * WIDTH - 20)}",
+            shorten(f"Accuracy: {accuracy}", 2 * WIDTH),
+            f"Test it on your questions: tokenprune tune --methods {','.join(self.candidates)} --data FILE",
+            "--details prints all evidence and its limits.",
+        ]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         lines = [

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of one or several benchmark runs: a single page that loads nothing from anywhere.
+"""Report of one or several benchmark runs: one self-contained page.
 
-runs.py reads runs, verdict.py says what to take, warnings.py what to beware of, compare.py lays runs side by side,
-plots.py and layers.py draw, samples.py draws what methods keep (at the end of a run) and reads that back, page.py fills
-the templates.
+runs.py reads runs, verdict.py finds the best settings, warnings.py lists limits of the results, compare.py compares
+runs, plots.py and layers.py compute plots, drawing.py draws kept tokens at the end of a run, samples.py reads these
+drawings, and page.py fills the templates.
 """

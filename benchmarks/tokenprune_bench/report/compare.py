@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs side by side: which of them asked the same questions, and a table of those."""
+"""Compare runs that asked the same questions."""
 
 from __future__ import annotations
 
@@ -12,46 +12,48 @@ from tokenprune_bench.results import UNPATCHED
 from tokenprune_bench.tables import Cell, Table
 
 
-def same_questions(runs: Sequence[Run]) -> list[list[Run]]:
-    """Return the runs in groups that asked the same questions and scored them alike, in the order of the runs."""
+def group_by_questions(runs: Sequence[Run]) -> list[list[Run]]:
+    """Group runs by questions and metric, in the order of the runs."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(repr(_asked(run.results.header)), []).append(run)
     return list(groups.values())
 
 
-def same_machine(runs: Sequence[Run]) -> bool:
-    """Return True if times of these runs can be compared."""
+def is_same_machine(runs: Sequence[Run]) -> bool:
+    """Return True if the times of these runs can be compared."""
     machines = [run.results.header["environment"] for run in runs]
     return (
-        len({tuple(str(one.get(name)) for name in ("device", "machine", "cores", "threads")) for one in machines}) == 1
+        len({tuple(str(env.get(name)) for name in ("device", "machine", "cores", "threads")) for env in machines}) == 1
     )
 
 
-def comparisons(runs: Sequence[Run]) -> list[Table]:
-    """Return a table for each group of at least two runs that asked the same questions."""
-    return [_table(group) for group in same_questions(runs) if len(group) > 1 and not group[0].results.evidence_only]
+def build_comparisons(runs: Sequence[Run]) -> list[Table]:
+    """Return a table for each group of at least two runs with the same questions."""
+    return [
+        _table(group) for group in group_by_questions(runs) if len(group) > 1 and not group[0].results.evidence_only
+    ]
 
 
 def _asked(header: dict[str, Any]) -> tuple:
-    # The digest is of questions, answers, kinds and files. The shipped questions have none: they are one list, of which
-    # a run takes the first ones.
+    # The digest covers questions, answers, kinds and files. Shipped questions have no digest, because every run asks a
+    # prefix of the same list.
     digest = (header.get("data") or {}).get("digest")
     asked = header.get("metric", "exact"), header["kinds"], list(header["kind_of_question"])
-    # At equal cost a keep is another thing than elsewhere.
+    # At equal cost, a keep is averaged over layers and not comparable with other runs.
     return digest, bool(header.get("evidence_only")), bool(header["plan"].get("equal_cost")), *asked
 
 
 def _table(runs: Sequence[Run]) -> Table:
-    found = {run.label: {(row.method, row.keep): row for row in run.results.rows} for run in runs}
-    places = dict.fromkeys(place for rows in found.values() for place in rows)
-    # Methods together, in the order of the first run that has them.
-    methods = list(dict.fromkeys(method for method, _ in places))
+    rows_by_run = {run.label: {(row.method, row.keep): row for row in run.results.rows} for run in runs}
+    settings = dict.fromkeys(setting for rows in rows_by_run.values() for setting in rows)
+    # Group the settings by method, in the order of the runs.
+    methods = list(dict.fromkeys(method for method, _ in settings))
     rows = []
-    for method, keep in sorted(places, key=lambda place: methods.index(place[0])):
+    for method, keep in sorted(settings, key=lambda setting: methods.index(setting[0])):
         cells = [Cell(method), Cell("" if method == UNPATCHED else f"{keep:g}")]
         for run in runs:
-            row = found[run.label].get((method, keep))
+            row = rows_by_run[run.label].get((method, keep))
             against = row.differences.get(UNPATCHED) if row else None
             cells += [
                 Cell(f"{100 * row.overall.value:.1f}" if row else ""),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw, at the end of a run and while the model is there, what each method keeps of a few of its questions."""
+"""Draw the tokens that each method keeps for some questions, at the end of a run while the model is loaded."""
 
 from __future__ import annotations
 
@@ -34,39 +34,51 @@ Step = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The questions to draw. numbers: these; () for the `count` on which the methods disagree most."""
+class SampleRequest:
+    """Questions to draw.
+
+    Attributes:
+        count: Number of questions with the largest disagreement between methods.
+        indices: Indices of the questions to draw instead.
+    """
 
     count: int = COUNT
-    numbers: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, count: int | None, numbers: str, run: Path | None, here: bool = True) -> Wanted:
-        """Read the options --samples and --sample; raises OptionError where they make no sense.
+    def from_options(cls, count: int | None, indices: str, run: Path | None, is_local: bool = True) -> SampleRequest:
+        """Parse the options --samples and --sample.
 
-        here: whether the model is in this process, as drawing needs.
+        Args:
+            count: Value of --samples.
+            indices: Value of --sample.
+            run: Folder of the run.
+            is_local: Whether the model runs in this process, which drawing requires.
+
+        Raises:
+            OptionError: If the options conflict.
         """
-        if not here:
-            if count or numbers:
-                raise OptionError("--samples and --sample draw with the model in this process: leave out --backend")
+        if not is_local:
+            if count or indices:
+                raise OptionError("--samples and --sample need the model in this process. Leave out --backend.")
             return cls(0)
         if run is None:
-            if count or numbers:
-                raise OptionError("--samples and --sample draw into the folder of a run: name one with --run")
+            if count or indices:
+                raise OptionError("--samples and --sample draw into the folder of a run. Pass --run.")
             return cls(0)
         try:
-            chosen = tuple(dict.fromkeys(int(part) for part in numbers.split(",") if part.strip()))
+            chosen = tuple(dict.fromkeys(int(part) for part in indices.split(",") if part.strip()))
         except ValueError:
-            raise OptionError(f"--sample {numbers!r}: write the numbers of questions, such as 3,17") from None
+            raise OptionError(f"--sample {indices!r}: pass indices of questions, such as 3,17") from None
         if chosen and count is not None:
-            raise OptionError("--sample names the questions that --samples would choose: leave one of them out")
+            raise OptionError("--sample and --samples conflict. Pass only one.")
         return cls(len(chosen) or (COUNT if count is None else count), chosen)
 
     def check(self, questions: int) -> None:
-        """Raise OptionError for a question that is not asked."""
-        for number in self.numbers:
-            if not 0 <= number < questions:
-                raise OptionError(f"--sample {number}: the questions have the numbers 0 to {questions - 1}")
+        """Raise OptionError if an index is out of range."""
+        for index in self.indices:
+            if not 0 <= index < questions:
+                raise OptionError(f"--sample {index} is out of range. Pass indices from 0 to {questions - 1}.")
 
 
 def draw_samples(
@@ -74,105 +86,124 @@ def draw_samples(
     subject: Model,
     questions: Sequence[Any],
     records: Sequence[dict[str, Any]],
-    wanted: Wanted,
+    request: SampleRequest,
     step: Step | None = None,
 ) -> None:
-    """Draw questions of a finished run into its folder; what is drawn there already is left as it is.
+    """Draw questions of a finished run into its folder. Existing drawings are kept.
 
-    Every method that ran is drawn at one keep: the middle one, of two the lower. A method of which there is nothing to
-    draw is noted with the reason. Raises RunError where the folder cannot be read or written.
+    All methods are drawn at the median keep. If a method cannot be drawn, its entry stores the reason.
+
+    Args:
+        run: Folder of the run.
+        subject: The model.
+        questions: Questions of the run.
+        records: Records of the run, the header first.
+        request: Questions to draw.
+        step: Progress callback.
+
+    Raises:
+        RunError: If the folder cannot be read or written.
     """
-    keep, numbers = choose(records, wanted, [_seen(one, place) for place, one in enumerate(questions)])
+    keep, indices = choose_questions(
+        records, request, [_get_image_key(question, index) for index, question in enumerate(questions)]
+    )
     if keep is None:
         return
     ran = [record for record in records if record["record"] == "result" and record["keep"] == keep]
     methods = [(record, (record["seeds"] or [None])[0]) for record in ran if record["method"] != UNPATCHED]
     folder, step = run / FOLDER, step or (lambda label, done, total: None)
-    answers = _answers(run / PREDICTIONS, keep, numbers)
+    answers = _answers(run / PREDICTIONS, keep, indices)
     before = _before(folder)
-    how = "named by --sample" if wanted.numbers else "on which the methods disagree most"
+    how = "chosen with --sample" if request.indices else "with the largest disagreement between methods"
     data: dict[str, Any] = {"schema": SCHEMA, "keep": keep, "how": how, "samples": []}
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise _cannot_write(folder, error) from error
-    total = len(numbers) * (1 + len(methods))
-    for place, number in enumerate(numbers):
-        entry = _entry(methods, answers, questions[number], number)
+    total = len(indices) * (1 + len(methods))
+    for position, index in enumerate(indices):
+        entry = _entry(methods, answers, questions[index], index)
         known = before.get("samples", ()) if before.get("keep") == keep else ()
-        entry = next((one for one in known if _is_drawn(folder, one, entry)), entry)
+        entry = next((sample for sample in known if _is_drawn(folder, sample, entry)), entry)
         data["samples"].append(entry)
         if "image" in entry:
             continue
-        for index, (setting, each) in enumerate(_drawable(entry, methods)):
-            step("samples", place * (1 + len(methods)) + index, total)
-            _draw(folder, subject, questions[number], each, setting, f"{number}-{index}.webp")
-        write_records(folder / FILE, [data], indent=1)  # question by question: a killed run goes on from here
+        for drawing, (setting, each) in enumerate(_drawable(entry, methods)):
+            step("samples", position * (1 + len(methods)) + drawing, total)
+            _draw(folder, subject, questions[index], each, setting, f"{index}-{drawing}.webp")
+        write_records(folder / FILE, [data], indent=1)  # after each question, so that a stopped run continues here
     if data != before:
         write_records(folder / FILE, [data], indent=1)
     _tidy(folder, data)
 
 
-def choose(
-    records: Sequence[dict[str, Any]], wanted: Wanted, images: Sequence[Any] = ()
+def choose_questions(
+    records: Sequence[dict[str, Any]], request: SampleRequest, images: Sequence[Any] = ()
 ) -> tuple[float | int | None, list[int]]:
-    """Return the keep at which the methods are drawn (None: there is nothing to draw), and the questions.
+    """Choose a keep and the questions to draw.
 
-    Methods disagree most about a question where the variance of their scores is largest. Kinds take turns, as long as
-    there is disagreement, and no image comes twice while there is another; ties go to the earlier question. images:
-    what tells the images of one question from those of another; default: all differ.
+    Questions are ranked by the variance of their scores over methods. First each kind and each image is used once, then
+    the ranking fills the rest. Ties go to the earlier question.
+
+    Args:
+        records: Records of the run, the header first.
+        request: Requested questions.
+        images: A key per question that identifies its images. Default: all differ.
+
+    Returns:
+        The keep, or None without methods to draw, and the indices of the questions.
     """
-    results = [one for one in records if one["record"] == "result" and one["method"] != UNPATCHED]
+    results = [record for record in records if record["record"] == "result" and record["method"] != UNPATCHED]
     tokens: dict[float | int, list[float]] = {}
-    for one in results:
-        tokens.setdefault(one["keep"], []).append(one["stats"]["visual_tokens_out"])
-    if not tokens or not wanted.count:
+    for record in results:
+        tokens.setdefault(record["keep"], []).append(record["stats"]["visual_tokens_out"])
+    if not tokens or not request.count:
         return None, []
     keeps = sorted(tokens, key=lambda keep: -float(np.mean(tokens[keep])))
     keep = keeps[len(keeps) // 2]
-    if wanted.numbers:
-        return keep, list(wanted.numbers)
-    scores = np.array([np.mean(get_scores(one), 0) for one in results if one["keep"] == keep])
+    if request.indices:
+        return keep, list(request.indices)
+    scores = np.array([np.mean(get_scores(record), 0) for record in results if record["keep"] == keep])
     spread = scores.var(0).round(9)
-    ranked = sorted(range(len(spread)), key=lambda number: (-spread[number], number))
-    images, kinds, seen, chosen = images or range(len(ranked)), set(), set(), []
+    ranked = sorted(range(len(spread)), key=lambda index: (-spread[index], index))
+    images, kinds, used_images, chosen = images or range(len(ranked)), set(), set(), []
     for turns in (True, False):
-        for number in ranked:
-            kind, image = records[0]["kind_of_question"][number], images[number]
-            if spread[number] > 0 and image not in seen and not (turns and kind in kinds):
-                chosen.append(number)
+        for index in ranked:
+            kind, image = records[0]["kind_of_question"][index], images[index]
+            if spread[index] > 0 and image not in used_images and not (turns and kind in kinds):
+                chosen.append(index)
                 kinds.add(kind)
-                seen.add(image)
-    return keep, [*chosen, *(number for number in ranked if number not in chosen)][: wanted.count]
+                used_images.add(image)
+    return keep, [*chosen, *(index for index in ranked if index not in chosen)][: request.count]
 
 
-def _seen(question: Any, place: int) -> Any:
-    """Return what tells the images, or the video, of a question from those of others."""
-    if (number := getattr(question, "number", None)) is not None:
-        return number
+def _get_image_key(question: Any, index: int) -> Any:
+    """Return a key that identifies the images or the video of a question."""
+    if (image := getattr(question, "number", None)) is not None:
+        return image
     files = filter(None, (*getattr(question, "sources", ()), getattr(question, "video_source", None)))
-    return tuple((file.name, file.size) for file in files) or ("question", place)
+    return tuple((file.name, file.size) for file in files) or ("question", index)
 
 
 def _entry(
     methods: Sequence[tuple[dict[str, Any], int | None]],
     answers: dict[tuple, dict[str, Any]],
     question: Any,
-    number: int,
+    index: int,
 ) -> dict[str, Any]:
-    """Everything about a question but the drawings."""
+    """Return the entry of a question without drawings."""
 
-    def entry_of(method: str, seed: int | None) -> dict[str, Any]:
-        line = answers[method, seed, number]
+    def build_answer(method: str, seed: int | None) -> dict[str, Any]:
+        line = answers[method, seed, index]
         return {"method": method, "seed": seed, "prediction": line["prediction"], "score": line["score"]}
 
     entry = {
-        "question": number,
+        "question": index,
         "kind": question.kind,
         "text": question.question,
         "answers": list(question.answers),
-        **entry_of(UNPATCHED, None),
-        "methods": [entry_of(record["method"], seed) for record, seed in methods],
+        **build_answer(UNPATCHED, None),
+        "methods": [build_answer(record["method"], seed) for record, seed in methods],
     }
     return json.loads(json.dumps(entry))
 
@@ -180,24 +211,24 @@ def _entry(
 def _drawable(
     entry: dict[str, Any], methods: Sequence[tuple[dict[str, Any], int | None]]
 ) -> list[tuple[Setting | None, dict[str, Any]]]:
-    """Return the setting of the unpatched model and of each method, with the entry that its drawing fills."""
+    """Return pairs of a setting (None for unpatched) and the entry that stores its drawing."""
     pairs = zip(methods, entry["methods"], strict=True)
     return [(None, entry), *((_setting(record, seed), each) for (record, seed), each in pairs)]
 
 
 def _setting(record: dict[str, Any], seed: int | None) -> Setting:
-    """Return the setting of a record; at equal cost it stores one of its own."""
+    """Return the setting of a record. At equal cost the record stores the setting itself."""
     if record["method"] == ESCALATE:
         return build_escalation(record["keep"])
-    own = record.get("setting")
-    setting = Setting.from_json(own) if own else Setting.from_text(record["method"], record["keep"])
+    stored = record.get("setting")
+    setting = Setting.from_json(stored) if stored else Setting.from_text(record["method"], record["keep"])
     return setting.with_defaults({}, seed)
 
 
 def _draw(
     folder: Path, subject: Model, question: Any, entry: dict[str, Any], setting: Setting | None, name: str
 ) -> None:
-    """Draw what one method kept into a file, and fill its entry."""
+    """Draw the kept tokens of one setting into a file, and fill its entry."""
     counted = "tokens" if setting is None else "kept"
     entry |= {counted: None, "image": None, "note": ""}
     try:
@@ -220,7 +251,7 @@ def _whole(subject: Model, question: Any) -> tuple[Image.Image, int]:
     frames = list(question.video if question.is_video else question.images)
     labels = getattr(question, "labels", ())
     inputs = contact_sheet.asked(subject, frames, question.question, question.is_video, labels)
-    with suppress(UnsupportedSetupError):  # no grid: the methods are not drawn, and the images are shown as they are
+    with suppress(UnsupportedSetupError):  # without a grid, the images are shown unchanged
         frames, _ = contact_sheet.seen_frames(subject, inputs, frames, question.is_video)
     sizes = draw.sizes_of(frames, _side(question))
     shown = [frame.resize(size) for frame, size in zip(frames, sizes, strict=True)]
@@ -231,14 +262,14 @@ def _look(subject: Model, question: Any, setting: Setting) -> tuple[Image.Image,
     methods = draw.check_drawable(setting)
     video, text = question.is_video, question.question
     if video and any(method.site is tokenprune.Site.PRE_ENCODER for method in methods):
-        raise TokenPruneError("it acts on the pixels of the video, before there are tokens")
+        raise TokenPruneError("the method runs on the pixels of the video, where tokens do not exist yet")
     frames = question.video if video else question.images
     labels = getattr(question, "labels", ())
     return contact_sheet.look(subject, frames, text, setting, video, _side(question), labels)
 
 
 def _side(question: Any) -> int:
-    """Return the pixels of the longer side of each drawing of a question, whatever the method."""
+    """Return the longer side of the drawings in pixels."""
     return SIDE if len(question.images) == 1 and not question.is_video else FRAME_SIDE
 
 
@@ -253,7 +284,7 @@ def _answers(path: Path, keep: float | int, numbers: Sequence[int]) -> dict[tupl
 
 
 def _before(folder: Path) -> dict[str, Any]:
-    """Return the drawings of an earlier run; a damaged file is drawn anew."""
+    """Return the entries of an earlier run, or an empty dict if the file is missing or damaged."""
     try:
         data = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -262,7 +293,7 @@ def _before(folder: Path) -> dict[str, Any]:
 
 
 def _is_drawn(folder: Path, known: Any, entry: dict[str, Any]) -> bool:
-    """Return True if `known` is this entry with its drawings."""
+    """Return True if `known` equals `entry` and has drawings."""
     if not isinstance(known, dict) or not isinstance(known.get("methods"), list):
         return False
     for theirs, ours in zip([known, *known["methods"]], [entry, *entry["methods"]], strict=False):
@@ -275,8 +306,8 @@ def _is_drawn(folder: Path, known: Any, entry: dict[str, Any]) -> bool:
 
 
 def _tidy(folder: Path, data: dict[str, Any]) -> None:
-    """Remove drawings that no question shows any more."""
-    shown = {one["image"] for sample in data["samples"] for one in (sample, *sample["methods"])}
+    """Remove drawings that no entry names."""
+    shown = {entry["image"] for sample in data["samples"] for entry in (sample, *sample["methods"])}
     for file in folder.glob("*.webp"):
         if file.name not in shown:
             try:
@@ -286,4 +317,4 @@ def _tidy(folder: Path, data: dict[str, Any]) -> None:
 
 
 def _cannot_write(path: Path, error: OSError) -> RunError:
-    return RunError(f"cannot write {path}: {error.strerror or error}; what was written before is kept")
+    return RunError(f"Cannot write {path}: {error.strerror or error}. Earlier results are kept.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profile as a page: the rows of its table of stages as bars, before and after on one scale."""
+"""Profile as an HTML page: stages as bars, before and after on one scale."""
 
 from __future__ import annotations
 
@@ -16,18 +16,27 @@ from tokenprune_bench.profiling.profile_tables import (
     get_stage_times,
 )
 from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
-from tokenprune_bench.report.page import filled
+from tokenprune_bench.report.page import render_template
 from tokenprune_bench.report.styles import Styles
 
 WIDTH, HEIGHT, GAP = 1000, 26, 3
-_LETTER, _MARGIN = 8, 8  # units that a letter takes, at most, and what stays free beside a label
+_LETTER, _MARGIN = 8, 8  # maximum width of a letter, and margin of a label
 _COLORS = {"processor": 5, "tower": 0, "selection": 7, "prefill": 1, "rest": 4, "decode": 2}
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar, in units of the drawing. name, time: as in the table of stages. label: what fits inside. css: its
-    colour."""
+    """A bar, in units of the SVG.
+
+    Attributes:
+        x: Left edge.
+        y: Upper edge.
+        width: Width.
+        name: Stage, as in the table of stages.
+        time: Time as text.
+        label: Text inside the bar, "" if none fits.
+        css: Class of its color.
+    """
 
     x: float
     y: float
@@ -44,7 +53,16 @@ class Bar:
 
 @dataclass(frozen=True)
 class Flame:
-    """Bars of one side, in the order of the table of stages. name: of the side. first_token: its time, as text."""
+    """Bars of one side of a profile.
+
+    Attributes:
+        name: Name of the side.
+        first_token: Time to the first token, as text.
+        bars: Bars in the order of the table of stages.
+        width: Width of the SVG.
+        height: Height of the SVG.
+        bar_height: Height of a bar.
+    """
 
     name: str
     first_token: str
@@ -54,30 +72,38 @@ class Flame:
     bar_height: int = HEIGHT
 
 
-def flames(profile: Profile) -> list[Flame]:
+def build_flames(profile: Profile) -> list[Flame]:
     """Return the bars of both sides, on one scale."""
     sides = [("unpatched", profile.before)]
     if profile.after is not None:
         sides.append((format_setting(profile), profile.after))
-    made = [(name, get_stage_times(side)) for name, side in sides]
-    scale = WIDTH / max(times[TO_FIRST_TOKEN] + times[STAGES["decode"]] for _, times in made)
-    return [Flame(name, format_ms(times[TO_FIRST_TOKEN]), _bars(times, scale)) for name, times in made]
+    times_by_side = [(name, get_stage_times(side)) for name, side in sides]
+    scale = WIDTH / max(times[TO_FIRST_TOKEN] + times[STAGES["decode"]] for _, times in times_by_side)
+    return [Flame(name, format_ms(times[TO_FIRST_TOKEN]), _bars(times, scale)) for name, times in times_by_side]
 
 
-def profile_page(profile: Profile, keep: float) -> str:
-    """Return the profile as a whole HTML page, which loads nothing. Raises TokenPruneError without Jinja2."""
+def make_profile_page(profile: Profile, keep: float) -> str:
+    """Return the profile as a self-contained HTML page.
+
+    Args:
+        profile: The profile.
+        keep: Keep of the table of limits.
+
+    Raises:
+        TokenPruneError: If Jinja2 is not installed.
+    """
     tables = [build_stage_table(profile), build_limit_table(profile.model, profile.load, keep)]
     env = profile.environment
     facts = [
         ("Model", env["model"]),
         ("Device", f"{env['device']}, {env['dtype']}"),
-        ("Setting", format_setting(profile) or "unpatched alone"),
+        ("Setting", format_setting(profile) or "unpatched only"),
         ("Versions", ", ".join(f"{name} {env[name]}" for name in ("tokenprune", "transformers", "torch"))),
     ]
-    return filled(
+    return render_template(
         "profile.html",
         facts=facts,
-        flames=flames(profile),
+        flames=build_flames(profile),
         tables=tables,
         styles=Styles({}, {}),
         version=tokenprune.__version__,
@@ -85,18 +111,18 @@ def profile_page(profile: Profile, keep: float) -> str:
 
 
 def _bars(times: dict[str, float], scale: float) -> list[Bar]:
-    """Return a bar for each stage that takes time; the sum lies above its stages."""
+    """Return a bar for each stage with a nonzero time. The sum is above its stages."""
     css = {STAGES[stage]: f"c{color}" for stage, color in _COLORS.items()} | {TO_FIRST_TOKEN: "base0"}
     below = [STAGES[stage] for stage in FIRST_TOKEN]
-    made, at = [], 0.0
+    bars, start = [], 0.0
     for name, took in times.items():
-        x, width = 0.0 if name == TO_FIRST_TOKEN else at * scale, took * scale
+        x, width = 0.0 if name == TO_FIRST_TOKEN else start * scale, took * scale
         if name != TO_FIRST_TOKEN:
-            at += took
+            start += took
         if took > 0:
             time = format_ms(took)
             label = next(
                 (text for text in (f"{name}: {time}", name, time) if len(text) * _LETTER + _MARGIN < width), ""
             )
-            made.append(Bar(x, HEIGHT + GAP if name in below else 0, width, name, time, label, css[name]))
-    return made
+            bars.append(Bar(x, HEIGHT + GAP if name in below else 0, width, name, time, label, css[name]))
+    return bars

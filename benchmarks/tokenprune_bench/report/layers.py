@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Visual tokens at each decoder layer: a small plot for each keep, and the same in words."""
+"""Visual tokens per decoder layer: a small plot for each keep, and a description."""
 
 from __future__ import annotations
 
@@ -7,48 +7,55 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tokenprune_bench.report.plots import Plot, Style, curves
+from tokenprune_bench.report.plots import Plot, Style, build_layer_curves
 from tokenprune_bench.results import UNPATCHED, Results, Row
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The curves of one keep. curves_in_words: the methods that share a curve, the curve in words, its look."""
+    """Curves of one keep.
+
+    Attributes:
+        plot: The plot.
+        curves_in_words: For each curve its methods, its description and its style.
+    """
 
     plot: Plot
     curves_in_words: tuple[tuple[str, str, Style], ...]
 
 
-def layer_plots(results: Results, style: Callable[[str], Style]) -> list[Layers]:
-    """Return a plot for each keep, in the order of the run; none where the layers were not recorded.
+def build_layer_plots(results: Results, style: Callable[[str], Style]) -> list[Layers]:
+    """Return a plot for each keep, in the order of the run. Empty if the run did not record layers.
 
-    style: the look of a method.
+    Args:
+        results: Results of the run.
+        style: Returns the style of a method.
     """
-    made, whole = [], _per_layer(results.baseline)
-    if not whole:
+    plots, unpatched = [], _per_layer(results.baseline)
+    if not unpatched:
         return []
     rows = [row for row in results.rows[1:] if _per_layer(row)]
     top = max(value for row in (results.baseline, *rows) for value in _per_layer(row))
     for keep in dict.fromkeys(row.keep for row in rows):
-        # Methods whose curves are the same share a line, and are named together.
+        # Methods with equal curves share a line.
         same: dict[tuple[float, ...], list[str]] = {}
         for row in rows:
             if row.keep == keep:
                 same.setdefault(_per_layer(row), []).append(row.method)
         styles = [_shared([style(method) for method in methods]) for methods in same.values()]
-        series = [(style(UNPATCHED), whole), *zip(styles, same, strict=True)]
-        asked = "target" if results.equal_cost else "keep"
-        title = f"{asked} {keep:g}" if keep <= 1 and isinstance(keep, float) else f"{asked} {keep:g} tokens"
+        series = [(style(UNPATCHED), unpatched), *zip(styles, same, strict=True)]
+        keep_name = "target" if results.equal_cost else "keep"
+        title = f"{keep_name} {keep:g}" if keep <= 1 and isinstance(keep, float) else f"{keep_name} {keep:g} tokens"
         curves_in_words = tuple(
             (", ".join(methods), _in_words(values), look)
             for look, (values, methods) in zip(styles, same.items(), strict=True)
         )
-        made.append(Layers(curves(title, "visual tokens of a question", series, top), curves_in_words))
-    return made
+        plots.append(Layers(build_layer_curves(title, "visual tokens of a question", series, top), curves_in_words))
+    return plots
 
 
 def _shared(styles: list[Style]) -> Style:
-    """Return the look of the first, lit up with any of them."""
+    """Return the first style with the tags of all styles, so that each of these methods highlights it."""
     return replace(styles[0], tags=" ".join(look.tags for look in styles))
 
 

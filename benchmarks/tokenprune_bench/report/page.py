@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One page out of one or several runs, which loads nothing: style, script and images are inside.
+"""Self-contained HTML page of one or several runs.
 
-A policy in its head forbids everything else, whatever stands in the names of models, methods and questions.
+A content security policy forbids all other scripts, styles and requests, because names of models, methods and questions
+are untrusted.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import tokenprune
 from tokenprune.errors import TokenPruneError
 from tokenprune_bench.metrics import METRICS
 from tokenprune_bench.report import fronts
-from tokenprune_bench.report.compare import comparisons, same_questions
-from tokenprune_bench.report.layers import Layers, layer_plots
+from tokenprune_bench.report.compare import build_comparisons, group_by_questions
+from tokenprune_bench.report.layers import Layers, build_layer_plots
 from tokenprune_bench.report.plots import Plot, Style
 from tokenprune_bench.report.runs import Run
 from tokenprune_bench.report.styles import Styles
@@ -32,8 +33,21 @@ from tokenprune_bench.tables import Table, build_tables
 
 @dataclass(frozen=True)
 class RunSection:
-    """The section of the page on one run. notes: about its plots. graded: True if answers have scores between right and
-    wrong."""
+    """Section of the page about one run.
+
+    Attributes:
+        run: The run.
+        verdicts: Recommended settings.
+        facts: Pairs of a name and a value.
+        warnings: Warnings, the worst first.
+        plots: Pareto plots.
+        notes: Notes on the plots.
+        legend: Methods with their styles.
+        tables: All tables.
+        layers: Plots of tokens per layer.
+        config: Header of the run as JSON.
+        graded: Whether scores can be between 0 and 1.
+    """
 
     run: Run
     verdicts: list[RunVerdict]
@@ -50,7 +64,15 @@ class RunSection:
 
 @dataclass(frozen=True)
 class Joint:
-    """Runs that asked the same questions. notes: what cannot be compared, and why."""
+    """Section about runs with the same questions.
+
+    Attributes:
+        runs: The runs.
+        legend: Runs and methods with their styles.
+        plots: Pareto plots of all runs.
+        notes: Comparisons that are not possible, with reasons.
+        table: Scores of all runs.
+    """
 
     runs: list[Run]
     legend: list[tuple[str, Style]]
@@ -60,19 +82,21 @@ class Joint:
 
 
 def make_page(runs: Sequence[Run]) -> str:
-    """Return the report as a whole HTML page; the same runs give the same page.
+    """Return the report as an HTML page. Equal runs give equal pages.
 
-    Raises TokenPruneError without Jinja2.
+    Raises:
+        TokenPruneError: If Jinja2 is not installed.
     """
-    styles = Styles.of(runs)
-    groups = same_questions(runs)
+    styles = Styles.from_runs(runs)
+    groups = group_by_questions(runs)
     shared = [group for group in groups if len(group) > 1]
-    made = zip(shared, comparisons(runs), strict=True)
-    return filled(
+    sections = zip(shared, build_comparisons(runs), strict=True)
+    return render_template(
         "page.html",
         parts=[_part(run, styles) for run in runs],
         joints=[
-            Joint(group, styles.joint_legend(group), *fronts.joint_plots(group, styles), table) for group, table in made
+            Joint(group, styles.joint_legend(group), *fronts.build_joint_plots(group, styles), table)
+            for group, table in sections
         ],
         alone=[run for group in groups if len(group) == 1 for run in group] if len(runs) > 1 else [],
         styles=styles,
@@ -83,7 +107,7 @@ def make_page(runs: Sequence[Run]) -> str:
 def _part(run: Run, styles: Styles) -> RunSection:
     results = run.results
     config = {name: value for name, value in results.header.items() if name != "kind_of_question"}
-    plots = [plot for plot in (fronts.against_tokens(run, styles), fronts.against_ttft(run, styles)) if plot]
+    plots = [plot for plot in (fronts.plot_against_tokens(run, styles), fronts.plot_against_ttft(run, styles)) if plot]
     return RunSection(
         run=run,
         verdicts=find_verdicts(results),
@@ -92,8 +116,8 @@ def _part(run: Run, styles: Styles) -> RunSection:
         plots=plots,
         notes=_notes(results),
         legend=styles.legend(run),
-        tables=[_score_first(one) for one in build_tables(results)],
-        layers=layer_plots(results, lambda method: styles.methods[method]),
+        tables=[_score_first(table) for table in build_tables(results)],
+        layers=build_layer_plots(results, lambda method: styles.methods[method]),
         config=json.dumps(config, indent=1, ensure_ascii=False),
         graded=METRICS[results.header.get("metric", "exact")].graded,
     )
@@ -106,41 +130,53 @@ def _facts(results: Results) -> list[tuple[str, str]]:
     weights = f", weights {env['weights']}" if env.get("weights") else ""
     facts = [
         ("Model", f"{env['model']}{weights}"),
-        ("Questions", f"{base.questions} of {data['name'] if data else 'those that ship with tokenprune'}"),
+        ("Questions", f"{base.questions} of {data['name'] if data else 'the shipped questions'}"),
         (f"Unpatched, {METRICS[header.get('metric', 'exact')].title}", f"{100 * base.overall.value:.1f}"),
         ("Device", f"{env['device']}, {env['dtype']}{cores}"),
         ("Date", str(header.get("date", "unknown"))),
-        ("Versions", ", ".join(f"{one} {env[one]}" for one in ("tokenprune", "transformers", "torch") if one in env)),
+        (
+            "Versions",
+            ", ".join(f"{name} {env[name]}" for name in ("tokenprune", "transformers", "torch") if name in env),
+        ),
     ]
     return [(name, value) for name, value in facts if value]
 
 
 def _score_first(table: Table) -> Table:
-    """Return the table with score and interval after method and keep, where a narrow screen shows them too."""
+    """Move score and interval behind method and keep, so that narrow screens show them."""
     if "95 % CI" not in table.columns:
         return table
     score = table.columns.index("95 % CI") - 1
-    order = [0, 1, score, score + 1, *(at for at in range(2, len(table.columns)) if at not in (score, score + 1))]
-    rows = [[row[at] for at in order] for row in table.rows]
-    return replace(table, columns=tuple(table.columns[at] for at in order), rows=rows)
+    order = [
+        0,
+        1,
+        score,
+        score + 1,
+        *(index for index in range(2, len(table.columns)) if index not in (score, score + 1)),
+    ]
+    rows = [[row[index] for index in order] for row in table.rows]
+    return replace(table, columns=tuple(table.columns[index] for index in order), rows=rows)
 
 
 def _notes(results: Results) -> list[str]:
     rows = [row for row in results.rows if row.method != UNPATCHED]
     untimed = [f"{row.method} {row.keep:g}" for row in rows if row.ttft_ratio is None]
     if len(untimed) == len(rows):
-        return ["No plot against time: this run took no times (--repeats 0)."]
-    return [f"Not timed, and so not in the second plot: {', '.join(untimed)}."] if untimed else []
+        return ["No plot against time: this run has no timing (--repeats 0)."]
+    return [f"Without timing, and not in the second plot: {', '.join(untimed)}."] if untimed else []
 
 
-def filled(name: str, **values: Any) -> str:
-    """Return a template with its values filled in. What the page may run and apply is named by its digest: no other
-    script, no other style. Raises TokenPruneError without Jinja2."""
+def render_template(name: str, **values: Any) -> str:
+    """Render a template. Its policy allows only the style and script with the given digests.
+
+    Raises:
+        TokenPruneError: If Jinja2 is not installed.
+    """
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
         from markupsafe import Markup
     except ImportError as error:
-        raise TokenPruneError("the report needs Jinja2: pip install tokenprune-bench") from error
+        raise TokenPruneError("The report needs Jinja2: pip install tokenprune-bench") from error
 
     loader = PackageLoader("tokenprune_bench.report")
     env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -150,7 +186,7 @@ def filled(name: str, **values: Any) -> str:
     page = env.get_template(name).render(
         style=Markup(style), script=Markup(script), style_digest=_digest(style), script_digest=_digest(script), **values
     )
-    return page.encode("utf-8", "replace").decode()  # a name may hold half a character
+    return page.encode("utf-8", "replace").decode()  # replaces lone surrogates in names
 
 
 def _digest(text: str) -> str:
@@ -158,7 +194,7 @@ def _digest(text: str) -> str:
 
 
 def _code(text: str) -> Any:
-    """`name` becomes code; everything is escaped."""
+    """Escape a text and mark `name` as code."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))

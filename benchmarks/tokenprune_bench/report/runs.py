@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of `tokenprune bench`, read for a report."""
+"""Read runs of `tokenprune bench` for a report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from tokenprune_bench.tables import build_tables
 
 @dataclass(frozen=True)
 class Run:
-    """name: of its folder or file. label: one letter that tells it from the others of a report; "" for a run alone."""
+    """A run of a report.
+
+    Attributes:
+        name: Name of the folder or file.
+        results: Results of the run.
+        samples: Drawn questions.
+        label: Letter that identifies the run, "" in a report of one run.
+    """
 
     name: str
     results: Results
@@ -32,46 +39,47 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The heading of this run's section in a report."""
+        """Heading of the section of this run."""
         return f"{self.label}: {self.name}" if self.label else self.model
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Read run folders, or files of --json; several get the labels A, B, C ...
+    """Read run folders or files of --json. Several runs get the labels A, B, C ...
 
-    Raises TokenPruneError for what cannot be read or was written by something else, and where two hold the same run.
+    Raises:
+        TokenPruneError: If a run cannot be read, is damaged, or is named twice.
     """
-    runs, seen = [], []
-    for number, path in enumerate(map(Path, paths)):
+    runs, all_records = [], []
+    for index, path in enumerate(map(Path, paths)):
         records = read_records(path)
-        for other, known in zip(paths, seen, strict=False):
+        for other, known in zip(paths, all_records, strict=False):
             if records == known:
-                raise TokenPruneError(f"{path} and {other} hold the same run: name each run once")
-        seen.append(records)
+                raise TokenPruneError(f"{path} and {other} are the same run. Name each run once.")
+        all_records.append(records)
         try:
-            json.dumps(records, allow_nan=False)  # nothing of ours is infinite, or no number
+            json.dumps(records, allow_nan=False)  # records never contain NaN or infinity
             results = summarise(records)
-            build_tables(results), find_warnings(results), find_verdicts(results)  # whatever is missing shows here
+            build_tables(results), find_warnings(results), find_verdicts(results)  # missing entries raise here
         except TokenPruneError as error:
             raise TokenPruneError(f"{path}: {error}") from error
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise TokenPruneError(
-                f"{path} is damaged: its records are not as `tokenprune bench` writes them ({type(error).__name__}: "
-                f"{error}); run the bench again"
+                f"{path} is damaged: `tokenprune bench` writes other records ({type(error).__name__}: {error}). "
+                "Run the benchmark again."
             ) from error
-        label = _label(number) if len(paths) > 1 else ""
+        label = _label(index) if len(paths) > 1 else ""
         runs.append(Run(path.resolve().name, results, read_samples(path) if path.is_dir() else NOT_KEPT, label))
     return runs
 
 
 def finished_run(records: Sequence[dict[str, Any]], folder: Path | None) -> Run:
-    """Return a run that just ended, from its records and the folder it was kept in."""
+    """Return a run that just finished, from its records and its folder."""
     if folder is None:
         return Run("", summarise(records))
     return Run(folder.resolve().name, summarise(records), read_samples(folder))
 
 
-def _label(number: int) -> str:
+def _label(index: int) -> str:
     """Return A to Z, then A2, B2 ..."""
-    letter, again = chr(ord("A") + number % 26), number // 26
+    letter, again = chr(ord("A") + index % 26), index // 26
     return f"{letter}{again + 1}" if again else letter

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions of a run with what each method kept of their images: the folder `samples`, as it is laid out and read.
+"""Questions of a run with the kept tokens of each method: the format of the folder `samples`, and its reader.
 
-samples.json names the images beside it, all of which are small WebP files. drawing.py writes it.
+samples.json names small WebP images in the same folder. drawing.py writes both.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ from typing import Any
 from PIL import Image
 
 FOLDER, FILE, SCHEMA = "samples", "samples.json", 1
-_AGAIN = "The same `tokenprune bench` command with `--samples 4` draws some; nothing is asked anew for the tables."
-_MOST_PIXELS, _MOST_BYTES = 2**24, 2**22
+_AGAIN = "Run the same `tokenprune bench` command with `--samples 4` to draw some. Answers are not generated again."
+_MAX_PIXELS, _MAX_BYTES = 2**24, 2**22
 
 
 @dataclass(frozen=True)
 class QuestionImage:
-    """uri: the image itself, as a data: URI. width, height: in pixels."""
+    """An image of the page.
+
+    Attributes:
+        uri: The image as a data: URI.
+        width: Width in pixels.
+        height: Height in pixels.
+    """
 
     uri: str
     width: int
@@ -32,8 +38,16 @@ class QuestionImage:
 
 @dataclass(frozen=True)
 class DrawnAnswer:
-    """The result of one method on the question. image: with its kept patches, None where `note` says why not. kept: its
-    visual tokens after pruning. score: of the answer that the run counted."""
+    """Result of one method on a question.
+
+    Attributes:
+        method: Name of the method.
+        prediction: The answer.
+        score: Score of the answer.
+        kept: Visual tokens after pruning.
+        image: Image with the kept patches, or None.
+        note: Reason for a missing image.
+    """
 
     method: str
     prediction: str
@@ -45,7 +59,20 @@ class DrawnAnswer:
 
 @dataclass(frozen=True)
 class Sample:
-    """A question. number: its place in the run. tokens: visual tokens of the unpatched model."""
+    """A question with the results of all methods.
+
+    Attributes:
+        number: Index of the question in the run.
+        kind: Kind of question.
+        text: The question.
+        answers: Correct answers.
+        tokens: Visual tokens of the unpatched model.
+        prediction: Answer of the unpatched model.
+        score: Score of the unpatched model.
+        image: Image as the unpatched model sees it.
+        note: Reason for a missing image.
+        drawn: Results of the methods.
+    """
 
     number: int
     kind: str
@@ -60,14 +87,21 @@ class Sample:
 
     @property
     def is_strip(self) -> bool:
-        """Return True if its drawings are wide: frames side by side."""
-        images = (self.image, *(one.image for one in self.drawn))
+        """True if the drawings are wide (frames side by side)."""
+        images = (self.image, *(answer.image for answer in self.drawn))
         return any(image.width > 2 * image.height for image in images if image)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """keep: at which the methods ran. how: the questions were chosen. missing: why there are none."""
+    """Drawn questions of a run.
+
+    Attributes:
+        keep: Keep of the drawn methods.
+        how: How the questions were chosen.
+        items: The questions.
+        missing: Reason if there are no questions.
+    """
 
     keep: float = 1.0
     how: str = ""
@@ -75,11 +109,11 @@ class Samples:
     missing: str = ""
 
 
-NOT_KEPT = Samples(missing="Images are drawn for runs that are kept in a folder: `tokenprune bench --run DIR`.")
+NOT_KEPT = Samples(missing="Images are drawn only for runs with a folder: `tokenprune bench --run DIR`.")
 
 
 def read_samples(run: Path) -> Samples:
-    """Read the samples of a run's folder; where there are none, or they are damaged, `missing` says so."""
+    """Read the samples of a run. If they are missing or damaged, `missing` has the reason."""
     folder = run / FOLDER
     try:
         data = json.loads((folder / FILE).read_text(encoding="utf-8"))
@@ -106,7 +140,7 @@ def _sample(folder: Path, entry: Mapping[str, Any]) -> Sample:
         score=float(entry["score"]),
         image=image,
         note=note,
-        drawn=tuple(_drawn(folder, one) for one in entry["methods"]),
+        drawn=tuple(_drawn(folder, method) for method in entry["methods"]),
     )
 
 
@@ -122,20 +156,20 @@ def _count(value: Any) -> int | None:
 
 
 def _image(folder: Path, entry: Mapping[str, Any]) -> tuple[QuestionImage | None, str]:
-    """Return the image that an entry names, and the words to show in its place or below it."""
+    """Return the image of an entry, and a note."""
     name, note = entry["image"], str(entry["note"])
     if name is None:
         return None, note
-    # The folder may come from anybody: no file outside it, and nothing that is no small image.
+    # The folder is untrusted: accept only small images inside it.
     if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != ".webp":
-        return None, "this image has a name that none of ours has"
+        return None, "this image has an invalid file name"
     try:
         data = (folder / name).read_bytes()
-        if len(data) > _MOST_BYTES:
-            return None, "this image is too large to be one of ours"
+        if len(data) > _MAX_BYTES:
+            return None, "this image is too large"
         with Image.open(io.BytesIO(data), formats=["WEBP"]) as image:
-            if image.width * image.height > _MOST_PIXELS:
-                return None, "this image is too large to be one of ours"
+            if image.width * image.height > _MAX_PIXELS:
+                return None, "this image is too large"
             image.load()
             size = image.size
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict on a run: the setting that costs least within an allowed loss, and the certainty of that."""
+"""Verdict on a run: the cheapest setting within an allowed loss, and how certain it is."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from tokenprune_bench.paired import compare_paired
 from tokenprune_bench.point_changes import POINTS, count_decimals, format_change
 from tokenprune_bench.results import COLLAPSE, MARKS, UNPATCHED, Results, Row, find_busy_load
 
-ALIKE = 0.01  # of the unpatched model's tokens: settings that differ by no more cost the same
-FEWEST = 4  # questions: with fewer, one answer is worth more than a quarter of the score
-_NAMED = 4  # rivals, at most
+EQUAL_COST = 0.01  # share of the unpatched tokens: settings within it cost the same
+FEWEST = 4  # minimum number of questions: with fewer, one answer changes the score by more than a quarter
+_MAX_RIVALS = 4
 _EPSILON = 1e-9  # 0.9 - 0.91 < -0.01 in floating point
 
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """The recommended setting for one allowed loss in points.
+    """Recommended setting for one allowed loss.
 
-    points: that may be lost. row: the setting that costs least, None where each loses more. title: the question that
-    is answered. answer: the setting, in words. facts: what it costs and scores, by name. doubt: what the interval
-    leaves open; "" where it is within. remarks: what else to know.
+    Attributes:
+        points: Points of the metric that may be lost.
+        row: Cheapest setting within the allowed loss, or None if every setting loses more.
+        title: Heading with the allowed loss.
+        answer: The setting as text.
+        facts: Pairs of a name and a value: score, visual tokens, time and cache.
+        doubt: Reason why the setting is not certain, or "".
+        remarks: Further limits of the verdict.
     """
 
     points: int
@@ -36,151 +41,168 @@ class RunVerdict:
 
     @property
     def line(self) -> str:
-        """All but the remarks, on one line."""
+        """Everything except the remarks, on one line."""
         facts = ", ".join(f"{name} {text}" for name, text in self.facts)
         return f"{self.title}: {self.answer}{f': {facts}.' if facts else ''} {self.doubt}".rstrip()
 
+    @property
+    def summary(self) -> str:
+        """One sentence with the setting, its score and the certainty."""
+        score = [f"{name} {text}" for name, text in self.facts[:1]]
+        details = "; ".join([*score, *(["not certain"] if self.doubt else [])])
+        return f"{self.title}: {self.answer}{f' ({details})' if details else ''}."
+
 
 def find_verdicts(results: Results) -> list[RunVerdict]:
-    """Return what to take where one point may be lost, and where three may; none where nothing was scored, and one that
-    says why where the answers show nothing.
+    """Return one verdict for each allowed loss in `POINTS`.
 
-    The cheapest setting has the fewest visual tokens, averaged over the decoder's layers; of those within a hundredth
-    of the unpatched model's tokens from it, the one that scores highest is taken. Baselines take part.
+    The cheapest setting has the fewest visual tokens, averaged over the decoder's layers. Settings within 1 % of the
+    unpatched model's tokens cost the same, and the highest score wins. Baselines take part.
+
+    Returns:
+        The verdicts. Empty for a run without scores. One verdict with the reason if the scores allow no conclusion.
     """
     base = results.baseline
     rows = [row for row in results.rows if row.method != UNPATCHED and row.tokens_average < base.tokens_average]
     if results.evidence_only:
         return []
-    if rows and (unknown := _nothing_to_say(base)):
-        return [RunVerdict(0, None, "Nothing is shown", unknown)]
-    return [_verdict(results, rows, points) for points in POINTS]
+    if rows and (reason := _explain_no_verdict(base)):
+        return [RunVerdict(0, None, "Nothing is shown", reason)]
+    return [_build_verdict(results, rows, points) for points in POINTS]
 
 
-def _verdict(results: Results, rows: list[Row], points: int) -> RunVerdict:
-    allowed = f"{points} point{'s'[: points > 1]}"
-    title = f"Best at ≤ {allowed} lost"
+def _build_verdict(results: Results, rows: list[Row], points: int) -> RunVerdict:
+    title = f"Best at ≤ {_format_allowed(points)} lost"
     if not rows:
-        return RunVerdict(points, None, title, "nothing was run that leaves out visual tokens")
+        return RunVerdict(points, None, title, "no setting of this run drops visual tokens")
     within = [row for row in rows if _lost(row) <= points / 100 + _EPSILON]
     if not within:
-        least = min(rows, key=lambda row: (round(_lost(row), 9), row.tokens_average))
-        facts = (_score(results, least), ("visual tokens", _tokens(results, least)))
-        return RunVerdict(points, None, title, f"none; {_place(results, least)} loses least", facts)
-    best = _cheapest(results, within)
+        closest = min(rows, key=lambda row: (round(_lost(row), 9), row.tokens_average))
+        facts = (_score(results, closest), ("visual tokens", _tokens(results, closest)))
+        return RunVerdict(points, None, title, f"none; {_setting(results, closest)} loses least", facts)
+    best = _find_cheapest(results, within)
     facts = (
         _score(results, best),
         ("visual tokens", _tokens(results, best)),
         ("TTFT", _ttft(results, best)),
         ("KV cache", _kv(best)),
     )
-    remarks = (*_rivals(results, best, rows), *_flaws(results, best))
-    return RunVerdict(points, best, title, _place(results, best), facts, _doubt(results, best, within, points), remarks)
+    remarks = (*_find_rivals(results, best, rows), *_find_flaws(results, best))
+    doubt = _explain_doubt(results, best, within, points)
+    return RunVerdict(points, best, title, _setting(results, best), facts, doubt, remarks)
 
 
-def _nothing_to_say(base: Row) -> str:
-    """Return why no setting can be called the best, "" where one can be."""
+def _explain_no_verdict(base: Row) -> str:
+    """Return why the scores allow no conclusion, or ""."""
     if base.questions < FEWEST:
-        return f"{base.questions} question{'s were' if base.questions > 1 else ' was'} asked, and it takes {FEWEST}"
+        return f"a verdict needs at least {FEWEST} questions, and this run has {base.questions}"
     if base.overall.value < COLLAPSE:
         return (
-            f"the unpatched model scores {100 * base.overall.value:.3g} on {base.questions} questions, too little for "
-            "a loss to show: take questions that it can answer, or another model"
+            f"the unpatched model scores {100 * base.overall.value:.3g} on {base.questions} questions, too low to "
+            "measure a loss. Use questions that it can answer, or another model"
         )
     return ""
 
 
-def _cheapest(results: Results, rows: list[Row]) -> Row:
-    least = min(row.tokens_average for row in rows)
-    alike = [row for row in rows if _alike(results, row.tokens_average, least)]
-    # Of equal scores the faster one, then the one with fewer tokens, then the first.
-    return min(alike, key=lambda row: (round(_lost(row), 9), row.ttft_ratio or 1.0, row.tokens_average))
+def _find_cheapest(results: Results, rows: list[Row]) -> Row:
+    fewest = min(row.tokens_average for row in rows)
+    limit = fewest + EQUAL_COST * results.baseline.tokens_average + _EPSILON
+    candidates = [row for row in rows if row.tokens_average <= limit]
+    # Equal scores: the faster setting, then the one with fewer tokens, then the first.
+    return min(candidates, key=lambda row: (round(_lost(row), 9), row.ttft_ratio or 1.0, row.tokens_average))
 
 
-def _doubt(results: Results, best: Row, within: list[Row], points: int) -> str:
-    if _shown(best, points):
+def _explain_doubt(results: Results, best: Row, within: list[Row], points: int) -> str:
+    """Return why the loss of a setting is not certain, and the cheapest certain setting; "" if it is certain."""
+    if _is_certain(best, points):
         return ""
-    asked, allowed = f"{best.questions} question{'s'[: best.questions > 1]}", f"{points} point{'s'[: points > 1]}"
-    said = f"Not certain: {asked} are too few to tell."
+    questions = f"{best.questions} question{'s'[: best.questions > 1]}"
+    doubt = f"Not certain: {questions} are too few."
     if best.differences[UNPATCHED].low < -points / 100 - _EPSILON:
-        said = f"Not certain: with {asked}, the interval reaches beyond {allowed}."
-    if not (shown := [row for row in within if _shown(row, points)]):
-        return f"{said} No other setting is."
-    sure = _cheapest(results, shown)
-    return f"{said} Certain is {_place(results, sure)}, with {_tokens(results, sure)}."
+        doubt = f"Not certain: with {questions}, the interval reaches beyond {_format_allowed(points)}."
+    if not (certain := [row for row in within if _is_certain(row, points)]):
+        return f"{doubt} No other setting is certain."
+    row = _find_cheapest(results, certain)
+    return f"{doubt} Certain: {_setting(results, row)}, with {_tokens(results, row)}."
 
 
-def _shown(row: Row, points: int) -> bool:
-    """Return True if the whole interval of the loss is within, and there are questions enough: where no answer of n
-    changes, the interval has no width, and yet as many as 3 / n of all answers may change (the rule of three)."""
+def _is_certain(row: Row, points: int) -> bool:
+    """Return True if the interval of the loss is within the allowed loss, and there are enough questions.
+
+    If none of n answers changes, the interval has zero width, but up to 3 / n of all answers may change (the rule of
+    three).
+    """
     return row.differences[UNPATCHED].low >= -points / 100 - _EPSILON and 3 / row.questions <= points / 100 + _EPSILON
 
 
-def _rivals(results: Results, best: Row, rows: list[Row]) -> Iterator[str]:
-    """Yield the settings that cost no more and do not differ significantly from the best."""
-    ours, names = results.answers[best.method, best.keep], []
-    most = best.tokens_average + ALIKE * results.baseline.tokens_average
+def _find_rivals(results: Results, best: Row, rows: list[Row]) -> Iterator[str]:
+    """Yield a remark with the settings that cost no more and do not differ significantly from the best."""
+    answers, names = results.answers[best.method, best.keep], []
+    limit = best.tokens_average + EQUAL_COST * results.baseline.tokens_average
     for row in sorted(rows, key=_lost):
-        if row is not best and row.tokens_average <= most:
-            gap = compare_paired(results.answers[row.method, row.keep], ours)
-            if gap.low <= 0 <= gap.high:
-                names.append(_place(results, row))
+        if row is not best and row.tokens_average <= limit:
+            difference = compare_paired(results.answers[row.method, row.keep], answers)
+            if difference.low <= 0 <= difference.high:
+                names.append(_setting(results, row))
     if names:
-        more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
-        yield f"Not significantly different from it, and no dearer: {', '.join(names[:_NAMED])}{more}."
+        more = f" and {len(names) - _MAX_RIVALS} more" if names[_MAX_RIVALS:] else ""
+        yield f"Not significantly different at no higher cost: {', '.join(names[:_MAX_RIVALS])}{more}."
 
 
-def _flaws(results: Results, best: Row) -> Iterator[str]:
+def _find_flaws(results: Results, best: Row) -> Iterator[str]:
+    """Yield remarks on the limits of the best setting."""
     if best.differences[UNPATCHED].low <= 0 <= best.differences[UNPATCHED].high:
-        yield "A difference of 0 is inside the interval: no loss is shown."
+        yield "The interval includes 0: no loss is shown."
     if best.method in MARKS:
-        yield f"`{best.method}` is a baseline: no method scores higher for as little."
+        yield f"`{best.method}` is a baseline: no method scores higher at this cost."
     if best.marks:
-        behind = " and ".join(f"`{name}`" for name, mark in MARKS.items() if mark in best.marks)
-        yield f"It is not shown to be better than {behind} at the same keep."
-    fallen = [kind for kind, share in best.kinds.items() if share.collapsed]
-    if fallen:
+        names = " and ".join(f"`{name}`" for name, mark in MARKS.items() if mark in best.marks)
+        yield f"Not shown to be better than {names} at the same keep."
+    collapsed = [kind for kind, share in best.kinds.items() if share.collapsed]
+    if collapsed:
         base = results.baseline.kinds
-        shares = (f"{kind} {100 * base[kind].value:.0f} → {100 * best.kinds[kind].value:.0f} %" for kind in fallen)
-        yield f"Lost whatever the mean says: {', '.join(shares)}."
+        shares = (f"{kind} {100 * base[kind].value:.0f} → {100 * best.kinds[kind].value:.0f} %" for kind in collapsed)
+        yield f"Collapsed although the mean is good: {', '.join(shares)}."
     if best.ttft_ratio is not None and find_busy_load(results):
-        yield "The machine was busy while times were taken: do not rely on this one."
+        yield "The machine was busy during the measurement, so the times are not reliable."
+
+
+def _format_allowed(points: int) -> str:
+    return f"{points} point{'s'[: points > 1]}"
 
 
 def _lost(row: Row) -> float:
     return -row.differences[UNPATCHED].difference
 
 
-def _alike(results: Results, one: float, other: float) -> bool:
-    return abs(one - other) <= ALIKE * results.baseline.tokens_average + _EPSILON
-
-
-def _place(results: Results, row: Row) -> str:
+def _setting(results: Results, row: Row) -> str:
     unit = " tokens" if isinstance(row.keep, int) and row.keep_text == str(row.keep) else ""
     return f"{row.method} at {'target' if results.equal_cost else 'keep'} {row.keep_text}{unit}"
 
 
 def _tokens(results: Results, row: Row) -> str:
-    whole = results.baseline.tokens_average
-    return f"{row.tokens_average:.0f} of {whole:.0f} ({100 * row.tokens_average / whole:.0f} %)"
+    unpruned = results.baseline.tokens_average
+    return f"{row.tokens_average:.0f} of {unpruned:.0f} ({100 * row.tokens_average / unpruned:.0f} %)"
 
 
 def _ttft(results: Results, row: Row) -> str:
-    whole = results.unpatched_ms()
-    if whole is None or row.ttft_ratio is None:
-        return "not taken"
-    return f"{row.ttft_ratio * whole:.4g} of {whole:.4g} ms ({1 / row.ttft_ratio:.2f}×)"
+    unpatched_ms = results.unpatched_ms()
+    if unpatched_ms is None or row.ttft_ratio is None:
+        return "not measured"
+    return f"{row.ttft_ratio * unpatched_ms:.4g} of {unpatched_ms:.4g} ms ({1 / row.ttft_ratio:.2f}×)"
 
 
 def _kv(row: Row) -> str:
-    ours, whole = row.stats["kv_bytes"], row.stats["kv_bytes_full"]
-    if not whole:
+    used, unpruned = row.stats["kv_bytes"], row.stats["kv_bytes_full"]
+    if not unpruned:
         return "not known"
-    return f"{ours / row.questions / 1024:.0f} of {whole / row.questions / 1024:.0f} KiB ({100 * ours / whole:.0f} %)"
+    per_question = 1024 * row.questions
+    return f"{used / per_question:.0f} of {unpruned / per_question:.0f} KiB ({100 * used / unpruned:.0f} %)"
 
 
 def _score(results: Results, row: Row) -> tuple[str, str]:
-    gap = row.differences[UNPATCHED]
-    change = f"{format_change(gap.difference)} [{format_change(gap.low)}, {format_change(gap.high)}]"
-    score = f"{100 * row.overall.value:.{count_decimals(gap.difference)}f}"
-    return METRICS[results.header.get("metric", "exact")].title, f"{score}, {change}"
+    difference = row.differences[UNPATCHED]
+    interval = f"[{format_change(difference.low)}, {format_change(difference.high)}]"
+    score = f"{100 * row.overall.value:.{count_decimals(difference.difference)}f}"
+    title = METRICS[results.header.get("metric", "exact")].title
+    return title, f"{score}, {format_change(difference.difference)} {interval}"

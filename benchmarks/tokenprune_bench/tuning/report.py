@@ -17,6 +17,8 @@ from tokenprune_bench.tuning.objective import MAX_SPREAD, TITLES, WORK, compute_
 from tokenprune_bench.tuning.promise import format_points
 from tokenprune_bench.tuning.trial import COLLAPSE, Trial, Tuning
 
+_SHORT_ROWS = 8
+
 
 def build_tuned_config(tuning: Tuning, evaluator: Evaluator, data: dict[str, Any]) -> Setting:
     """Return the chosen setting with a record of the promise. A choice is required.
@@ -155,6 +157,23 @@ def build_tuning_table(tuning: Tuning) -> Table:
     return _table(title, tuning.tested, notes)
 
 
+def build_short_table(tuning: Tuning) -> Table:
+    """Return the first `_SHORT_ROWS` tested settings, the chosen one included, with the columns that fit 80 letters."""
+    trials = list(tuning.tested[:_SHORT_ROWS])
+    if tuning.choice is not None and tuning.choice not in trials:
+        trials[-1] = tuning.choice
+    table = _table("Tested on the held-out questions, the safest first", trials, ())
+    indices = [table.columns.index(name) for name in ("method", "keep", "tokens", "TTFT", "KV cache", "drop", "below")]
+    rows = [[row[index] for index in indices] for row in table.rows]
+    return Table(table.title, tuple(table.columns[index] for index in indices), rows)
+
+
+def shorten_outcome(lines: Sequence[str]) -> list[str]:
+    """Return the first two lines of `describe_outcome` and the first warning."""
+    warnings = [line for line in lines[2:] if line.startswith("warning")]
+    return [*lines[:2], *warnings[:1]]
+
+
 def build_others_table(tuning: Tuning) -> Table:
     """Return a table of the settings that were not tested, with the reasons."""
     rest = sorted(
@@ -195,11 +214,11 @@ def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:
     if not tested:
         heard = [trial for trial in tuning.trials if trial.search]
         if not heard:
-            return ["No setting could be tried; --verbose prints the reasons."]
+            return ["No setting could be tried; --details prints the reasons."]
         trial = min(heard, key=lambda trial: trial.drop)
         return [
             f"None of {len(heard)} settings was worth a test: each lost too much in the search, or saves no cost (see "
-            "--verbose). Larger keeps or a larger drop may help.",
+            "--details). Larger keeps or a larger drop may help.",
             f"{trial.candidate} came closest: {format_points(trial.drop)} lost on {trial.search} questions.",
         ]
     trial, asked = tested[0], tuning.search + tuning.held_out
@@ -223,4 +242,12 @@ def _nothing(tuning: Tuning, allowed: str, sure: str) -> list[str]:
     ]
 
 
-__all__ = ["build_cost_summary", "build_others_table", "build_tuned_config", "build_tuning_table", "describe_outcome"]
+__all__ = [
+    "build_cost_summary",
+    "build_others_table",
+    "build_short_table",
+    "build_tuned_config",
+    "build_tuning_table",
+    "describe_outcome",
+    "shorten_outcome",
+]

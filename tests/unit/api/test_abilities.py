@@ -16,9 +16,9 @@ from basics import MODEL_METHODS
 from families import FAMILIES as BUILT
 from tokenprune import OptionError, Site, TokenPruneError, UnsupportedSetupError
 from tokenprune.cli import app
-from tokenprune.integrations.hf.checks import gets_rotation
-from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.towers.packed import tower_of
+from tokenprune.integrations.hf.checks import has_rotary_positions
+from tokenprune.integrations.hf.families import get_adapter
+from tokenprune.integrations.hf.towers.packed import get_packed_tower
 from tokenprune.integrations.shared import checks
 from tokenprune.models.families import FAMILIES, REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.selection.observable import Backend
@@ -111,8 +111,8 @@ def test_complex_rotary_positions_raise(method: str, build) -> None:
 def test_layers_without_rotary_positions_raise(family: str, build) -> None:
     """Some layers of these decoders get no rotary positions; a cut after another layer works."""
     model, inputs = build(BUILT[family]), BUILT[family].make_inputs()
-    adapter = adapter_for(model)
-    rotated = [gets_rotation(adapter, layer) for layer in range(3)]
+    adapter = get_adapter(model)
+    rotated = [has_rotary_positions(adapter, layer) for layer in range(3)]
     assert set(rotated) == {True, False}
     for layer, has_rotation in enumerate(rotated):
         if has_rotation:
@@ -128,14 +128,14 @@ def test_layers_without_rotary_positions_raise(family: str, build) -> None:
 def test_models_match_their_rows(name: str, build) -> None:
     """So that an answer by name is that of the loaded model."""
     family = BUILT[name]
-    adapter = adapter_for(build(family))
+    adapter = get_adapter(build(family))
     facts, row = adapter.family, FAMILIES[family.kind]
     different = [key for key in ("videos", "merges", "resizing", "stateful", "static_cache", "after_frames")
                  if getattr(facts, key) != getattr(row, key)]  # fmt: skip
     assert not different
     assert facts.patches == row.layout(adapter.config)
     if row.tower_rows == "all images":
-        tower = tower_of(adapter)
+        tower = get_packed_tower(adapter)
         assert all(hasattr(tower, part) for part in ("blocks", "merger", "spatial_merge_size"))
 
 

@@ -23,7 +23,7 @@ from processors import build_for, llava, tokenizer
 from tests.unit.api.test_patch import forget_rope_deltas
 from tokenprune import Budget
 from tokenprune.integrations.hf.guard.settings import Guard
-from tokenprune.integrations.hf.patch import hf_parts
+from tokenprune.integrations.hf.patch import build_hf_parts
 from tokenprune.integrations.hf.pixels.marker import patch_on
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune_bench.lmms_eval.measure import watched
@@ -157,7 +157,7 @@ class Several(Attachable):
     def __init__(self, model: Any, method: str) -> None:
         super().__init__()
         off = Guard(mode="off")
-        self.parts = hf_parts(model, [tokenprune.method(method)], [Budget(keep=0.5)], False, None, off)
+        self.parts = build_hf_parts(model, [tokenprune.method(method)], [Budget(keep=0.5)], False, None, off)
 
     def _attach(self) -> None:
         for part in self.parts:

@@ -16,8 +16,8 @@ from oracle import close, reduced
 from session_oracle import recorded
 from tokenprune import Budget, BudgetError, UnsupportedSetupError
 from tokenprune.budgets.video import spread
-from tokenprune.integrations.hf.sequence.segments import Tempo
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.hf.sequence.segments import VideoTiming
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune_bench.profiling.kept_tokens import count_kept_tokens
@@ -112,7 +112,7 @@ def test_frames_keep_the_listed_counts(name: str, method: str, build: Any) -> No
     want = [2, 1, 4, 2, last]
     assert of_frames(inputs, stats.cuts[0].kept) == [want, None, want]
     assert images_kept(inputs, stats.cuts[0].kept) == [1, 1, 1]
-    assert stats.notes == [f"images keep all tokens: {budget} is for videos"]
+    assert stats.notes == [f"Images keep all tokens, because {budget} is for videos."]
 
 
 @pytest.mark.parametrize("method", ["divprune", "fastv"])
@@ -260,7 +260,7 @@ def test_frame_comparing_method_spends_one_budget(build: Any) -> None:
     family = FAMILIES["qwen2_5_vl"]
     model, inputs = build(family), family.make_inputs(rows=1, video=5)
     for budget in (Budget.by_frame([4] * 5), Budget.by_frame_weights(0.5, [1] * 5)):
-        with pytest.raises(BudgetError, match=r"say keep= or Budget.per_second\(...\) alone"):
+        with pytest.raises(BudgetError, match=r"Use either keep= or Budget.per_second\(...\)"):
             tokenprune.patch(model, "evs", keep=budget)
     with tokenprune.patched(model, "evs", keep=Budget.per_second(4), record=True), torch.no_grad():
         model(**inputs)
@@ -303,11 +303,11 @@ def test_omni_seconds_argument_is_read(build: Any) -> None:
 )
 def test_vllm_rejects_video_budgets(keep: dict[str, Any]) -> None:
     with pytest.raises(BudgetError, match="keep must be a number"):
-        ServedSetting.from_json({"method": "divprune", "keep": keep})
+        parse_setting({"method": "divprune", "keep": keep})
 
 
 def test_joined_frames_are_counted_once(build: Any) -> None:
-    joined = {name: Tempo.from_arguments({}, build(FAMILIES[name]).config).joined for name in VIDEOS}
+    joined = {name: VideoTiming.from_arguments({}, build(FAMILIES[name]).config).joined for name in VIDEOS}
     assert joined == {"llava_onevision": 1, "qwen2_vl": 2, "qwen2_5_vl": 2, "qwen3_vl": 2}
 
 

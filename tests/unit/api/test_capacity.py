@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from each import each
 from tokenprune.cli import app
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.integrations.vllm.capacity import Assumptions, Server, request_load
+from tokenprune.integrations.vllm.capacity import Assumptions, Server, build_load
 from tokenprune.integrations.vllm.gpus import GPU, GPUS, find_gpu
 from tokenprune.models.tower_shape import FAMILY_JOINS as KNOWN
 from zoo import FAMILIES
@@ -38,20 +38,20 @@ def test_weight_count_matches_the_model(build: Any, name: str) -> None:
     model = build(FAMILIES[name])
     matrices = {id(one): one.numel() for one in model.parameters() if one.ndim > 1}
     positions = sum(one.numel() for key, one in model.named_parameters() if one.ndim > 1 and "pos" in key)
-    found = Server.of_config(model.config, H100, dtype="float32").numbers
+    found = Server.from_config(model.config, H100, dtype="float32").numbers
     assert found == pytest.approx(sum(matrices.values()) - positions, rel=0.005)
 
 
 @pytest.mark.parametrize(("config", "billions"), [(LlavaConfig(), 7.06), (QWEN_7B, 8.29)])
 def test_weight_count_matches_published_checkpoints(config: Any, billions: float) -> None:
     """As their model cards have them."""
-    assert Server.of_config(config, H100).numbers / 1e9 == pytest.approx(billions, rel=0.005)
+    assert Server.from_config(config, H100).numbers / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 def test_capacity_matches_hand_computation() -> None:
     gpu = GPU("round", 40e9, 1e12, 100e12, 10e12)
-    server = Server.of_config(LlavaConfig(), gpu, assumed=Assumptions(0.5, 0.25, 0.5, 0.5, at_once=4, host=0.01))
-    load = request_load(LlavaConfig(), 2, tokens=None, tiles=None, text=48)
+    server = Server.from_config(LlavaConfig(), gpu, assumed=Assumptions(0.5, 0.25, 0.5, 0.5, at_once=4, host=0.01))
+    load = build_load(LlavaConfig(), 2, tokens=None, tiles=None, text=48)
     assert (load.visual, load.text, load.views) == (1152, 48, (576, 576))
     whole, less = (server.capacity(load, keep, 2, 100) for keep in (1.0, 0.25))
     token = 2 * 32 * 4096 * 2  # keys and values, layers, width, bytes
@@ -73,18 +73,18 @@ def test_capacity_matches_hand_computation() -> None:
     read = 2 * (decoder.num_weights + 32000 * 4096)
     assert whole.step_seconds == pytest.approx((read + 4 * (1200 + 50) * token) / 0.5e12)
     assert whole.rate == pytest.approx(1 / (whole.prefill_seconds + 99 * whole.step_seconds / 4))
-    tiny = request_load(LlavaConfig(), 1, tokens=None, tiles=None, text=0)
-    memory = Server.of_config(LlavaConfig(), GPU("slow memory", 40e9, 1e10, 100e12, 1e12))
+    tiny = build_load(LlavaConfig(), 1, tokens=None, tiles=None, text=0)
+    memory = Server.from_config(LlavaConfig(), GPU("slow memory", 40e9, 1e10, 100e12, 1e12))
     assert memory.capacity(tiny, 1.0, 1, 1).first_token == pytest.approx(
         read / (0.6 * 1e10)
     )  # it reads the weights once
 
 
 def test_capacity_grows_with_gpus() -> None:
-    load = request_load(QWEN_7B, 1, tokens=1200, tiles=None, text=64)
-    one, two = (Server.of_config(QWEN_7B, H100, number).capacity(load, 1.0, 1, 64) for number in (1, 2))
+    load = build_load(QWEN_7B, 1, tokens=1200, tiles=None, text=64)
+    one, two = (Server.from_config(QWEN_7B, H100, number).capacity(load, 1.0, 1, 64) for number in (1, 2))
     assert two.requests > 2 * one.requests and two.prefills == pytest.approx(2 * one.prefills)
-    whole = Server.of_config(QWEN_7B, H100, dtype="float32").capacity(load, 1.0, 1, 64)
+    whole = Server.from_config(QWEN_7B, H100, dtype="float32").capacity(load, 1.0, 1, 64)
     assert whole.kv_bytes == 2 * one.kv_bytes and whole.prefills < one.prefills / 10
 
 
@@ -92,13 +92,13 @@ def test_capacity_grows_with_gpus() -> None:
     ("make", "error", "said"),
     [
         (lambda: find_gpu("h10"), OptionError, "Did you mean H100"),
-        (lambda: Server.of_config(LlavaConfig(), find_gpu("a10"), 1, "float32"), UnsupportedModelError, "least 2 GPU"),
-        (lambda: Server.of_config(Qwen3VLMoeConfig(), H100), UnsupportedModelError, "mixture of experts"),
-        (lambda: Server.of_config(LlavaConfig(), H100, dtype="int8"), OptionError, "not one of bfloat16"),
-        (lambda: Server.of_config(LlavaConfig(), H100, 0), OptionError, "at least 1 GPU"),
-        (lambda: Assumptions(compute=0).check(), OptionError, r"compute: 0 is no share"),
-        (lambda: Assumptions(at_once=0).check(), OptionError, "at least 1 request"),
-        (lambda: request_load(LlavaConfig(), 0, tokens=None, tiles=None, text=1), OptionError, "at least 1 image"),
+        (lambda: Server.from_config(LlavaConfig(), GPUS["A10"], 1, "float32"), UnsupportedModelError, "least 2 GPU"),
+        (lambda: Server.from_config(Qwen3VLMoeConfig(), H100), UnsupportedModelError, "mixture of experts"),
+        (lambda: Server.from_config(LlavaConfig(), H100, dtype="int8"), OptionError, "not one of bfloat16"),
+        (lambda: Server.from_config(LlavaConfig(), H100, 0), OptionError, "at least 1 GPU"),
+        (lambda: Assumptions(compute=0).check(), OptionError, r"compute: 0 is not a share"),
+        (lambda: Assumptions(at_once=0).check(), OptionError, "at_once and block must be at least 1"),
+        (lambda: build_load(LlavaConfig(), 0, tokens=None, tiles=None, text=1), OptionError, "at least 1 image"),
     ],
 )  # fmt: skip
 def test_unsupported_servers_are_rejected(make: Any, error: type[TokenPruneError], said: str) -> None:
@@ -108,9 +108,9 @@ def test_unsupported_servers_are_rejected(make: Any, error: type[TokenPruneError
 
 
 def test_too_large_request_is_rejected() -> None:
-    server = Server.of_config(QWEN_7B, H100)
-    load = request_load(QWEN_7B, 4, tokens=1_000_000, tiles=None, text=0)
-    with pytest.raises(UnsupportedModelError, match="take more GPUs, or fewer images"):
+    server = Server.from_config(QWEN_7B, H100)
+    load = build_load(QWEN_7B, 4, tokens=1_000_000, tiles=None, text=0)
+    with pytest.raises(UnsupportedModelError, match="use more GPUs, or fewer images"):
         server.capacity(load, 1.0, 4, 1)
     with pytest.raises(BudgetError):
         server.capacity(load, 1.5, 4, 1)
@@ -140,13 +140,13 @@ def test_command_prints_all_assumptions(tmp_path: Path) -> None:
     [
         (("--ttft", "5"), "Write 500ms or 0.5s"),
         (("--tokens", 100), "Pass a number of tiles"),
-        (("--gpu", "K80"), "no GPU 'K80' is known"),
+        (("--gpu", "K80"), "GPU 'K80' is not known"),
         (("--keep", "0"), "keep"),
         (("--keep", "1"), "1.0 to keep all tokens"),
         (("--measured", "1.0=fast"), "is not a rate at a keep"),
-        (("--measured", "1.0=2"), "two settings fit two shares, not 1"),
-        (("--measured", "1.0=2,0.25=1"), "no shares of the peak give both rates"),
-        (("--block", 0), "at least 1 token"),
+        (("--measured", "1.0=2"), "exactly two keeps, not 1"),
+        (("--measured", "1.0=2,0.25=1"), "no shares of the peak reproduce both rates"),
+        (("--block", 0), "at_once and block must be at least 1"),
         (("--json", "/nowhere/x.json"), "the folder /nowhere does not exist"),
         (("--model", "/nowhere"), "does not exist"),
     ],
@@ -172,8 +172,8 @@ def _rows() -> list[dict[str, Any]]:
 
 def _server(engine: str, **more: float) -> tuple[Server, Any]:
     config, size, host = ENGINES[engine]
-    load = request_load(config, 1, tokens=size.get("tokens"), tiles=None, text=size["text"])
-    return Server.of_config(config, GPUS["H200"], assumed=Assumptions(at_once=64, **host | more)), load
+    load = build_load(config, 1, tokens=size.get("tokens"), tiles=None, text=size["text"])
+    return Server.from_config(config, GPUS["H200"], assumed=Assumptions(at_once=64, **host | more)), load
 
 
 def _keep(row: dict[str, Any]) -> float:
@@ -196,10 +196,10 @@ def test_estimates_match_h200_measurements(row: dict[str, Any]) -> None:
 def test_measured_rates_fit_the_shares() -> None:
     server, load = _server("qwen7b.eager")
     rates = {_keep(row): row["rate"] for row in _rows() if row["engine"] == "qwen7b.eager"}
-    fitted = server.fitted(load, 1, 16, {keep: rates[keep] for keep in (1.0, 0.25)})
+    fitted = server.fit(load, 1, 16, {keep: rates[keep] for keep in (1.0, 0.25)})
     for keep, rate in rates.items():
         exact = 0.06 if keep == 0.11 else 1e-6
         assert fitted.capacity(load, keep, 1, 16).rate == pytest.approx(rate, rel=exact)
     assert 0.6 < fitted.assumed.compute < 0.8 and 0.25 < fitted.assumed.tower < 0.31
-    with pytest.raises(OptionError, match="two keeps that the GPU bounds"):
-        server.fitted(load, 1, 16, {1.0: 11.0, 0.25: 11.0})
+    with pytest.raises(OptionError, match="two keeps with many concurrent"):
+        server.fit(load, 1, 16, {1.0: 11.0, 0.25: 11.0})

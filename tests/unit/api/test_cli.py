@@ -130,7 +130,19 @@ def test_bench_report_and_their_files(tmp_path: Path) -> None:
     raw, page, plot = (tmp_path / name for name in ("out.jsonl", "out.html", "out.png"))
     files = ("--json", raw, "--html", page, "--plot", plot)
     result = call(
-        "bench", "--methods", "uniform", "--keep", "0.25", "--images", 1, "--repeats", 0, "--device", "cpu", *files
+        "bench",
+        "--methods",
+        "uniform",
+        "--keep",
+        "0.25",
+        "--images",
+        1,
+        "--repeats",
+        0,
+        "--device",
+        "cpu",
+        "--details",
+        *files,
     )
     for text in ("unpatched", "random", "downsample", "uniform", "256 → 64", "≤rnd", "Accuracy by kind", "grounding"):
         assert text in result.stdout
@@ -167,6 +179,30 @@ def test_demo_prints_one_screen_and_writes_a_page_and_an_image(tmp_path: Path, m
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("data:image/webp") == demo.NUM_QUESTIONS and "http" not in page.replace("http-equiv", "")
     assert Image.open(tmp_path / "out" / "kept.png").format == "PNG"
+
+
+def count_lines(output: str) -> int:
+    """Count lines of 80 letters."""
+    return sum(max(1, -(-len(line) // 80)) for line in output.splitlines())
+
+
+def test_bench_prints_one_screen() -> None:
+    methods = ("--methods", "uniform,divprune", "--keep", "0.5,0.25,0.11")
+    output = call("bench", *methods, "--images", 1, "--repeats", 0, "--device", "cpu").stdout
+    assert count_lines(output) <= 24 and output.count("┏") == 1
+    table, _, sentences = output.partition("┘\n")
+    assert max(map(len, table.splitlines())) <= 80
+    for text in ("unpatched", "256 → 64", "[95 % CI]", "TTFT", "KV"):
+        assert text in table
+    assert "Best at ≤ 1 point lost:" in sentences and "ass --details for all tables" in sentences
+
+
+def test_profile_prints_one_screen() -> None:
+    small = ("--methods", "divprune", "--repeats", 1, "--max-new-tokens", 2, "--device", "cpu")
+    for arguments in (small, ("--config-only", "--methods", "divprune")):
+        output = call("profile", *arguments).stdout
+        assert count_lines(output) <= 24 and output.count("┏") == 1
+        assert max(map(len, output.partition("┘\n")[0].splitlines())) <= 80
 
 
 def test_show_writes_an_image(tmp_path: Path) -> None:

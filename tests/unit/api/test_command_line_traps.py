@@ -81,9 +81,9 @@ def test_a_comma_parts_settings_and_a_plus_sign_makes_a_stack() -> None:
     assert "divprune 0.5" in drafts and "fastv 0.5" in drafts and "+" not in drafts
     assert "has 3 numbers for 2 methods" in refused(*PROFILE, "--methods", "dart+divprune", "--keep", "0.1+0.2+0.3")
     assert "has 2 numbers for 1 method in dart" in refused(*PROFILE, "--methods", "dart", "--keep", "0.1+0.2")
-    assert "are of a stack" in refused(*PROFILE, "--keep", "0.1+0.2")
+    assert "needs a stack" in refused(*PROFILE, "--keep", "0.1+0.2")
     written = refused("profile", "--methods", "dart,divprune", "--json", "x.json")
-    assert "these are 2" in written and not Path("x.json").exists()
+    assert "--methods has 2" in written and not Path("x.json").exists()
 
 
 def test_a_profile_of_two_settings_has_a_table_of_each() -> None:
@@ -155,7 +155,7 @@ def test_nothing_is_best_where_nothing_can_be_said() -> None:
         result("some", 0.25, 20, 19),
     ]  # 19.5 % right: a loss of 20 points cannot be
     (one,) = find_verdicts(summarise([header(), *little]))
-    assert one.row is None and "scores 19.5 on 200 questions, too little for a loss to show" in one.answer
+    assert one.row is None and "scores 19.5 on 200 questions, too low to measure a loss" in one.answer
     enough = [result("unpatched", 1.0, 20, 20), result("some", 0.25, 20, 20)]
     assert len(find_verdicts(summarise([header(), *enough]))) == 2
     few = [
@@ -163,7 +163,7 @@ def test_nothing_is_best_where_nothing_can_be_said() -> None:
         for one in (result("unpatched", 1.0, 100, 100), result("some", 0.25, 100, 100))
     ]
     (one,) = find_verdicts(summarise([header(kind_of_question="010"), *few]))
-    assert one.row is None and one.line == "Nothing is shown: 3 questions were asked, and it takes 4"
+    assert one.row is None and one.line == "Nothing is shown: a verdict needs at least 4 questions, and this run has 3"
     assert find_verdicts(made("", result("some", 0.25, 100, 100)).results)[0].row is not None
 
 

@@ -23,7 +23,8 @@ from tokenprune import Budget, BudgetError, UnsupportedModelError
 from tokenprune.budgets import compute_joint_share
 from tokenprune.budgets.schedule import plan_cuts
 from tokenprune.cli import app
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import count_kept
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune.settings.saved import read_config, write_config
@@ -51,9 +52,9 @@ def test_settings_reject_keep_1(setting: dict[str, Any], tmp_path: Path) -> None
         with pytest.raises(BudgetError, match=BOTH_WAYS):
             read_config(given)
     with pytest.raises(BudgetError, match=BOTH_WAYS):
-        ServedSetting.from_json(setting)
+        parse_setting(setting)
     with pytest.raises(BudgetError, match=BOTH_WAYS):
-        ServedSetting.from_json({"method": "uniform", "keep": 0.5}, {"keep": 1})
+        parse_setting({"method": "uniform", "keep": 0.5}, {"keep": 1})
 
 
 def test_patch_rejects_keep_1(build) -> None:
@@ -81,7 +82,7 @@ def test_share_1_and_one_token_are_applied(build) -> None:
         with tokenprune.patched(model, config=setting):
             model(**inputs)
             assert tokenprune.stats(model).visual_tokens_out == left
-        assert ServedSetting.from_json(setting).count(36) == left
+        assert count_kept(parse_setting(setting), 36) == left
 
 
 @pytest.mark.parametrize(
@@ -105,11 +106,11 @@ def test_json_distinguishes_share_and_count(tmp_path: Path) -> None:
     for setting, budget in ((ONE, Budget(tokens=1)), (ALL, Budget(keep=1.0))):
         write_config(path, Setting.from_json(setting))
         assert read_config(path).steps()[1] == [budget]
-        again = json.loads(json.dumps(ServedSetting.from_json(setting).to_json()))
-        assert ServedSetting.from_json(again) == ServedSetting.from_json(setting)
+        again = json.loads(json.dumps(parse_setting(setting).to_json()))
+        assert parse_setting(again) == parse_setting(setting)
     assert '"keep": 1.0' in path.read_text()
     several = {"method": ["dynres", "divprune"], "keep": [1.0, {"tokens": 1}]}
-    assert ServedSetting.from_json(ServedSetting.from_json(several).to_json()) == ServedSetting.from_json(several)
+    assert parse_setting(parse_setting(several).to_json()) == parse_setting(several)
     for setting in (Setting.from_json(ALL), Setting.from_text("divprune", 1.0)):
         assert snippets.python(setting).endswith("keep=1.0)") and "--keep 1.0" in snippets.bench(setting, "m")
 

@@ -21,7 +21,7 @@ from tokenprune import BudgetError, OptionError, Selection, Site, TokenPruneErro
 from tokenprune import selection as extend
 from tokenprune.errors import RegistrationError
 from tokenprune.integrations.shared import checks
-from tokenprune.integrations.vllm.settings.servable import check_method as check_served
+from tokenprune.integrations.vllm.settings.parse import check_method as check_served
 from tokenprune.methods import registry
 from tokenprune.selection import observable_registry as observable_registry
 from tokenprune.selection.observable import Backend, Observable, ObservedAt, PerToken, Recorder
@@ -238,7 +238,7 @@ def test_frame_observables_require_whole_videos(build) -> None:
     model, inputs = build(family), family.make_inputs(images=(0,), video=True)
     seen = reader(("frames",), lambda tokens: (tokens.frames, tokens.frame, tokens.counts), "PRE_LLM")
     for per in ("frame", "prompt"):
-        with pytest.raises(BudgetError, match=r'compares the frames .*say per="image"'):
+        with pytest.raises(BudgetError, match=r'compares the frames .*Use per="image"'):
             tokenprune.patch(model, "reader", keep=tokenprune.Budget(keep=0.5, per=per))
     with tokenprune.patched(model, "reader", keep=0.5):
         model(**inputs)

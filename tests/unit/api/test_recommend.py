@@ -232,15 +232,22 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
 
 def test_the_command_prints_it_and_writes_the_setting(tmp_path: Path) -> None:
     out = tmp_path / "tokenprune.json"
-    done = CliRunner().invoke(app, ["recommend", "demo_vlm", "--task", "documents", "--out", str(out)])
+    done = CliRunner().invoke(app, ["recommend", "demo_vlm", "--task", "documents", "--details", "--out", str(out)])
     assert done.exit_code == 0, done.output
     found = recommend("demo_vlm", task="documents")
     assert done.stdout.strip() == str(found)
     assert tokenprune.read_config(out).to_json() == found.setting
 
 
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("model", ["demo_vlm", "demo_qwen"])
+def test_the_command_prints_at_most_twelve_lines(model: str, task: str) -> None:
+    lines = recommend(model, task=task).summary.splitlines()
+    assert sum(-(-len(line) // 80) for line in lines) <= 12
+
+
 def test_the_command_without_a_model_advises_the_shipped_model() -> None:
-    done = CliRunner().invoke(app, ["recommend"])
+    done = CliRunner().invoke(app, ["recommend", "--details"])
     assert done.exit_code == 0, done.output
     assert done.stdout.strip() == str(recommend("demo_vlm"))
     assert "No model named: this is for demo_vlm" in done.stderr

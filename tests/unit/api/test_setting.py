@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 import tokenprune
 from each import each
 from tokenprune import Budget, BudgetError, Method, OptionError, Pruner, TokenPruneError
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import get_cache_key
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.methods import registry
 from tokenprune.selection.files import File
 from tokenprune.selection.options import get_file_options
@@ -82,7 +83,7 @@ def test_request_with_file_is_rejected(server: dict, value: Any) -> None:
     texts = set()
     for layer in written:
         with unopened(), pytest.raises(OptionError, match="names a file") as caught:
-            ServedSetting.from_json(server, layer, trusted=False)
+            parse_setting(server, layer, trusted=False)
         texts.add(str(caught.value).replace("predictor of dyrate", "thresholds of dymu"))
     assert len(texts) == 1 and "passwd" not in texts.pop()
 
@@ -141,9 +142,9 @@ def test_fuzzed_settings_raise_library_errors(layer: dict[str, Any], server: dic
     """By one of our errors, a ValueError, of a length that can be read; nothing of it is ever opened."""
     with unopened():
         try:
-            made = ServedSetting.from_json(server, layer, trusted=False)
+            made = parse_setting(server, layer, trusted=False)
             assert not has_path(made.to_json()), "a path was taken"
-            assert ServedSetting.from_json(made.to_json()) == made
+            assert parse_setting(made.to_json()) == made
         except (TokenPruneError, ValueError) as error:
             assert isinstance(error, TokenPruneError) and isinstance(error, ValueError)
             assert 0 < len(str(error)) < 6000
@@ -170,7 +171,7 @@ WITHOUT_OPTION = [
 
 def check_refused(layer: Any) -> None:
     with unopened(), pytest.raises(ValueError) as caught:
-        ServedSetting.from_json(SERVER, layer, trusted=False)
+        parse_setting(SERVER, layer, trusted=False)
     assert isinstance(caught.value, TokenPruneError) and "root:" not in str(caught.value)
 
 
@@ -193,12 +194,12 @@ def test_a_server_reads_its_own_files_once(tmp_path: Path) -> None:
     mine = tmp_path / "mine.safetensors"
     mine.write_bytes(path.read_bytes())
     server = {"method": {"method": "dymu", "exact": True, "thresholds": str(mine)}, "keep": 0.5}
-    made = ServedSetting.from_json(server)
-    assert [name for name, *_ in made.files] == ["thresholds"] and made.cache_key()["thresholds"] == made.files[0][2]
+    made = parse_setting(server)
+    assert [*made.digests] == ["thresholds"] and get_cache_key(made)["thresholds"] == made.digests["thresholds"]
     mine.unlink()
     for request in ({"keep": 0.25}, {"max_r": 3}, {"method": "dymu", "keep": 0.5}, {"method": {"method": "dymu"}}):
         with unopened():
-            assert ServedSetting.from_json(made.to_json(), request, trusted=False).files == made.files
+            assert parse_setting(made.to_json(), request, trusted=False).digests == made.digests
 
 
 def test_only_regular_files_are_read(tmp_path: Path, awake: None) -> None:
@@ -213,7 +214,7 @@ def test_only_regular_files_are_read(tmp_path: Path, awake: None) -> None:
         with pytest.raises(OptionError, match=f"cannot read .*{why}"):
             tokenprune.method("dymu", thresholds=path)
         with pytest.raises(OptionError, match=f"cannot read .*{why}"):
-            ServedSetting.from_json({"method": "dymu", "exact": True, "thresholds": str(path)})
+            parse_setting({"method": "dymu", "exact": True, "thresholds": str(path)})
         with pytest.raises(tokenprune.errors.ConfigError, match=f"cannot read .*{why}"):
             tokenprune.read_config(path)
     with pytest.raises(OSError, match="larger than 99 bytes"):
@@ -248,7 +249,7 @@ def test_out_of_range_error_names_the_option(name: str) -> None:
         ("min_scale", {"method": [{"method": "dynres", "min_scale": BAD[name]}, "pool"]}),
     ):
         for read in (
-            lambda layer: ServedSetting.from_json(SERVER, layer, trusted=False),
+            lambda layer: parse_setting(SERVER, layer, trusted=False),
             lambda layer: tokenprune.read_config({"schema": 1, "setting": layer}),
             lambda layer: tokenprune.read_config(layer),
         ):
@@ -298,7 +299,7 @@ SAME = [
 
 @pytest.mark.parametrize("written", SAME, ids=["one", "two"])
 def test_one_form(written: list[dict]) -> None:
-    assert len({json.dumps(ServedSetting.from_json(one).to_json()) for one in written}) == 1
+    assert len({json.dumps(parse_setting(one).to_json()) for one in written}) == 1
     assert len({str(tokenprune.read_config(one).steps()) for one in written}) == 1
 
 
@@ -306,14 +307,14 @@ def test_the_same_methods_keep_their_options() -> None:
     """In whichever way the lower layer and the upper one are written."""
     below = [{"method": "random", "seed": 3}, {"method": [{"method": "random", "seed": 3}]}]
     above = [{"method": "random"}, {"method": {"method": "random"}}, {"keep": 0.25}, {"off": False}]
-    assert {ServedSetting.from_json(low, up).method.seed for low in below for up in above} == {3}
+    assert {parse_setting(low, up).method.seed for low in below for up in above} == {3}
     two = {"method": [{"method": "dynres", "min_scale": 0.3}, {"method": "random", "seed": 3}], "keep": [0.5, 0.4]}
-    made = ServedSetting.from_json(two, {"method": ["dynres", {"method": "random", "seed": 4}]})
-    assert (made.pixels.min_scale, made.method.seed, made.share, made.keep) == (0.3, 4, 0.5, 0.4)
-    assert ServedSetting.from_json(two, {"method": ["dynres", "pool"]}).pixels.min_scale == 0.25
+    made = parse_setting(two, {"method": ["dynres", {"method": "random", "seed": 4}]})
+    assert (made.pixel_method.min_scale, made.method.seed, made.keep) == (0.3, 4, [0.5, 0.4])
+    assert parse_setting(two, {"method": ["dynres", "pool"]}).pixel_method.min_scale == 0.25
     for layer in ({"seed": 1}, {"method": "random", "seed": 1} | {"method": {"method": "random", "seed": 2}}):
         with pytest.raises(OptionError, match=r"ambiguous|set twice"):
-            ServedSetting.from_json(two, layer)
+            parse_setting(two, layer)
 
 
 def test_budgets_can_be_said() -> None:
@@ -336,9 +337,9 @@ def test_budgets_can_be_said() -> None:
     for keep in ({"average_tokens": 192}, {}, [{"share": 0.5}]):
         with pytest.raises(
             BudgetError,
-            match=r"must be a number, 4 for four tokens or 0\.25 for a share, alone or with age and step, not {",
+            match=r"must be a number \(4 for four tokens, 0\.25 for a share\), optionally with age and step, not {",
         ):
-            ServedSetting.from_json({"method": "divprune", "keep": keep})
+            parse_setting({"method": "divprune", "keep": keep})
 
 
 def test_what_a_method_does_not_check_is_told_all_the_same() -> None:
@@ -359,7 +360,7 @@ def test_what_a_method_does_not_check_is_told_all_the_same() -> None:
     try:
         for options in ({"rates": [0]}, {"rates": 3}, {"rates": {"a": "b"}}, {"power": 3}, {"power": "x"}):
             with pytest.raises(OptionError, match="careless"):
-                ServedSetting.from_json(SERVER, {"method": "careless"} | options, trusted=False)
+                parse_setting(SERVER, {"method": "careless"} | options, trusted=False)
     finally:
         registry._METHODS.pop("careless")
 
@@ -371,6 +372,6 @@ def test_no_option_keeps_a_server_busy(name: str, awake: None) -> None:
     for option in [option for method, option in places() if method == name]:
         for value in values:
             try:
-                ServedSetting.from_json(SERVER, {"method": name, option: value}, trusted=False)
+                parse_setting(SERVER, {"method": name, option: value}, trusted=False)
             except TokenPruneError as error:
                 assert isinstance(error, ValueError)

@@ -18,7 +18,7 @@ import zoo
 from each import each
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.checks import find_unserved_reason
-from tokenprune.integrations.vllm.settings.servable import check_method
+from tokenprune.integrations.vllm.settings.parse import check_method
 from tokenprune.methods.registry import available_methods, method_class
 from tokenprune.selection.options import get_file_options
 from tokenprune.settings.cost import LLAVA_7B, LLAVA_7B_LOAD, CostModel, Load

@@ -285,7 +285,7 @@ def test_models_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytes
         load_model(dtype="float99")
     with pytest.raises(TokenPruneError, match="cannot use device"):
         load_model(device="nowhere")
-    monkeypatch.setattr("tokenprune_bench.profiling.model.adapter_for", _refuse)
+    monkeypatch.setattr("tokenprune_bench.profiling.model.get_adapter", _refuse)
     with pytest.raises(UnsupportedModelError):
         load_model(device="cpu")
 

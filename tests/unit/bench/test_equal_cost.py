@@ -24,7 +24,7 @@ from tokenprune.settings.cost import CostModel, Load
 from tokenprune_bench.equal_cost import describe_setting, explain_miss, solve_setting
 from tokenprune_bench.profiling.model import load_model
 from tokenprune_bench.profiling.patched import build_escalation
-from tokenprune_bench.report.compare import same_questions
+from tokenprune_bench.report.compare import group_by_questions
 from tokenprune_bench.report.drawing import FILE, FOLDER
 from tokenprune_bench.report.runs import Run
 from tokenprune_bench.results import summarise
@@ -156,7 +156,7 @@ def test_the_command_line_chooses_settings_and_draws_with_them(tmp_path: Path) -
     (one,) = load_heldout(kinds=("word",), limit=1)
     data, run = tmp_path / "one.jsonl", tmp_path / "run"
     data.write_text(json.dumps({"image": str(one.path), "question": one.question, "answer": one.answer}) + "\n")
-    done = bench("--methods", "fastv,dynres", "--data", data, "--run", run, "--sample", 0)
+    done = bench("--methods", "fastv,dynres", "--data", data, "--run", run, "--sample", 0, "--details")
     assert done.exit_code == 0, done.output
     assert "average_share=0.5: 100 %, 25 % from layer 2" in done.stdout
     assert "Skipped dynres at target 0.5: dynres has no setting" in done.stdout
@@ -198,7 +198,7 @@ def test_a_plan_takes_shares_alone() -> None:
 def test_runs_at_equal_cost_are_compared_with_their_like_alone() -> None:
     plans = [dict(seeds=[0]), dict(seeds=[0], equal_cost=True), dict(seeds=[0], equal_cost=True)]
     runs = [Run(name, summarise([header(plan=plan), BASE, GOOD])) for name, plan in zip("abc", plans, strict=True)]
-    assert [[run.name for run in group] for group in same_questions(runs)] == [["a"], ["b", "c"]]
+    assert [[run.name for run in group] for group in group_by_questions(runs)] == [["a"], ["b", "c"]]
 
 
 # -- beside another method ---------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.profiling.profile import Profile, SideProfile, profile_call
 from tokenprune_bench.profiling.profile_tables import TO_FIRST_TOKEN, build_limit_table, build_stage_table
 from tokenprune_bench.profiling.stages import FIRST_TOKEN, STAGES
-from tokenprune_bench.report.flame import flames, profile_page
+from tokenprune_bench.report.flame import build_flames, make_profile_page
 from tokenprune_demo.heldout import load_heldout
 from zoo import FAMILIES
 
@@ -118,7 +118,7 @@ def test_the_table_says_what_limits() -> None:
 
 
 def test_bars_span_their_stages_on_one_scale() -> None:
-    before, after = flames(_made_up())
+    before, after = build_flames(_made_up())
     whole = {bar.name: bar for bar in before.bars}
     assert before.first_token == "100.0 ms" and after.first_token == "50.0 ms"
     parts = [STAGES[stage] for stage in FIRST_TOKEN]
@@ -126,7 +126,7 @@ def test_bars_span_their_stages_on_one_scale() -> None:
     assert whole["a step of decoding"].x == pytest.approx(whole[TO_FIRST_TOKEN].width)
     assert whole["a step of decoding"].x + whole["a step of decoding"].width == pytest.approx(1000)
     assert [bar.width for bar in after.bars] == pytest.approx([bar.width / 2 for bar in before.bars])
-    page = profile_page(_made_up(), 0.25)
+    page = make_profile_page(_made_up(), 0.25)
     assert "&lt;m&gt;" in page and "<m>" not in page and page.count("<svg viewBox") == 2
     assert "http://" not in page and "https://" not in page and "style=" not in page
 
@@ -141,7 +141,7 @@ def test_bars_and_table_show_the_same_numbers_in_the_same_order() -> None:
             {"tower": 60.0, "prefill": 80.0},
         )
         side.runs = [{name: factor * ms for name, ms in (dict.fromkeys(STAGES, 10.0) | one).items()} for one in stages]
-    page = profile_page(made, 0.25)
+    page = make_profile_page(made, 0.25)
     table = page[page.index("<tbody>") : page.index("</tbody>")]
     rows = re.findall(r'<th scope="row">(.*?)</th>((?:\s*<td>[^<]*</td>)*)', table)
     cells = [(name, re.findall(r"<td>(.*?)</td>", rest)) for name, rest in rows]
@@ -253,16 +253,16 @@ def test_the_command(tmp_path: Path) -> None:
     Image.new("RGB", (60, 40), "red").save(image)
     html, raw = tmp_path / "p.html", tmp_path / "p.json"
     small = ("--image", str(image), "--repeats", "1", "--max-new-tokens", "2", "--threads", "1")
-    told = run(*small, "--method", "divprune", "--html", str(html), "--json", str(raw))
+    told = run(*small, "--details", "--method", "divprune", "--html", str(html), "--json", str(raw))
     assert "to the first token" in told and "Maximum saving per site" in told
     assert json.loads(raw.read_text())["setting"] == {"method": "divprune", "keep": 0.25}
     assert html.read_text().count('<figure class="flame">') == 2
     for arguments, said in {
-        ("--tokens", "9"): "go with --config-only",
-        ("--config-only", "--html", str(html)): "measured times",
+        ("--tokens", "9"): "need --config-only",
+        ("--config-only", "--html", str(html)): "need measured times",
         ("--method", "nothing"): "nothing",
         ("--method", "pool+dart", "--keep", "0.1+0.2+0.3"): "3 numbers for 2 methods",
-        ("--keep", "1.5"): "a share lies in",
+        ("--keep", "1.5"): "pass a share in",
         ("--html", str(tmp_path / "no" / "p.html")): "does not exist",
         ("--config-only", "--model", str(tmp_path)): "cannot read the config",
         ("--image", str(tmp_path / "none.png")): "none.png",

@@ -17,7 +17,7 @@ from report_runs import BASE, GOOD, QUESTIONS, RIVALS, header, made, result, tim
 from tokenprune import TokenPruneError
 from tokenprune_bench import results
 from tokenprune_bench.report import plots
-from tokenprune_bench.report.layers import layer_plots
+from tokenprune_bench.report.layers import build_layer_plots
 from tokenprune_bench.report.page import make_page
 from tokenprune_bench.report.runs import Run
 from tokenprune_bench.report.styles import Styles
@@ -41,27 +41,27 @@ def test_the_front_is_that_of_a_loop_over_pairs() -> None:
             return other.x <= one.x and other.y >= one.y and (other.x, other.y) != (one.x, one.y)
 
         want = {(p.x, p.y) for p in points if not any(beaten(p, other) for other in points)}
-        front = plots.front_of(points)
+        front = plots.find_front(points)
         assert {(points[i].x, points[i].y) for i in front} == want
         assert len(front) == len(want) and front == sorted(front, key=lambda i: points[i].x)
-    assert plots.front_of([point(1, 1), point(1, 1)]) == [0]
+    assert plots.find_front([point(1, 1), point(1, 1)]) == [0]
 
 
 def test_ticks_are_round_and_hold_everything() -> None:
-    assert plots.ticks(0, 100) == [0, 20, 40, 60, 80, 100]
-    assert plots.ticks(83, 97.5) == [82.5, 85, 87.5, 90, 92.5, 95, 97.5]
-    assert plots.ticks(5, 5) == pytest.approx(np.arange(5, 6.01, 0.2))
+    assert plots.compute_ticks(0, 100) == [0, 20, 40, 60, 80, 100]
+    assert plots.compute_ticks(83, 97.5) == [82.5, 85, 87.5, 90, 92.5, 95, 97.5]
+    assert plots.compute_ticks(5, 5) == pytest.approx(np.arange(5, 6.01, 0.2))
     for low, high in np.random.default_rng(1).uniform(0, 1000, (100, 2)):
         low, high = sorted((low, high))
-        found = plots.ticks(low, high)
+        found = plots.compute_ticks(low, high)
         assert found[0] <= low + 1e-6 and found[-1] >= high - 1e-6 and 3 <= len(found) <= 9
         assert np.ptp(np.diff(found)) < 1e-6
 
 
 def test_a_plot_by_hand() -> None:
-    look = plots.method_style(0, "m0")
+    look = plots.get_method_style(0, "m0")
     series = [plots.Series(look, (point(100, 100, "all"), point(50, 60, "half"))), plots.Series(look, (point(60, 60),))]
-    plot = plots.pareto("t", "x", "y", series, guide=100.0)
+    plot = plots.build_pareto_plot("t", "x", "y", series, guide=100.0)
     first, lone = plot.series
     assert [(mark.x, mark.y, mark.front) for mark in first.marks] == [(288.8, 348.0, True), (529.6, 48.0, True)]
     assert first.line == "288.8,348.0 529.6,48.0"
@@ -69,18 +69,20 @@ def test_a_plot_by_hand() -> None:
     assert plot.front == "M288.8 348V348.0H529.6V48.0H544"  # up to a point, then on at its height to the next
     assert plot.guide == 529.6
     assert [text for text, _ in plot.front_in_words] == ["half", "all"]
-    assert [(tick.place, tick.text) for tick in plot.x_ticks][:2] == [(48.0, "0"), (144.3, "20")]
-    assert plots.pareto("t", "x", "y", []) is None
-    assert plots.pareto("t", "x", "y", [plots.Series(look, (point(0, 0),))]) is not None  # nothing right, no tokens
+    assert [(tick.offset, tick.text) for tick in plot.x_ticks][:2] == [(48.0, "0"), (144.3, "20")]
+    assert plots.build_pareto_plot("t", "x", "y", []) is None
+    assert (
+        plots.build_pareto_plot("t", "x", "y", [plots.Series(look, (point(0, 0),))]) is not None
+    )  # nothing right, no tokens
 
 
 def test_labels_cover_neither_marks_nor_each_other() -> None:
     rng = np.random.default_rng(2)
-    look = plots.method_style(0, "")
+    look = plots.get_method_style(0, "")
     points = tuple(
         point(float(x), float(100 - (100 - x) ** 2 / 100), f"method 0.{x}") for x in rng.integers(1, 100, 30)
     )
-    plot = plots.pareto("t", "x", "y", [plots.Series(look, points)])
+    plot = plots.build_pareto_plot("t", "x", "y", [plots.Series(look, points)])
     boxes = []
     for label in plot.labels:
         width = plots._LETTER * len(label.text)
@@ -95,12 +97,12 @@ def test_labels_cover_neither_marks_nor_each_other() -> None:
 
 def test_looks_are_the_same_everywhere_and_differ() -> None:
     runs = [made("A"), made("B", *RIVALS, result("new", 0.25, 9, 9), GOOD)]
-    styles = Styles.of(runs)
+    styles = Styles.from_runs(runs)
     assert [name for name, _ in styles.legend(runs[0])] == ["unpatched", "random", "downsample", "good"]
     assert [name for name, _ in styles.legend(runs[1])] == ["unpatched", "random", "downsample", "good", "new"]
-    assert styles.of_run("new", "B").path == styles.methods["new"].path
-    assert styles.of_run("new", "B").tags.split() == ["m1", "r1"] and styles.of_run("random", "A").dashed
-    many = [plots.method_style(number, "") for number in range(64)]
+    assert styles.get_run_style("new", "B").path == styles.methods["new"].path
+    assert styles.get_run_style("new", "B").tags.split() == ["m1", "r1"] and styles.get_run_style("random", "A").dashed
+    many = [plots.get_method_style(number, "") for number in range(64)]
     assert len({(look.css, look.path) for look in many}) == 64
 
 
@@ -109,8 +111,8 @@ def test_layers_are_told_once_for_methods_that_share_them(monkeypatch: pytest.Mo
     late["stats"]["visual_tokens_per_layer"] = [100 * QUESTIONS] * 3 + [25.4 * QUESTIONS]
     same = result("same", 0.25, 9, 9)
     run = made("", *RIVALS, same, late, result("half", 0.5, 9, 9), result("sixteen", 16, 9, 9, tokens=16))
-    styles = Styles.of([run])
-    quarter, half, fixed = layer_plots(run.results, styles.methods.__getitem__)
+    styles = Styles.from_runs([run])
+    quarter, half, fixed = build_layer_plots(run.results, styles.methods.__getitem__)
     assert [(names, text) for names, text, _ in quarter.curves_in_words] == [
         ("random, downsample, same", "25 in every layer"),
         ("late", "100 in layers 1–3, 25 in layer 4"),
@@ -119,7 +121,7 @@ def test_layers_are_told_once_for_methods_that_share_them(monkeypatch: pytest.Mo
     assert (half.plot.title, fixed.plot.title) == ("keep 0.5", "keep 16 tokens")
     assert [len(plot.plot.series) for plot in (quarter, half, fixed)] == [3, 2, 2]  # the unpatched model is in each
     monkeypatch.setitem(run.results.baseline.stats, "visual_tokens_per_layer", [])
-    assert layer_plots(run.results, styles.methods.__getitem__) == []
+    assert build_layer_plots(run.results, styles.methods.__getitem__) == []
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -187,14 +189,14 @@ def test_the_same_runs_give_the_same_page() -> None:
 
 def test_what_the_page_cannot_show_is_said() -> None:
     page = make_page([made()])
-    assert "this run took no times (--repeats 0)" in page and "bench --run DIR" in page
+    assert "this run has no timing (--repeats 0)" in page and "bench --run DIR" in page
     assert "<h3>No warnings</h3>" in page and page.count('<figure class="plot') == 2  # one of them of layers
     timed = GOOD | dict(timing=timing(0.5))
     page = make_page([made("", *RIVALS, timed)])
-    assert "Not timed, and so not in the second plot: random 0.25, downsample 0.25." in page
+    assert "Without timing, and not in the second plot: random 0.25, downsample 0.25." in page
     assert "time to first token, % of the unpatched 40 ms" in page
     page = make_page([made("A", *RIVALS, timed), made("B"), made("C", kinds=["colour", "x"])])
-    assert "No plot against time: B took no times." in page and "Not compared" in page
+    assert "No plot against time: B have no timing." in page and "Not compared" in page
     page = make_page([made("A", *RIVALS, timed), made("B", *RIVALS, timed, environment=dict(threads=2))])
     assert "timed on different machines" in page and "Not compared" not in page
 

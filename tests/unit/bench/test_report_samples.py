@@ -23,7 +23,7 @@ from tests.unit.bench.test_report_warnings import write_run
 from tokenprune.errors import OptionError
 from tokenprune_bench.errors import RunError
 from tokenprune_bench.report import drawing
-from tokenprune_bench.report.drawing import Wanted, choose, draw_samples
+from tokenprune_bench.report.drawing import SampleRequest, choose_questions, draw_samples
 from tokenprune_bench.report.page import make_page
 from tokenprune_bench.report.runs import read_runs
 from tokenprune_bench.report.samples import FILE, FOLDER, read_samples
@@ -48,40 +48,44 @@ def test_the_questions_are_those_of_most_disagreement_kind_by_kind() -> None:
         dict(record="skipped", method="d", keep=0.25, reason="no"),
     ]
     # At 0.25, the middle keep, c is right half the time on 3 and 4. Scores of 0: 1 0 0; of 3: 0 1 ½; of 4: 1 0 ½.
-    assert choose(records, Wanted(2)) == (0.25, [0, 3])  # a kind each; of 3 and 4, which are alike, the earlier one
+    assert choose_questions(records, SampleRequest(2)) == (
+        0.25,
+        [0, 3],
+    )  # a kind each; of 3 and 4, which are alike, the earlier one
     other = [records[0] | dict(kind_of_question="000011"), *records[1:]]
-    assert choose(other, Wanted(2)) == (0.25, [0, 4])  # 3 is of the kind of 0
-    assert choose(records, Wanted(3)) == (0.25, [0, 3, 4])
-    assert choose(records, Wanted(9)) == (0.25, [0, 3, 4, 1, 2, 5])
-    assert choose(records, Wanted(2, (5, 1))) == (0.25, [5, 1])
+    assert choose_questions(other, SampleRequest(2)) == (0.25, [0, 4])  # 3 is of the kind of 0
+    assert choose_questions(records, SampleRequest(3)) == (0.25, [0, 3, 4])
+    assert choose_questions(records, SampleRequest(9)) == (0.25, [0, 3, 4, 1, 2, 5])
+    assert choose_questions(records, SampleRequest(2, (5, 1))) == (0.25, [5, 1])
     # No image comes twice while there is another on which they disagree.
-    assert choose(records, Wanted(2), "abcada") == (0.25, [0, 4])
-    assert choose(records, Wanted(3), "aaaaab") == (0.25, [0, 3, 4])
-    assert choose(records, Wanted(0)) == (None, [])
-    assert choose(records[:2], Wanted(2)) == (None, [])
+    assert choose_questions(records, SampleRequest(2), "abcada") == (0.25, [0, 4])
+    assert choose_questions(records, SampleRequest(3), "aaaaab") == (0.25, [0, 3, 4])
+    assert choose_questions(records, SampleRequest(0)) == (None, [])
+    assert choose_questions(records[:2], SampleRequest(2)) == (None, [])
     # Of two keeps the lower one, whichever was named first.
-    assert choose([*records[:2], records[3], records[2]], Wanted(1))[0] == 0.25
+    assert choose_questions([*records[:2], records[3], records[2]], SampleRequest(1))[0] == 0.25
     graded = told("g", 0.5) | dict(scores=[[0.2, 0.9, 0.5, 0.5, 0.5, 0.5]])
-    assert choose([*records[:2], graded, told("a", 0.5, "100000")], Wanted(1)) == (0.5, [1])
+    assert choose_questions([*records[:2], graded, told("a", 0.5, "100000")], SampleRequest(1)) == (0.5, [1])
 
 
-def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    assert Wanted.of(None, "", None).count == 0 and Wanted.of(None, "", tmp_path).count == 4
-    assert Wanted.of(None, "3, 17,3", tmp_path) == Wanted(2, (3, 17))
-    assert Wanted.of(0, "", tmp_path).count == 0
-    for count, numbers, run, message in (
-        (2, "", None, "name one with --run"),
-        (None, "3", None, "name one with --run"),
-        (2, "3", tmp_path, "leave one of them out"),
+def test_conflicting_sample_options_are_refused(tmp_path: Path) -> None:
+    assert SampleRequest.from_options(None, "", None).count == 0
+    assert SampleRequest.from_options(None, "", tmp_path).count == 4
+    assert SampleRequest.from_options(None, "3, 17,3", tmp_path) == SampleRequest(2, (3, 17))
+    assert SampleRequest.from_options(0, "", tmp_path).count == 0
+    for count, indices, run, message in (
+        (2, "", None, "Pass --run"),
+        (None, "3", None, "Pass --run"),
+        (2, "3", tmp_path, "Pass only one"),
         (None, "a", tmp_path, "such as 3,17"),
     ):
         with pytest.raises(OptionError, match=message):
-            Wanted.of(count, numbers, run)
-    for number in (-1, 3):
-        with pytest.raises(OptionError, match="numbers 0 to 2"):
-            Wanted(1, (number,)).check(3)
+            SampleRequest.from_options(count, indices, run)
+    for index in (-1, 3):
+        with pytest.raises(OptionError, match="from 0 to 2"):
+            SampleRequest(1, (index,)).check(3)
     line = refused("bench", "--images", 1, "--run", tmp_path / "run", "--sample", 8, "--device", "cpu")
-    assert "--sample 8: the questions have the numbers 0 to 7" in line
+    assert "--sample 8 is out of range. Pass indices from 0 to 7." in line
 
 
 # -- a run of the shipped model
@@ -104,7 +108,11 @@ def run(drawn: Path, tmp_path: Path) -> Path:
 def test_what_is_drawn_is_what_the_run_counted(drawn: Path) -> None:
     data = json.loads((drawn / FOLDER / FILE).read_text())
     lines = [json.loads(line) for line in (drawn / "predictions.jsonl").read_text().splitlines()]
-    assert (data["keep"], data["how"], len(data["samples"])) == (0.25, "on which the methods disagree most", 2)
+    assert (data["keep"], data["how"], len(data["samples"])) == (
+        0.25,
+        "with the largest disagreement between methods",
+        2,
+    )
     for sample in data["samples"]:
         assert sample["tokens"] == 256
         assert [(one["method"], one["seed"]) for one in sample["methods"]] == [
@@ -137,7 +145,8 @@ def test_what_is_drawn_is_what_the_run_counted(drawn: Path) -> None:
     assert page == (drawn.parent / "page.html").read_text()  # `bench --html` and `report --html` say the same
     assert page.count("data:image/webp;base64,") == 8
     assert (
-        "What pool keeps of the image" in page and "Questions on which the methods disagree most, at keep 0.25" in page
+        "What pool keeps of the image" in page
+        and "Questions with the largest disagreement between methods, at keep 0.25" in page
     )
 
 
@@ -171,7 +180,7 @@ def test_what_a_kill_left_out_is_drawn_and_what_is_not_shown_goes(run: Path, mon
     call(*RUN, "--run", run, "--sample", f"{other},{first}")
     assert [one for one in made if one is not None] == [other]
     data = json.loads((run / FOLDER / FILE).read_text())
-    assert [one["question"] for one in data["samples"]] == [other, first] and data["how"] == "named by --sample"
+    assert [one["question"] for one in data["samples"]] == [other, first] and data["how"] == "chosen with --sample"
     assert {file.name.split("-")[0] for file in (run / FOLDER).glob("*.webp")} == {str(other), str(first)}
     for damage in ("{", "[]", '{"schema": 0}', '{"schema": 1, "keep": 0.25, "samples": [3, {"methods": [1]}]}'):
         made.clear()
@@ -197,7 +206,7 @@ def sampled(tmp_path: Path, subject: Any, question: Any, *methods: str) -> list[
         dict(method=one["method"], keep=0.5, seed=None, question=0, prediction="p", score=1) for one in records[1:]
     ]
     (tmp_path / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    draw_samples(tmp_path, subject, [question], records, Wanted(1))
+    draw_samples(tmp_path, subject, [question], records, SampleRequest(1))
     (sample,) = json.loads((tmp_path / FOLDER / FILE).read_text())["samples"]
     return [sample, *sample["methods"]]
 
@@ -333,4 +342,4 @@ def test_damaged_samples_are_said_and_the_page_is_made(changes: dict, message: s
 def test_without_samples_the_page_says_how_to_get_them(tmp_path: Path) -> None:
     write_run(tmp_path / "results.jsonl", *[result("random", 0.25, 60, 60)])
     page = make_page(read_runs([tmp_path]))
-    assert "This run has no drawn samples." in page and "<code>--samples 4</code> draws some" in page
+    assert "This run has no drawn samples." in page and "<code>--samples 4</code> to draw some" in page

@@ -39,7 +39,7 @@ def test_the_cheapest_within_one_point_and_within_three() -> None:
         "KV cache": "0 of 0 KiB (25 %)",
         "accuracy %": "99.0, -1.0 [-2.5, +0.0]",
     }
-    assert dict(three.facts)["TTFT"] == "not taken"
+    assert dict(three.facts)["TTFT"] == "not measured"
     assert one.line.startswith("Best at ≤ 1 point lost: half at keep 0.5: accuracy % 99.0, -1.0 [-2.5, +0.0], visual")
     # Four of 200 wrong is 2 points, and would be 3 with five and six: the limit itself is within.
     assert verdicts(result("limit", 0.2, 97, 97))[1].row.method == "limit"
@@ -61,7 +61,7 @@ def test_ties_are_said() -> None:
     rivals = [swapped("equal", 0.25, 2), result("first", 0.25, 99, 99), result("near", 0.25, 98, 99)]
     one, _ = verdicts(*RIVALS, *rivals, result("dear", 0.5, 99, 99))
     assert one.row.method == "equal"  # as it came first
-    assert "Not significantly different from it, and no dearer: first at keep 0.25, near at keep 0.25." in one.remarks
+    assert "Not significantly different at no higher cost: first at keep 0.25, near at keep 0.25." in one.remarks
     faster = result("first", 0.25, 99, 99, timing=timing(0.5))
     assert verdicts(*RIVALS, rivals[0], faster)[0].row.method == "first"
     # A token of a hundred more or less is no other cost; two are.
@@ -74,18 +74,21 @@ def test_ties_are_said() -> None:
 def test_the_interval_says_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     same, few = result("same", 0.25, 100, 100), result("few", 0.1, 99, 99)
     one, three = verdicts(few, same)
-    assert one.row.method == "few" and one.remarks[-1] == "A difference of 0 is inside the interval: no loss is shown."
-    assert one.doubt == "Not certain: with 200 questions, the interval reaches beyond 1 point. No other setting is."
+    assert one.row.method == "few" and one.remarks[-1] == "The interval includes 0: no loss is shown."
+    assert (
+        one.doubt
+        == "Not certain: with 200 questions, the interval reaches beyond 1 point. No other setting is certain."
+    )
     assert three.doubt == "" and one.line.endswith(one.doubt)  # [-2.5, 0]: shown to lose at most 3
     # Without a single change the interval has no width: 200 questions show 3 points and not one.
     one, three = verdicts(same)
-    assert one.doubt == "Not certain: 200 questions are too few to tell. No other setting is." and three.doubt == ""
+    assert one.doubt == "Not certain: 200 questions are too few. No other setting is certain." and three.doubt == ""
     monkeypatch.setattr(report_runs, "QUESTIONS", 400)
     unpatched, same = result("unpatched", 1.0, 200, 200), result("same", 0.25, 200, 200)
     few, asked = result("few", 0.1, 199, 198), header(kind_of_question="01" * 200)
     one, _ = find_verdicts(summarise([asked, unpatched, few, same]))
     assert one.row.method == "few" and one.doubt == (
-        "Not certain: with 400 questions, the interval reaches beyond 1 point. Certain is same at keep 0.25, with 25 "
+        "Not certain: with 400 questions, the interval reaches beyond 1 point. Certain: same at keep 0.25, with 25 "
         "of 100 (25 %)."
     )
     assert find_verdicts(summarise([asked, unpatched, same]))[0].doubt == ""
@@ -94,20 +97,20 @@ def test_the_interval_says_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_speaks_against_it_is_said() -> None:
     best = verdicts(*RIVALS[:1], result("downsample", 0.25, 100, 100), result("same", 0.25, 100, 100))[0]
     assert best.row.method == "downsample"
-    assert "`downsample` is a baseline: no method scores higher for as little." in best.remarks
+    assert "`downsample` is a baseline: no method scores higher at this cost." in best.remarks
     near = verdicts(result("random", 0.25, 99, 98), result("good", 0.25, 99, 99, timing=timing(0.5, load=9.0)))[0]
     assert near.row.method == "good"
-    assert "It is not shown to be better than `random` at the same keep." in near.remarks
-    assert near.remarks[-1] == "The machine was busy while times were taken: do not rely on this one."
+    assert "Not shown to be better than `random` at the same keep." in near.remarks
+    assert near.remarks[-1] == "The machine was busy during the measurement, so the times are not reliable."
     base, lost = result("unpatched", 1.0, 60, 60), result("lost", 0.25, 90, 30)
     found = find_verdicts(summarise([header(), base, lost]))[0]
-    assert "Lost whatever the mean says: word 60 → 30 %." in found.remarks
+    assert "Collapsed although the mean is good: word 60 → 30 %." in found.remarks
 
 
 def test_an_empty_run_and_one_that_saves_nothing() -> None:
     for records in ([], [result("full", 1.0, 100, 100)]):
         for one in find_verdicts(summarise([header(), BASE, *records])):
-            assert one.row is None and one.answer == "nothing was run that leaves out visual tokens" and not one.facts
+            assert one.row is None and one.answer == "no setting of this run drops visual tokens" and not one.facts
     asked_nothing = summarise([header(evidence_only=True), BASE, *RIVALS])
     assert find_verdicts(asked_nothing) == []
 
@@ -129,7 +132,7 @@ def test_the_page_opens_with_it() -> None:
     page = make_page([made("", *RIVALS, result("half", 0.5, 99, 99))])
     places = [page.index(text) for text in ("half at keep 0.5", "<svg viewBox", 'id="warnings-1"', "<td")]
     assert places == sorted(places) and page.count("<h4>Best at") == 2
-    assert ">TTFT</dt><dd>not taken<" in page.replace("\n", "")
+    assert ">TTFT</dt><dd>not measured<" in page.replace("\n", "")
     several = make_page([made("A", *RIVALS, result("half", 0.5, 99, 99)), made("B", *RIVALS)])
     assert several.index("A: Best at ≤ 1 point lost: half at keep 0.5") < several.index("<svg viewBox")
     assert 'class="verdict open"' in several

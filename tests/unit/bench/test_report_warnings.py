@@ -47,7 +47,7 @@ def test_worse_and_not_better_are_told_apart() -> None:
     worse, equal = result("worse", 0.25, 40, 60), result("equal", 0.25, 60, 60)
     found = one_warning("worse-than-random", *RIVALS, worse, equal)
     assert len(found.items) == 1 and found.items[0].startswith("worse at 0.25: -10.0 points [-")
-    assert found.level is warnings.Level.BAD and "picked at random get more" in found.text
+    assert found.level is warnings.Level.BAD and "random tokens get a higher" in found.text
     assert one_warning("not-better-than-random", *RIVALS, worse, equal).items == ("equal at 0.25",)
     # 50 % against downsample's 50 %: not better, and not worse either
     assert one_warning("not-better-than-downsample", *RIVALS, worse).items == ("worse at 0.25",)
@@ -83,7 +83,7 @@ def test_slow_and_busy_runs_are_named() -> None:
 
     assert codes(*RIVALS, timed(0.99)) == []
     found = one_warning("not-faster", *RIVALS, timed(1.0))
-    assert found.items == ("good at 0.25: 1.00 × the time of the unpatched",)
+    assert found.items == ("good at 0.25: 1.00 × the unpatched time",)
     assert codes(*RIVALS, timed(0.5, load=2.4)) == []
     assert "2.6 on 2 cores" in one_warning("busy", *RIVALS, timed(0.5, load=2.6)).text
     # Of times that are not to be relied on nothing is concluded.
@@ -97,7 +97,7 @@ def test_few_questions_are_named() -> None:
 
     records = [header(kind_of_question="01" * 8 + "0" * 4), short(BASE), *map(short, RIVALS), short(GOOD)]
     (found,) = (one for one in warnings.find_warnings(results.summarise(records)) if one.code == "few-questions")
-    assert found.title == "Only 20 questions" and "as few as 8 questions" in found.text
+    assert found.title == "Only 20 questions" and "the smallest kind has 8 questions" in found.text
 
 
 def test_what_is_missing_is_named() -> None:
@@ -118,7 +118,7 @@ def test_the_page_says_of_a_shipped_model_what_the_command_says() -> None:
         run = made("", environment=shipped | {"weights": weights}, data={"name": name, "skipped": []})
         known = name != "photos.jsonl" or weights is None
         assert (said in make_page([run])) is not known
-        assert any(said in line for line in warnings.lines(run.results)) is not known
+        assert any(said in line for line in warnings.format_warnings(run.results)) is not known
     assert "photos and pages with drawn objects" in describe_known_images("demo_smol (shipped)")
     assert draw_set("documents", 1).about()["name"].startswith(results.DRAWN_PREFIX)
 
@@ -126,8 +126,8 @@ def test_the_page_says_of_a_shipped_model_what_the_command_says() -> None:
 def test_a_page_without_a_winner_shows_no_card_of_one() -> None:
     low = [result("unpatched", 1.0, 19, 19), result("some", 0.25, 19, 19)]
     page = make_page([Run("run", results.summarise([header(), *low]))])
-    assert "Nothing is shown" in page and "Best at" not in page and "Taken is what has the fewest" not in page
-    assert "Best at" in make_page([made()]) and "Taken is what has the fewest" in make_page([made()])
+    assert "Nothing is shown" in page and "Best at" not in page and "The best setting has the fewest" not in page
+    assert "Best at" in make_page([made()]) and "The best setting has the fewest" in make_page([made()])
 
 
 def test_the_worst_comes_first_and_lines_are_short() -> None:
@@ -137,7 +137,7 @@ def test_the_worst_comes_first_and_lines_are_short() -> None:
     found = warnings.find_warnings(made)
     assert [one.level for one in found] == sorted(one.level for one in found)
     assert {"worse-than-random", "ocr-collapse", "busy", "skipped-methods"} <= {one.code for one in found}
-    lines = warnings.lines(made)
+    lines = warnings.format_warnings(made)
     assert lines[0].startswith("Worse than `random`: m0 at 0.25: -30.0 points") and lines[0].endswith("; and 2 more")
     assert not [line for line in lines if "busy" in line or "left out" in line]  # the tables say these
 
@@ -150,7 +150,7 @@ def test_a_run_cannot_be_named_twice(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/results.jsonl").write_text(first.read_text())
     for same in (first, tmp_path / "run"):
-        with pytest.raises(TokenPruneError, match=r"hold the same run: name each run once"):
+        with pytest.raises(TokenPruneError, match=r"are the same run"):
             read_runs([first, write_run(tmp_path / "b.jsonl", date="later"), same])
     runs = read_runs([first, write_run(tmp_path / "b.jsonl", date="later")])
     assert [(run.label, run.title) for run in runs] == [("A", "A: a.jsonl"), ("B", "B: b.jsonl")]
@@ -186,10 +186,10 @@ def test_runs_are_compared_where_they_asked_the_same() -> None:
         made("D", data=data | dict(digest="1", name="y")), made("E", metric="relaxed"),
         made("F", kinds=["colour", "x"]),
     ]  # fmt: skip
-    assert [[run.label for run in group] for group in compare.same_questions(runs)] == [
+    assert [[run.label for run in group] for group in compare.group_by_questions(runs)] == [
         ["A", "B"], ["C", "D"], ["E"], ["F"],
     ]  # fmt: skip
-    assert compare.same_machine(runs) and not compare.same_machine([runs[0], made(environment=dict(threads=2))])
+    assert compare.is_same_machine(runs) and not compare.is_same_machine([runs[0], made(environment=dict(threads=2))])
 
 
 def test_the_table_of_two_runs_by_hand() -> None:
@@ -197,7 +197,7 @@ def test_the_table_of_two_runs_by_hand() -> None:
     other = made(
         "B", *RIVALS, result("new", 0.25, 90, 80), result("good", 0.25, 96, 98), environment=dict(model="other")
     )
-    (table,) = compare.comparisons([first, other])
+    (table,) = compare.build_comparisons([first, other])
     assert table.title == "A and B on the same questions"
     assert table.columns[2:] == (
         "A: accuracy %",
@@ -213,7 +213,7 @@ def test_the_table_of_two_runs_by_hand() -> None:
     assert rows["good", "0.5"] == ["99.0", "-1.0", "50", "", "", ""]
     assert rows["new", "0.25"] == ["", "", "", "85.0", "-15.0", "25"]
     assert [row[0].text for row in table.rows] == ["unpatched", "random", "downsample", "good", "good", "new"]
-    assert compare.comparisons([first]) == []
+    assert compare.build_comparisons([first]) == []
 
 
 def test_the_command_takes_several_runs(tmp_path: Path) -> None:
@@ -228,4 +228,4 @@ def test_the_command_takes_several_runs(tmp_path: Path) -> None:
     assert "- Reading is lost" in text and "**A and B on the same questions**" in text
     assert "## " not in call("report", first, "--markdown").stdout
     assert "--plot draws one run" in refused("report", first, other, "--plot", tmp_path / "p.png")
-    assert "hold the same run" in refused("report", first, first)
+    assert "are the same run" in refused("report", first, first)

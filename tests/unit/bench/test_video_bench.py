@@ -186,7 +186,7 @@ def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "evidence.jsonl"
     made = call(
         "bench", "--model", folder, "--set", "videos", "--images", 1, "--methods", "uniform", "--keep", "0.25",
-        "--evidence", "--device", "cpu", "--json", out, "--run", tmp_path / "run",
+        "--evidence", "--details", "--device", "cpu", "--json", out, "--run", tmp_path / "run",
     )  # fmt: skip
     assert "Evidence kept" in made.output and "no scores" in made.output.replace("\n", " ")
     assert "Accuracy" not in made.output and "Controls" not in made.output and "Not shown" not in made.output

@@ -48,7 +48,7 @@ def test_every_method_has_a_page(name: str) -> None:
 
 def test_the_table_of_families_is_current_and_every_page_has_a_method() -> None:
     docs = generator("docs")
-    assert all(path.read_text() == text for path, text in docs.written().items()), "run python dev/docs.py"
+    assert all(path.read_text() == text for path, text in docs.generate().items()), "run python dev/docs.py"
     assert {path.stem for path in docs.pages()} == set(tokenprune.available_methods())
 
 
@@ -113,11 +113,11 @@ def test_the_example_method_of_the_guide_works(build, tmp_path, monkeypatch) -> 
 
 
 def test_the_shares_of_virtual_unmerging_are_those_of_the_closed_form() -> None:
-    """The table of docs/methods/dymu.md: the size of LLaVA-1.5-7B's decoder, 64 text tokens, a quarter kept."""
+    """The table of docs/results/methods.md: the size of LLaVA-1.5-7B's decoder, 64 text tokens, a quarter kept."""
     shape = DecoderShape(
         layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128,
     )  # fmt: skip
-    page = (ROOT / "docs/methods/dymu.md").read_text()
+    page = (ROOT / "docs/results/methods.md").read_text()
     for visual in (576, 2880):
         full, left = 64 + visual, 64 + visual // 4
         whole = shape.layer_flops(full)

@@ -169,7 +169,7 @@ def test_the_choice_for_long_prompts_is_linear_in_the_tokens_and_the_other_is_no
 
 
 def test_the_choices_for_vllm_are_served() -> None:
-    from tokenprune.integrations.vllm.settings.servable import check_method
+    from tokenprune.integrations.vllm.settings.parse import check_method
 
     for name in ("server", *generator("which_method").SERVED):
         check_method(tokenprune.method(ADVICE[name].method))

@@ -98,16 +98,14 @@ def test_commands_of_a_page_have_the_options_that_it_gives_them(page: Path) -> N
 
 
 def test_the_servers_profiles_are_those_that_clients_name() -> None:
-    from tokenprune.integrations.vllm.settings.configuration import split
+    from tokenprune.integrations.vllm.settings.configuration import split_server_keys
+    from tokenprune.integrations.vllm.settings.parse import parse_setting
     from tokenprune.integrations.vllm.settings.server_config import ServerConfig
-    from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
     page = ROOT / "docs/serving/start.md"
     (words,) = (words for words in shell_lines(page) if words[:2] == ["vllm", "serve"])
     setting = json.loads(words[words.index("--mm-processor-kwargs") + 1])["tokenprune"]
-    server, offered = split(setting)
-    offer = ServerConfig.from_json(
-        offered, ServedSetting.from_json(server), lambda profile: ServedSetting.from_json(server, profile)
-    )
+    server, offered = split_server_keys(setting)
+    offer = ServerConfig.from_json(offered, parse_setting(server), lambda profile: parse_setting(server, profile))
     first, *others = (word for word in words if word.startswith("qwen"))
     assert [f"{first}:{name}" for name in offer.names] == others

@@ -18,15 +18,14 @@ from transformers import DynamicCache
 import tokenprune
 from tokenprune import Budget
 from tokenprune.integrations.hf.attention_observer import Observer
-from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, reduction_of
+from tokenprune.integrations.hf.cache.reduced_cache import Reduction, attach, get_reduction
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
 from tokenprune.integrations.hf.forward.call import _NO_SEGMENTS, Call
-from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
+from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, find_key_positions
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Plan, Step, plan_cuts
 from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
-from tokenprune.integrations.hf.forward.token_state import TokenState
-from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.forward.token_state import Layout, TokenState
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.models.decoder_shape import DecoderShape
@@ -43,7 +42,7 @@ def layout_of(*kept: list[int], length: int) -> Layout:
     gone = torch.ones(len(kept), length, dtype=torch.bool)
     for row, positions in enumerate(kept):
         gone[row, positions] = False
-    return Layout.full(len(kept), length, gone.device).cut(gone, [len(positions) for positions in kept])[0]
+    return Layout.build_uncut(len(kept), length, gone.device).cut(gone, [len(positions) for positions in kept])[0]
 
 
 def segments_of(counts: list[int], rows: list[int]) -> Segments:
@@ -96,12 +95,12 @@ def test_nothing_is_read_of_the_device_until_it_is_asked_for():
 def test_columns_are_those_of_the_past_and_then_those_that_remain():
     layout = layout_of([1, 3], [0, 1, 3], length=4)  # ragged: the first row has an empty slot
     device = torch.device("cpu")
-    assert columns_for(2, layout, 0, None, device).tolist() == [[-1, 1, 3], [0, 1, 3]]
-    assert columns_for(2, layout, 2, None, device).tolist() == [[0, 1, -1, 3, 5], [0, 1, 2, 3, 5]]
+    assert find_key_positions(2, layout, 0, None, device).tolist() == [[-1, 1, 3], [0, 1, 3]]
+    assert find_key_positions(2, layout, 2, None, device).tolist() == [[0, 1, -1, 3, 5], [0, 1, 2, 3, 5]]
     slots = [(0, torch.tensor([[0, 1], [0, 1]])), (2, torch.tensor([[1], [-1]]))]
     reduction = Reduction(2, slots, ragged=True)
-    assert columns_for(1, layout, 2, reduction, device).tolist() == [[0, 1, -1, 3, 5], [0, 1, 2, 3, 5]]
-    assert columns_for(2, layout, 2, reduction, device).tolist() == [[1, -1, 3, 5], [-1, 2, 3, 5]]
+    assert find_key_positions(1, layout, 2, reduction, device).tolist() == [[0, 1, -1, 3, 5], [0, 1, 2, 3, 5]]
+    assert find_key_positions(2, layout, 2, reduction, device).tolist() == [[1, -1, 3, 5], [-1, 2, 3, 5]]
 
 
 @pytest.fixture
@@ -176,9 +175,9 @@ def test_what_is_made_for_one_layer_serves_the_group():
     start = LayerInputs(0, layout_of([0, 1, 2], length=3), torch.arange(3)[None], False, 0, None, None)
     group = LayerInputs(1, layout_of([0, 2], length=3), torch.tensor([[0, 2]]), False, 0, None, start)
     positions = torch.tensor([[7, 8, 9]])
-    assert group.gathered(positions, -1).tolist() == [[7, 9]]
-    assert group.gathered(positions, -1) is group.gathered(positions, -1)
-    assert start.gathered(positions, -1) is positions
+    assert group.gather_for_group(positions, -1).tolist() == [[7, 9]]
+    assert group.gather_for_group(positions, -1) is group.gather_for_group(positions, -1)
+    assert start.gather_for_group(positions, -1) is positions
     mask = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
     adapter = SimpleNamespace(attention="sdpa")
     made = group.attention_mask(mask, KeySpan(-2, None, 2), adapter, torch.float32)
@@ -203,7 +202,7 @@ def test_a_plan_is_a_value():
     plan = plan_of(step(1, 0.5), step(2, 1.0), step(3, 0.5))
     assert plan.cuts == {1, 3} and plan.kept == [2, 1, 2] and plan.text == [8, 1]
     assert [stage.arrived for stage in plan.stages] == [[8, 4, 8], [4, 2, 4]]
-    again = plan.stage(step(3, 0.5), [8, 4, 8])
+    again = plan.plan_step(step(3, 0.5), [8, 4, 8])
     assert again.kept == [4, 2, 4] and plan.kept == [2, 1, 2]
     with pytest.raises(AttributeError):
         plan.text = []
@@ -212,9 +211,9 @@ def test_a_plan_is_a_value():
 def test_a_plan_is_raised_where_a_part_asks_for_more():
     plan = plan_of(step(1, 0.25), step(2, 0.5))
     assert plan.kept == [1, 1, 1]
-    raised = plan.raised(lambda step, arrived, wanted: [max(3, one) for one in wanted])
-    assert raised.stages[0].wanted == [2, 1, 2] and raised.stages[1].arrived == [3, 3, 3] == raised.kept
-    more = raised.raised(lambda step, arrived, wanted: [one + step.layer for one in wanted])
+    raised = plan.with_floor(lambda step, arrived, wanted: [max(3, one) for one in wanted])
+    assert raised.stages[0].requested == [2, 1, 2] and raised.stages[1].arrived == [3, 3, 3] == raised.kept
+    more = raised.with_floor(lambda step, arrived, wanted: [one + step.layer for one in wanted])
     assert [stage.kept for stage in more.stages] == [[4, 4, 4], [5, 5, 5]] and plan.kept == [1, 1, 1]
     assert plan_of(step(1, 16)).cuts == frozenset()
 
@@ -232,12 +231,12 @@ def test_planning_again_says_nothing(caplog):
     model = family.build()
     with tokenprune.patched(model, "fastv", keep=0.1, layer=1, guard="warn"), torch.no_grad():
         engine = get_attachment(model).engine
-        engine.planner._on_plan.append(Watch().on_plan)
+        engine._on_plan.append(Watch().on_plan)
         model(**family.make_inputs())
     (call,) = calls
     assert call.plan.cuts == {1}
     told = list(caplog.records)
-    again = call.plan.raised(lambda step, arrived, wanted: list(wanted))
+    again = call.plan.with_floor(lambda step, arrived, wanted: list(wanted))
     assert again.kept == call.plan.kept and caplog.records == told
 
 
@@ -267,8 +266,8 @@ def test_a_cache_gets_back_the_class_that_it_had():
     assert type(cache) is not Own and isinstance(cache, Own) and cache.get_seq_length() == 3
     copied = copy.deepcopy(cache)
     cache.reset()
-    assert type(cache) is Own and reduction_of(cache) is None
-    assert reduction_of(copied).length == 3 and type(copied) is not Own
+    assert type(cache) is Own and get_reduction(cache) is None
+    assert get_reduction(copied).length == 3 and type(copied) is not Own
 
 
 def test_the_shape_of_a_decoder_is_enough_to_plan():

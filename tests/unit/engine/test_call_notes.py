@@ -40,7 +40,7 @@ def test_features_that_the_caller_merged_are_not_pruned(name: str, method: str, 
         assert torch.equal(model(**embeds).logits, want)
         assert torch.equal(model.generate(**embeds, max_new_tokens=3), answer)
         (note,) = tokenprune.stats(model).notes
-        assert "nothing was pruned" in note and "pixel_values" in note
+        assert "no tokens were pruned" in note and "pixel_values" in note
         assert logged(caplog) == [note]
         model(**family.make_inputs())  # with pixels
         model(input_ids=torch.full((1, 4), 30))  # text

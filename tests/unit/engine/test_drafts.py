@@ -21,7 +21,7 @@ from tests.unit.engine.test_cache import words
 from tests.unit.families.test_families_special import PROBES, NextProbe
 from tests.unit.tower.test_packed_encoder import photos, small_processor
 from tokenprune import Site
-from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
+from tokenprune.integrations.hf.cache.reduced_cache import get_reduction
 from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 
@@ -153,7 +153,7 @@ def test_nothing_taken_back_frees_what_was_recorded(build) -> None:
         _, cache, _ = answer(model, inputs, words(1, 6), record=True)
         cache.crop(0)
         plain = answer(model, inputs, words(1, 6), record=False)[1]
-    assert reduction_of(cache) is not None
+    assert get_reduction(cache) is not None
     assert [layer.keys.shape for layer in cache.layers] == [layer.keys.shape for layer in plain.layers]
 
 

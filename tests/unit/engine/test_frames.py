@@ -160,7 +160,7 @@ def test_frames_are_not_known_where_tokens_are_gone(build: Callable[..., Any]) -
     (tokens,) = later.seen
     assert tokens.segments.frames == [None, [tokens.counts[1]]]
     for first in ("uniform", "tome"):
-        with pytest.raises(OptionError, match=f"{first} removes some of them before"):
+        with pytest.raises(OptionError, match=f"{first} drops some of the tokens before"):
             tokenprune.patch(model, [first, Inside()], keep=0.5)
     assert not tokenprune.is_patched(model)
     with tokenprune.patched(model, ["uniform", Inside()], keep=[1.0, 0.5]):
@@ -198,7 +198,7 @@ def test_other_scopes(per: str, build: Callable[..., Any]) -> None:
     model, budget = build(family), Budget(keep=0.5, per=per)
     tokens = watched(model, family.make_inputs(images=(1,), video=5), budget, Plain())
     assert tokens.segments.frames == ([[4]] * 5 + [[tokens.counts[5]]] if per == "frame" else [None])
-    with pytest.raises(BudgetError, match=f"per=\"image\" in place of per='{per}'"):
+    with pytest.raises(BudgetError, match=f"per=\"image\" instead of per='{per}'"):
         tokenprune.patch(model, Watcher(), keep=budget)
 
 
@@ -229,7 +229,7 @@ def test_a_video_that_was_encoded_elsewhere_is_refused(build: Callable[..., Any]
     encoded = model.model.get_video_features(**pixels, return_dict=True)
     with (
         tokenprune.patched(model, Watcher(), keep=0.5),
-        pytest.raises(UnsupportedSetupError, match="which of the 20 tokens of this one of 'qwen2_5_vl'"),
+        pytest.raises(UnsupportedSetupError, match="frames of a 'qwen2_5_vl' video with 20 tokens"),
     ):
         model(**inputs, video_grid_thw=pixels["video_grid_thw"], mm_encoder_outputs={"video": encoded})
 
@@ -243,7 +243,7 @@ def test_frames_that_do_not_split_the_tokens_are_refused(build: Callable[..., An
         monkeypatch.setattr("tokenprune.integrations.hf.families.Adapter.video_frames", lambda *_, told=told: told)
         with (
             tokenprune.patched(model, Watcher(), keep=0.5),
-            pytest.raises(UnsupportedSetupError, match="Frames that the processor dropped"),
+            pytest.raises(UnsupportedSetupError, match="tokens are unknown"),
         ):
             model(**inputs)
     model(**inputs)  # as it was
@@ -261,7 +261,7 @@ def test_a_video_of_no_frames_is_refused(build: Callable[..., Any]) -> None:
         for method in (Watcher(), "divprune"):
             with (
                 tokenprune.patched(model, method, keep=0.5),
-                pytest.raises(UnsupportedSetupError, match="A video of this call has no frames"),
+                pytest.raises(UnsupportedSetupError, match="A video of this call has 0 frames"),
             ):
                 model(**inputs)
 

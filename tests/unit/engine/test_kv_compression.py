@@ -44,7 +44,7 @@ def by_norm(model: nn.Module, share: float = 0.5) -> Iterator[None]:
     """Leave of each layer's and head's keys those of the smallest norm, once, behind the prompt; as kvpress does."""
 
     def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        layer, width = compat.cache_in(kwargs).layers[module.layer_idx], kwargs["hidden_states"].shape[1]
+        layer, width = compat.get_cache(kwargs).layers[module.layer_idx], kwargs["hidden_states"].shape[1]
         if layer.get_seq_length() != width:
             return  # a step
         quantized = isinstance(layer, QuantizedLayer)

@@ -62,16 +62,16 @@ def test_a_function_makes_what_a_gather_would(attention: str, kind: str, padding
         full = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
     functions = MaskFunctions(partial(making, **arguments), config, LENGTH, False)
     queries = keys.clamp(min=0)[:, 5:]
-    made = functions.made.mask(queries, keys, whole=False)
+    made = functions.built.build_mask(queries, keys, is_uncut=False)
     assert made.dtype == full.dtype and torch.equal(made, masks.gather_mask(full, queries, keys))
-    assert functions.of_layer(0, full) is functions.made
-    assert functions.of_layer(0, None) is None
+    assert functions.select_for_layer(0, full) is functions.built
+    assert functions.select_for_layer(0, None) is None
     heads = full.expand(2, 3, -1, -1)  # a decoder that adds a bias of its own
-    assert functions.of_layer(0, heads) is heads
+    assert functions.select_for_layer(0, heads) is heads
     other = full.float() if attention == "sdpa" else full == 0
-    assert functions.of_layer(0, other) is other
+    assert functions.select_for_layer(0, other) is other
     if padding == "none":  # what is a causal mask of all that is left needs none, unless a window is shorter
-        plain = functions.made.mask(queries, queries, whole=True)
+        plain = functions.built.build_mask(queries, queries, is_uncut=True)
         assert (plain is None) == (attention == "sdpa" and kind == "full")
         assert plain is None or torch.equal(plain, masks.gather_mask(full, queries, queries))
 
@@ -81,7 +81,7 @@ def test_attention_without_masks_of_pairs() -> None:
     for attention in ("flash_attention_2", "flex_attention"):
         config._attn_implementation_internal = attention
         functions, mask = MaskFunctions(making, config, LENGTH, True), torch.ones(1, 1, LENGTH, LENGTH).bool()
-        assert functions.attention is None and functions.of_layer(0, mask) is mask
+        assert functions.attention is None and functions.select_for_layer(0, mask) is mask
 
 
 @pytest.mark.parametrize(("batch", "kept"), [(1, 700), (2, 1100)])
@@ -155,8 +155,8 @@ def test_prompts_of_one_shape_share_what_masks_are_made_of(build, monkeypatch: p
     visual = family.visual_mask(model, inputs)[0].nonzero()[:, 0]
     mask = inputs.pop("attention_mask").bool()
     mask[0, visual[1::2]] = False  # one that a cut leaves: what is real stays a part of the mask
-    made, original = [], compat.masks_for_generate
-    monkeypatch.setattr(compat, "masks_for_generate", lambda *given: made.append(1) or original(*given))
+    made, original = [], compat.create_masks
+    monkeypatch.setattr(compat, "create_masks", lambda *given: made.append(1) or original(*given))
     with tokenprune.patched(model, "fastv", keep=len(visual) - 1, guard="off"):
         again = mask.clone()
         want = model(**inputs, attention_mask=mask).logits

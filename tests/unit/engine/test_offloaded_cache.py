@@ -19,7 +19,7 @@ import tokenprune
 from far_device import Far, counting, far_inputs, to_far
 from oracle import close
 from tokenprune import UnsupportedSetupError
-from tokenprune.integrations.hf.cache.layer_storage import keys_of
+from tokenprune.integrations.hf.cache.layer_storage import read_keys
 from zoo import FAMILIES
 
 METHODS = ["divprune", "fastv", ["divprune", "fastv"]]
@@ -117,7 +117,7 @@ def test_what_lies_on_the_host(method: str, streams) -> None:
             where = [isinstance(layer.keys, Far) for layer in cache.layers]
             assert where == [True] + [False] * (len(where) - 1)
         asked = streams.waits
-        keys = keys_of(cache, 1)
+        keys = read_keys(cache, 1)
         assert isinstance(keys, Far) and streams.waits == asked + 1
 
 

@@ -15,8 +15,8 @@ import families
 import tokenprune
 from each import each
 from tokenprune import UnsupportedSetupError
-from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.sequence.packing import restarts
+from tokenprune.integrations.hf.families import get_adapter
+from tokenprune.integrations.hf.sequence.packing import has_restart
 from tokenprune.integrations.shared.checks import find_unsupported_reason
 from zoo import FAMILIES, Family
 
@@ -122,7 +122,7 @@ def test_samples_of_every_family(family: Family, model) -> None:
     ends = torch.cat([torch.zeros(1, dtype=torch.long), real.sum(1).cumsum(0)]).int()
     row |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     for method in ("divprune", "fastv"):
-        if find_unsupported_reason(tokenprune.method(method), adapter_for(model).family) is not None:
+        if find_unsupported_reason(tokenprune.method(method), get_adapter(model).family) is not None:
             continue
         with tokenprune.patched(model, method, keep=0.5):
             want, before = model(**batch).logits[real], tokenprune.stats(model)
@@ -242,9 +242,10 @@ WRONG = {
 def test_what_is_wrong_with_packed_rows_is_said(how: str, build) -> None:
     family = FAMILIES["llava"]
     model, inputs = build(family), given(family, "cu_seq_lens")
-    said = dict.fromkeys(("differ", "end early", "fall"), "must be the same, and rise from 0").get(how, how)
+    message = dict.fromkeys(("differ", "end early", "fall"), "must be equal, and rise from 0")
+    message["other samples"] = "define different samples"
     with tokenprune.patched(model, "divprune", keep=0.5):
-        with pytest.raises(UnsupportedSetupError, match=said):
+        with pytest.raises(UnsupportedSetupError, match=message.get(how, how)):
             model(**inputs | WRONG[how](inputs))
         want = model(**inputs).logits  # the model is as it was
         ones = torch.ones_like(inputs["input_ids"])
@@ -275,12 +276,12 @@ def test_masks_that_cross_a_border_and_numbers_unread_are_refused(build) -> None
     with tokenprune.patched(model, "divprune", keep=0.5):
         mask = inputs["attention_mask"].clone()
         mask[0, 0, -1, 0] = True
-        with pytest.raises(UnsupportedSetupError, match="attention_mask of pairs"):
+        with pytest.raises(UnsupportedSetupError, match="4-D attention_mask"):
             model(**inputs | {"attention_mask": mask})
         additive = torch.zeros(mask.shape).masked_fill(~inputs["attention_mask"], torch.finfo(torch.float32).min)
         want = model(**inputs).logits
         assert torch.equal(model(**inputs | {"attention_mask": additive}).logits, want)
-        with pytest.raises(UnsupportedSetupError, match=r"numbers above 1.*its own row"):
+        with pytest.raises(UnsupportedSetupError, match=r"values above 1.*its own row"):
             model(**given(family, "a numbered mask"))  # not in training
 
 
@@ -407,9 +408,9 @@ def test_a_video_is_no_border(build) -> None:
 )
 def test_where_positions_begin_anew(row: list[int], wanted: bool) -> None:
     positions = torch.tensor(row)
-    assert restarts(positions[None]) is wanted
-    assert restarts(positions.expand(4, 1, -1)) is wanted
-    assert restarts(torch.stack([torch.arange(len(row)), positions])) is wanted  # any row of a batch
+    assert has_restart(positions[None]) is wanted
+    assert has_restart(positions.expand(4, 1, -1)) is wanted
+    assert has_restart(torch.stack([torch.arange(len(row)), positions])) is wanted  # any row of a batch
     # One axis alone falls.
-    assert not restarts(torch.stack([torch.arange(len(row)), positions])[:, None])
-    assert not restarts(positions[None], torch.zeros(1, len(row), dtype=torch.bool))
+    assert not has_restart(torch.stack([torch.arange(len(row)), positions])[:, None])
+    assert not has_restart(positions[None], torch.zeros(1, len(row), dtype=torch.bool))

@@ -19,7 +19,7 @@ import tokenprune
 from lossless_cache import lossless
 from oracle import close, generate_logits, reduced
 from tokenprune import UnsupportedSetupError
-from tokenprune.integrations.hf.cache.layer_storage import keys_of, values_of
+from tokenprune.integrations.hf.cache.layer_storage import read_keys, read_values
 from zoo import FAMILIES, HEAD_DIM
 
 METHODS = ["divprune", "fastv", ["divprune", "fastv"]]
@@ -101,8 +101,8 @@ def test_beams(build) -> None:
         for cache in (got.past_key_values, want.past_key_values):
             cache.reorder_cache(rows)
         for layer in range(len(want.past_key_values.layers)):
-            assert torch.equal(keys_of(got.past_key_values, layer), want.past_key_values.layers[layer].keys)
-            assert torch.equal(values_of(got.past_key_values, layer), want.past_key_values.layers[layer].values)
+            assert torch.equal(read_keys(got.past_key_values, layer), want.past_key_values.layers[layer].keys)
+            assert torch.equal(read_values(got.past_key_values, layer), want.past_key_values.layers[layer].values)
 
 
 def _python_unpack(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from transformers import StaticCache
 
 import tokenprune
 from far_device import Far, counting, far_inputs, to_far
-from tokenprune.integrations.hf.engine import planner
+from tokenprune.integrations.hf.forward import plan
 from tokenprune.kernels.transfer import FIFOCache
 from tokenprune.methods import tiles
 from zoo import FAMILIES, Family
@@ -31,13 +31,13 @@ def logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """The devices of the segments that are made, one for each search."""
     found: list[torch.device] = []
-    search = planner.find_segments
+    search = plan.find_segments
 
     def noted(masks: Any, outputs: Any, per: str, device: torch.device, *rest: Any) -> Any:
         found.append(device)
         return search(masks, outputs, per, device, *rest)
 
-    monkeypatch.setattr(planner, "find_segments", noted)
+    monkeypatch.setattr(plan, "find_segments", noted)
     return found
 
 

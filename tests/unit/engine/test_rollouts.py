@@ -55,7 +55,7 @@ def prompt_first(name: str, model: Any, prompt: dict[str, Any], answers: torch.T
     places = (mask.cumsum(1) - 1)[:, 1 - answers.shape[1] :]
     if name == "qwen2_5_vl":
         places = (places + model.model.rope_deltas).expand(3, -1, -1)
-    cache = {compat.CACHE: compat.cache_in(read)}
+    cache = {compat.CACHE: compat.get_cache(read)}
     rest = model(input_ids=answers[:, :-1], attention_mask=mask, position_ids=places, **cache)
     return of_answers(torch.cat([read.logits[:, -1:], rest.logits], 1), answers)
 

@@ -171,7 +171,7 @@ def test_a_stage_that_only_looks_changes_nothing(family: Family, batch: str, bui
 
 
 def test_nothing_is_compacted_where_nothing_leaves(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenprune.integrations.hf.sequence.layout import Layout
+    from tokenprune.integrations.hf.forward.token_state import Layout
 
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()

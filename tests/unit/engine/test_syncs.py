@@ -27,8 +27,9 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf.guard import images
 from tokenprune.integrations.hf.guard import pixels as guard_pixels
 from tokenprune.integrations.vllm.selection import before_llm
-from tokenprune.integrations.vllm.settings.plan import Plan, runs_of
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import get_method
+from tokenprune.integrations.vllm.settings.parse import parse_setting
+from tokenprune.integrations.vllm.settings.plan import Plan, find_runs
 from tokenprune.integrations.vllm.worker.rows import AwaitedRows
 from tokenprune.kernels import block_attention, transfer
 from tokenprune.methods.encoder.thresholds import Thresholds
@@ -409,12 +410,12 @@ def test_a_family_without_videos_is_asked_for_none(name: str) -> None:
 @pytest.mark.parametrize("name", ["apet", "divprune", "otprune", "pool", "random", "uniform"])
 def test_an_image_of_a_server(name: str, pieces: str, per_run: bool) -> None:
     """A worker of vLLM waits for no device: a plan says how many rows stay. With text within, or tiles."""
-    text = runs_of([9 if piece == "#" else 7 for piece in pieces], [piece == "#" for piece in pieces])
-    plan = Plan.make(ServedSetting.from_json({"method": name, "keep": 0.5}), text, per_run)
+    text = find_runs([9 if piece == "#" else 7 for piece in pieces], [piece == "#" for piece in pieces])
+    plan = Plan.make(parse_setting({"method": name, "keep": 0.5}), text, per_run)
     with counting() as served:
         rows = Far(torch.randn(sum(plan.counts), 16))
         segments = before_llm.build_segments(plan.counts, None, "image", rows.device)
-        kept, rows = before_llm.choose(plan.setting.acting, rows, 16, segments, plan.keep)
+        kept, rows = before_llm.choose(get_method(plan.setting), rows, 16, segments, plan.keep)
         awaited = AwaitedRows.from_kept(plan, rows, kept)
     assert not served.ours
     assert awaited.rows.shape[:2] == awaited.indices.shape == (1, plan.rows)

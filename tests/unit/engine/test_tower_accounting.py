@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from each import each
 from tokenprune.errors import UnsupportedModelError
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.models.tower_shape import FAMILY_JOINS as KNOWN
 from tokenprune.models.tower_shape import TowerShape, count_view_patches
 from zoo import FAMILIES
@@ -37,7 +37,7 @@ def test_a_config_with_fewer_patches_than_tokens_is_refused() -> None:
 def test_tower_flops_are_those_that_ran(name: str) -> None:
     family = FAMILIES[name]
     model = family.build("eager")
-    shape, base = TowerShape.from_config(model.config), adapter_for(model).base
+    shape, base = TowerShape.from_config(model.config), get_adapter(model).base
     for size in SIZES[name]:
         inputs = family.make_inputs(rows=1, sizes=[size])
         names = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "batch_num_images")

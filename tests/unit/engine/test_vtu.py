@@ -19,7 +19,7 @@ from oracle import close, generate_logits
 from tests.unit.engine.test_cache import longer, words
 from tests.unit.tower.test_encoder import expected_sources, with_features
 from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged
-from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.forward.token_state import Layout
 from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.selection.method import Selection
 from zoo import FAMILIES, HEAD_DIM, TEXT, Family
@@ -145,7 +145,7 @@ def test_merge_and_expand() -> None:
     merged = state.merge(x)
     torch.testing.assert_close(merged[0, 2:], torch.stack([(x[0, 0] + x[0, 2]) / 2, (x[0, 1] + x[0, 4]) / 2, x[0, 3]]))
     assert torch.equal(merged[1], x[1])
-    assert torch.equal(state.first(x)[0, 2:], x[0, [0, 1, 3]])
+    assert torch.equal(state.gather_first(x)[0, 2:], x[0, [0, 1, 3]])
     whole = state.expand(merged)
     assert torch.equal(whole[0, 0], whole[0, 2]) and torch.equal(whole[0, 1], whole[0, 4])
     torch.testing.assert_close(state.expand(state.merge(whole)), whole, atol=1e-7, rtol=0)

@@ -29,7 +29,7 @@ from staged_methods import (
 from tests.unit.engine.test_cache import longer, words
 from tokenprune import Budget, Selection, Site, VisualTokens
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.hf.sequence.segments import Kept, keep_segments
+from tokenprune.integrations.hf.sequence.segments import KeptTokens, drop_tokens
 from tokenprune.selection.apply import validate_selection
 from tokenprune.selection.segments import Segments
 from zoo import FAMILIES, Family
@@ -205,14 +205,14 @@ def segments_of(counts: list[int], device: str = "cpu") -> Segments:
 
 def test_padding_points_at_a_token_that_is_left() -> None:
     keep = torch.tensor([[False, True, False, True], [False] * 4, [False, False, True, False]])
-    left = keep_segments(segments_of([4, 4, 3]), Kept(keep, [2, 0, 1]))
+    left = drop_tokens(segments_of([4, 4, 3]), KeptTokens(keep, [2, 0, 1]))
     assert left.position.tolist() == [[4, 6], [13, 13]] and left.mask.tolist() == [[True, True], [True, False]]
     assert left.counts == [2, 1] and left.ordinal == [0, 2] and left.row == [0, 0]
 
 
 def test_nothing_is_left_of_anything() -> None:
     keep = torch.zeros(2, 3, dtype=torch.bool)
-    left = keep_segments(segments_of([3, 2]), Kept(keep, [0, 0]))
+    left = drop_tokens(segments_of([3, 2]), KeptTokens(keep, [0, 0]))
     assert len(left) == 0 and left.position.shape == (0, 0) and left.grids == []
 
 

@@ -25,7 +25,7 @@ from only_kept import only_kept
 from oracle import close, generate_logits, reduced, survivors
 from tokenprune import Pruner, Selection, Site, TokenPruneError, UnsupportedModelError, VisualTokens
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.models import families
 from tokenprune.models.families.tested import list_tested_sites
@@ -156,7 +156,7 @@ def test_the_tower_is_refused_where_it_is_not_known(family: Family, model) -> No
 def test_units_leave_the_tower_where_the_table_says(family: Family, model) -> None:
     """docs/reference/families.md has the same answers, and says of the others that they are refused."""
     drop = tokenprune.method("towerdrop", layer=1)
-    if find_unsupported_reason(drop, family.kind, config=adapter_for(model).config) is not None:
+    if find_unsupported_reason(drop, family.kind, config=get_adapter(model).config) is not None:
         with pytest.raises(TokenPruneError, match=family.kind):
             tokenprune.patch(model, drop, keep=0.3)
         return
@@ -188,7 +188,7 @@ def test_every_model_type_is_built_or_refused() -> None:
     if Version(transformers.__version__) < Version("5.24"):  # later ones may have more, which nobody looked at
         assert not mapping - built - set(families.REFUSED)
     for kind, support in families.SUPPORTED.items():
-        assert kind in CONFIG_MAPPING or compat.lacks(support.since), f"{kind} is not there from {support.since} on"
+        assert kind in CONFIG_MAPPING or compat.is_older_than(support.since), f"{kind} missing since {support.since}"
 
 
 def test_a_version_that_is_too_old_is_refused_by_name(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import tokenprune
 from families import FAMILIES as BUILT
 from tokenprune import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune.integrations.hf.families import Adapter, adapter_for, base, register_adapter
+from tokenprune.integrations.hf.families import Adapter, base, get_adapter, register_adapter
 from tokenprune.integrations.shared import checks
 from tokenprune.models import families
 from tokenprune.models.families import Family, get_config_family
@@ -71,14 +71,14 @@ def test_a_row_is_all_that_a_family_needs(model) -> None:
     assert "get the same number of tokens" in str(checks.find_unsupported_reason(tokenprune.method("downsample"), NEW))
     assert get_config_family(SimpleNamespace(model_type=NEW)).patches == "tiles"  # the plugin reads the same row
     # What the model itself decides: its config has no id for videos.
-    assert adapter_for(model).family == Family(NEW, patches="tiles", square="always", resizing=None)
-    assert NEW in base.supported_families()
+    assert get_adapter(model).family == Family(NEW, patches="tiles", square="always", resizing=None)
+    assert NEW in base.list_supported_families()
 
 
 def test_a_row_names_where_the_decoder_is(model) -> None:
     register_adapter(Family(NEW, decoder_names=("reader",), norm_name="last"))(Adapter)
     with pytest.raises(UnsupportedModelError, match="has no reader with layers and last"):
-        adapter_for(model)
+        get_adapter(model)
 
 
 def test_an_adapter_of_ones_own_overrides_a_method(model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +87,9 @@ def test_an_adapter_of_ones_own_overrides_a_method(model, monkeypatch: pytest.Mo
         def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
             return {"image": torch.zeros_like(call["input_ids"], dtype=torch.bool)}
 
-    assert type(adapter_for(model)) is Mine
+    assert type(get_adapter(model)) is Mine
     monkeypatch.setattr(model.config, "model_type", "mllama")  # refused, unless somebody says how
-    assert type(adapter_for(model)) is Mine
+    assert type(get_adapter(model)) is Mine
     with (
         tokenprune.patched(model, "divprune", keep=0.5),
         pytest.raises(PlaceholderMismatchError, match="holds 0 image"),

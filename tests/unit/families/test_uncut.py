@@ -16,7 +16,7 @@ from basics import snapshot
 from families import REFUSED
 from processors import LIMITS, photo
 from tokenprune import UnsupportedModelError
-from tokenprune.integrations.hf.families import Adapter, adapter_for, base, register_adapter
+from tokenprune.integrations.hf.families import Adapter, base, get_adapter, register_adapter
 from tokenprune.integrations.shared import checks
 from tokenprune.models import families
 from tokenprune.models.families import Family
@@ -91,5 +91,5 @@ def test_an_adapter_of_ones_own_may_cut(monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.delitem(families.FAMILIES, row)
         assert checks.find_unsupported_reason(tokenprune.method("divprune"), "minimax_m3_vl") is not None
         register_adapter(family)(Adapter)
-        assert checks.find_unsupported_reason(tokenprune.method("divprune"), adapter_for(minimax()).family) is None
+        assert checks.find_unsupported_reason(tokenprune.method("divprune"), get_adapter(minimax()).family) is None
         monkeypatch.delitem(families.FAMILIES, "minimax_m3_vl")

@@ -24,7 +24,7 @@ from tests.unit.methods.test_dymu import InputImage, mixed, naive_groups, naive_
 from tests.unit.tower.test_encoder import tiles
 from tests.unit.tower.test_timm import build as build_timm
 from tokenprune import AlreadyPatchedError, BudgetError, OptionError, TokenPruneError, UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.selection import Tower
 from tokenprune_bench.calibration import Thresholds, calibrate
 from tokenprune_bench.calibration.merge import count_merges
@@ -92,7 +92,7 @@ def test_as_many_pairs_are_above_the_thresholds_as_were_asked_for(family: Family
         found = found_by(model, pixels, keep=0.5, batch_size=8, schedule=schedule)
         with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found):
             output = tower_of(model)(pixels)
-        counts = [*record_of(output).block_tokens, sum(len(owner.unique()) for owner in record_of(output).owners)]
+        counts = [*get_record(output).block_tokens, sum(len(owner.unique()) for owner in get_record(output).owners)]
         gone = [before - after for before, after in itertools.pairwise(counts)]
         assert gone == [8 * r for r in plan_of(model, 0.5, schedule)]
         assert counts[-1] == 8 * (tower.protected + tower.patches // 2)

@@ -15,7 +15,7 @@ from each import each
 from families import FAMILIES
 from tests.unit.tower.test_unit_dropping import encode
 from tokenprune import OptionError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.methods.encoder.docprune import relevance_map
 from tokenprune.testing import check_method
@@ -181,7 +181,7 @@ def test_function_returns_map_per_image(build) -> None:
 
     def kept(**options: object) -> list[Tensor]:
         with tokenprune.patched(model, "docprune", processor=Colours(), threshold=1.0, keep=0.4, **options):
-            return list(record_of(encode(model, inputs)["image"]).kept)
+            return list(get_record(encode(model, inputs)["image"]).kept)
 
     got = kept(relevance=relevance)
     assert [tuple(shape) for shape in shapes] == [(t, h // 2, w // 2) for t, h, w in grids.tolist()]

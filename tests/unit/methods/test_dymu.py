@@ -17,7 +17,7 @@ from merging_models import SUPPORTED, blocks_of, tower_of
 from oracle import close
 from tests.unit.tower.test_encoder import tiles, tokens_in_mlps
 from tokenprune import BudgetError, OptionError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.kernels.merging import best_partners, bipartite_match, ragged_merge, threshold_match
 from tokenprune_bench.calibration import Thresholds, calibrate
 from zoo import FAMILIES, Family
@@ -200,7 +200,7 @@ def test_tower_matches_naive_loop(family: Family, build, attn: str, proportional
             keys = image.attend(block, proportional)
             image.finish(block, naive_match(keys, tau, image.protected))
             close(got.hidden_states[stage][row], image.grid())
-        owner = record_of(got).owners[row]
+        owner = get_record(got).owners[row]
         assert sorted(owner.unique().tolist()) == list(range(len(image.groups)))
         assert all((owner[group] == place).all() for place, group in enumerate(image.groups))
         left.append(len(image.groups))
@@ -217,15 +217,15 @@ def test_batch_matches_single_images(family: Family, model) -> None:
         left = []
         for row in range(len(pixels)):
             alone = tower_of(model)(pixels[row : row + 1], output_hidden_states=True)
-            assert torch.equal(record_of(batch).owners[row], record_of(alone).owners[0])
+            assert torch.equal(get_record(batch).owners[row], get_record(alone).owners[0])
             for got, want in zip(batch.hidden_states, alone.hidden_states, strict=True):
                 close(got[row], want[0], 1e-6)
-            left.append(record_of(alone).block_tokens)
-    assert record_of(batch).block_tokens == [sum(counts) for counts in zip(*left, strict=True)]
-    kept_all = record_of(batch).owners.shape[1]
-    kept = [len(owner.unique()) for owner in record_of(batch).owners]
+            left.append(get_record(alone).block_tokens)
+    assert get_record(batch).block_tokens == [sum(counts) for counts in zip(*left, strict=True)]
+    kept_all = get_record(batch).owners.shape[1]
+    kept = [len(owner.unique()) for owner in get_record(batch).owners]
     with tokenprune.patched(model, "dymu", max_r=1, **options):
-        assert record_of(tower_of(model)(pixels[1:2])).block_tokens == [kept_all - i for i in range(3)]
+        assert get_record(tower_of(model)(pixels[1:2])).block_tokens == [kept_all - i for i in range(3)]
     assert len(set(kept)) > 1
     assert kept.index(min(kept)) == 1, "the constant image keeps the fewest"
 
@@ -253,7 +253,7 @@ def test_gradients_and_half_precision(family: Family) -> None:
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found), torch.no_grad():
         output = tower_of(model)(pixels.bfloat16())
     assert output.last_hidden_state.isfinite().all()
-    assert len({len(owner.unique()) for owner in record_of(output).owners}) > 1
+    assert len({len(owner.unique()) for owner in get_record(output).owners}) > 1
 
 
 # -- exactly as many as asked for --------------------------------------------------------------------------------------
@@ -297,9 +297,9 @@ def test_exact_keeps_requested_count(family: Family, model, taus: list[float], m
                 joined = naive_groups(keys, r, image.protected) if r else joined
             image.finish(block, joined)
             close(got.hidden_states[stage][row], image.grid())
-        assert len(record_of(got).owners[row].unique()) == len(image.groups) == want
+        assert len(get_record(got).owners[row].unique()) == len(image.groups) == want
         entered.append(counts)
-    assert record_of(got).block_tokens == [sum(counts) for counts in zip(*entered, strict=True)]
+    assert get_record(got).block_tokens == [sum(counts) for counts in zip(*entered, strict=True)]
 
 
 @torch.no_grad()
@@ -311,7 +311,7 @@ def test_exact_matches_thresholds_at_same_count(build) -> None:
     owners = []
     for exact in (False, True):
         with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=exact):
-            owners.append(record_of(tower_of(model)(pixels)).owners)
+            owners.append(get_record(tower_of(model)(pixels)).owners)
     assert len(owners[0].unique()) == tower_shape(model).count_kept(tokenprune.Budget(keep=0.5)) + 1
     assert torch.equal(*owners)
 

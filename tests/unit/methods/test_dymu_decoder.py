@@ -18,7 +18,7 @@ from merging_models import SUPPORTED, image_arguments, tower_of
 from oracle import close, generate_logits, reduced, survivors
 from tests.unit.tower.test_encoder import BATCHES, expected_sources, with_features
 from tokenprune import Budget, BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.kernels.merging import max_merges
 from tokenprune.models.fingerprint import Fingerprint
 from tokenprune.selection import EncoderMethod, Tower
@@ -51,7 +51,7 @@ def test_decoder_sees_one_token_per_group(family: Family, model, batch: str, met
         output = model.model.get_image_features(**image_arguments(inputs))
     assert stats.cuts[0].sources == expected_sources(family, model, inputs, output.pooler_output)
     assert stats.visual_tokens_out < stats.visual_tokens_in
-    assert stats.encoder_tokens_per_layer == record_of(output).block_tokens
+    assert stats.encoder_tokens_per_layer == get_record(output).block_tokens
     length = inputs["input_ids"].shape[1]
     alive = survivors(stats.cuts[-1], length)
     with with_features(model, output), reduced(family, model, stats.cuts, length):

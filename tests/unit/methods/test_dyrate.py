@@ -15,7 +15,7 @@ from naive_dyrate import naive
 from oracle import close, generate_logits, reduced
 from tests.unit.engine.test_modes import flash_stand_in  # registers the back end
 from tokenprune import OptionError, UnsupportedSetupError
-from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
+from tokenprune.integrations.hf.cache.reduced_cache import get_reduction
 from zoo import FAMILIES, Family
 
 assert flash_stand_in
@@ -69,7 +69,7 @@ def test_equals_the_naive_loop(name: str, way: str, build) -> None:
     # With padding on the right, transformers reads the first logits at the padding.
     read = 1 if way == "right" else 0
     close(got[:, read:], logits[:, read:], 2e-5)
-    masses = reduction_of(cache).decode.masses
+    masses = get_reduction(cache).decode.masses
     torch.testing.assert_close(masses, torch.stack([torch.stack(row) for row in want.history]), atol=1e-5, rtol=0)
     torch.testing.assert_close(masses.sum(-1), torch.ones(masses.shape[:-1]), atol=1e-5, rtol=0)
     assert not masses[:, 0, :, 3].any() and (masses[:, 1:, :, 3] > 0).all()

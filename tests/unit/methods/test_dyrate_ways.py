@@ -13,7 +13,7 @@ import tokenprune
 from oracle import close, generate_logits, reduced
 from tests.unit.engine.test_cache import longer, prefill, steps, words
 from tests.unit.methods.test_dyrate import MODES, OFTEN, SCHEDULE, answer
-from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
+from tokenprune.integrations.hf.cache.reduced_cache import get_reduction
 from zoo import FAMILIES
 
 
@@ -75,7 +75,7 @@ def test_image_in_the_second_turn(mode: str, build) -> None:
         steps(model, inputs, cache, words(1, 2))
         mask = torch.ones(1, cache.get_seq_length() + later["input_ids"].shape[1], dtype=torch.long)
         model(**{**later, "attention_mask": mask}, past_key_values=cache)
-        state = reduction_of(cache).decode
+        state = get_reduction(cache).decode
         # 36 tokens each: 15 left after rate 0.6, and 18 of the new image.
         assert state.visual.tolist() == [72] and state.count.tolist() == [15 + 18]
         kinds = state.types[0].tolist()
@@ -126,14 +126,14 @@ def test_cropped_tokens(mode: str, build) -> None:
     with tokenprune.patched(model, "dyrate", keep=0.5, **SCHEDULE, mode=mode):
         cache, _ = prefill(model, inputs)
         want = steps(model, inputs, cache, text)
-        state = reduction_of(cache).decode
+        state = get_reduction(cache).decode
         before = state.kept
         cache.crop(-1)
         assert state.masses.shape[1] == 5 and len(state.times) == 4
         assert torch.equal(state.kept, before)
         close(steps(model, inputs, cache, text, done=4), want[:, 4:])
         cache.reset()
-        assert reduction_of(cache) is None
+        assert get_reduction(cache) is None
 
 
 @torch.no_grad()
@@ -149,7 +149,7 @@ def test_another_patch_keeps_the_cache(mode: str, build) -> None:
         with tokenprune.patched(model, method, keep=0.3):
             other = copy.deepcopy(cache)
             results.append(steps(model, inputs, other, text, done=1))
-            assert reduction_of(other).decode.count.tolist() == [15, 15]
+            assert get_reduction(other).decode.count.tolist() == [15, 15]
     close(results[1], results[0])
     close(results[2], results[0])
 

@@ -21,7 +21,7 @@ from tests.unit.tower.test_packed_units import in_rows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, NAMES, UNIT, as_encoded, drawn, encode, tensors_of, tower_of
 from tokenprune import OptionError, Site
 from tokenprune.budgets import Budget
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.integrations.shared.towers.units import Restoration, Units
 from tokenprune.kernels.merging import Merge
@@ -159,12 +159,12 @@ def test_tower_matches_patchwise_reference(name: str, batch: dict[str, Any], bui
         for mine, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
             assert mine.shape == theirs.shape
             close(mine, theirs)
-        stays = torch.cat(record_of(got).kept).nonzero().flatten().tolist()
+        stays = torch.cat(get_record(got).kept).nonzero().flatten().tolist()
         sizes = [h * w // UNIT for t, h, w in grids.tolist() for _ in range(t)]
         assert stays == [sum(sizes[:item]) + unit for item, own in enumerate(kept) for unit in own]
         whole, left = UNIT * sum(sizes), UNIT * len(stays)
         enter = [whole if index < layer + stabilise else left for index in range(blocks)]
-        assert record_of(got).block_tokens == enter
+        assert get_record(got).block_tokens == enter
 
 
 @torch.no_grad()
@@ -305,5 +305,5 @@ def test_frames_are_complete_after_tower(build) -> None:
     with tokenprune.patched(model, [tokenprune.method("ipcv", layer=1), "prunevid"], keep=0.5, record=True):
         model(**inputs)
         assert {cut.method for cut in tokenprune.stats(model).cuts} == {"prunevid"}
-    with pytest.raises(OptionError, match="removes some of them before"):
+    with pytest.raises(OptionError, match="drops some of the tokens before"):
         tokenprune.patch(model, ["towerdrop", "prunevid"], keep=0.5)

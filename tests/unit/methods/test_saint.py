@@ -22,7 +22,7 @@ from tests.unit.tower.test_encoder import with_features
 from tests.unit.tower.test_packed_units import in_rows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, MODALITIES, NAMES, UNIT, encode, masked, tensors_of, tower_of
 from tokenprune import Budget, OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.kernels.merging import Merge
 from tokenprune.selection import Tower
@@ -156,7 +156,7 @@ def kept_of(model: Any, inputs: Any, modality: str, layer: int) -> tuple[list[Te
 
 
 def groups(output: Any) -> Tensor:
-    return torch.cat(list(record_of(output).groups)) >= 0
+    return torch.cat(list(get_record(output).groups)) >= 0
 
 
 @pytest.mark.parametrize("modality", MODALITIES)
@@ -178,7 +178,7 @@ def test_packed_tower_matches_masked_tower(name: str, modality: str, build) -> N
             got = encode(model, inputs)[modality]
         handle.remove()
         assert torch.equal(groups(got), torch.cat(kept)) and left < whole and rows == [left]
-        assert record_of(got).block_tokens == [whole] * (layer + 1) + [left] * (len(blocks) - layer - 1)
+        assert get_record(got).block_tokens == [whole] * (layer + 1) + [left] * (len(blocks) - layer - 1)
         with masked(tower_of(model), grids, kept, layer + 1):
             want = encode(model, inputs)[modality]
         for mine, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
@@ -238,7 +238,7 @@ def test_tile_tower_matches_masked_tower(name: str, build) -> None:
             row[full_graph(own, round(KEEP * len(units)))] = True
         with tokenprune.patched(model, "saint", keep=KEEP, layer=layer, guard="off"):
             got = tiles.encode(model, inputs)
-        assert torch.equal(torch.cat([g[-len(units) :] for g in record_of(got).groups]).view_as(kept) >= 0, kept)
+        assert torch.equal(torch.cat([g[-len(units) :] for g in get_record(got).groups]).view_as(kept) >= 0, kept)
         columns = torch.zeros(len(kept), keys.shape[1], dtype=torch.bool)
         columns[:, torch.tensor(units).flatten()] = kept.repeat_interleave(len(units[0]), dim=1)
         with tiles.masked(model, torch.cat([columns.new_ones(len(kept), ahead), columns], dim=1), layer + 1):

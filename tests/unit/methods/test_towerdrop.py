@@ -16,7 +16,7 @@ from oracle import close
 from tests.unit.tower.test_packed_units import in_rows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, MODALITIES, UNIT, encode, masked, tensors_of, tower_of
 from tokenprune import OptionError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.testing import check_method
 
@@ -162,9 +162,9 @@ def test_tower_matches_masked_tower(name: str, score: str, modality: str, build)
         ]
         with tokenprune.patched(model, "towerdrop", keep=0.3, layer=layer, score=score):
             got = encode(model, inputs)[modality]
-        assert all(map(torch.equal, record_of(got).kept, kept)), layer
+        assert all(map(torch.equal, get_record(got).kept, kept)), layer
         whole, left = UNIT * sum(sizes), UNIT * int(torch.cat(kept).sum())
-        assert record_of(got).block_tokens == [whole] * layer + [left] * (len(entered) - layer)
+        assert get_record(got).block_tokens == [whole] * layer + [left] * (len(entered) - layer)
         with masked(tower_of(model), grids, kept, layer):
             want = encode(model, inputs)[modality]
         for mine, theirs in zip(tensors_of(got), tensors_of(want), strict=True):

@@ -29,7 +29,7 @@ from each import each
 from families import plain, special
 from processors import COUNTED, LIMITS, build_for, photo, special_tokenizer, state
 from tokenprune import OptionError
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.integrations.hf.processor_check import check_processor
 from tokenprune_bench.two_pass import escalate
 from zoo import FAMILIES
@@ -61,7 +61,7 @@ def vlm() -> tuple[Any, Any, Any]:
 
 
 def check(processor: Any, model: Any) -> None:
-    check_processor(processor, adapter_for(model))
+    check_processor(processor, get_adapter(model))
 
 
 # -- processors that are taken
@@ -126,7 +126,7 @@ def test_placeholders_with_other_names_are_found(name: str, make: Any, placehold
     token_id = processor.tokenizer.convert_tokens_to_ids(placeholder)
     key = "image_token_index" if "image_token_index" in family.config else "image_token_id"
     check(processor, replace(family, config={**family.config, key: token_id}).build())
-    with pytest.raises(OptionError, match=f"looks for id {token_id + 10}"):
+    with pytest.raises(OptionError, match=f"expects id {token_id + 10}"):
         check(processor, replace(family, config={**family.config, key: token_id + 10}).build())
 
 

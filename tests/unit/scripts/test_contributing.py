@@ -54,13 +54,17 @@ PAGE = """# largest_norm
 
 Keeps the visual tokens with the largest norm. It reads only the tokens, once, and compares no token with another.
 
-**When to use it**: to see how a method is added. **Where it fails**: on every image whose small tokens matter.
-
 ```python
 tokenprune.patch(model, "largest_norm", keep=0.25)
 ```
 
-**Ours**: there is no paper. The method exists only in a test of the contributing guide.
+**Use it when** you want to see how a method is added.
+
+**Avoid it when** tokens with a small norm matter.
+
+**Cost** One norm per token.
+
+**Differences from the paper** None. The method exists only in a test of the contributing guide.
 """
 NEWS = "- **Method `largest_norm`**: the largest norm ([page](../../docs/methods/largest_norm.md)).\n"
 FILES = {

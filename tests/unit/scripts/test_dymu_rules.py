@@ -20,7 +20,7 @@ from made_up_thresholds import TAUS, by_hand, tower_shape
 from merging_models import blocks_of, tower_of
 from tests.unit.methods.test_dymu import mixed
 from tests.unit.tower.test_encoder import tiles
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune_bench.calibration import calibrate
 from tokenprune_bench.calibration.merge import count_merges
 
@@ -59,7 +59,7 @@ def test_without_the_authors_rules_it_is_the_library(rules: Any, name: str) -> N
     assert own == pytest.approx(found.values[0.5].tolist(), abs=1e-5)
     taus = TAUS[name]
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=by_hand(model, taus)):
-        owners = record_of(tower_of(model)(pixels)).owners
+        owners = get_record(tower_of(model)(pixels)).owners
     numbers = [len(owner.unique()) - protected for owner in owners]
     assert rules.left(blocks, images, protected, taus, rules.OURS) == numbers
     assert len(set(numbers)) > 1
@@ -111,4 +111,4 @@ def test_schedules(rules: Any) -> None:
     assert "| SigLIP-B, 12 blocks | 504 | reverse_linear | 16 | 0 |" in table
     assert "| CLIP-L, 23 of 24 blocks read | 384 | reverse_linear | 32 | 32 |" in table
     page = rules.PAGE.read_text()
-    assert table in page and "| as it is, 256 patches | 0.5 |" in page
+    assert table in page and "| unchanged, 256 patches | 0.5 |" in page

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.settings.configuration import split
+from tokenprune.integrations.vllm.settings.configuration import split_server_keys
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 SERVED = "uniform;keep=0.11;profile=fast;by=name;in=16;out=2"
 
@@ -57,9 +57,9 @@ def test_requests_are_of_all_kinds(load: Any) -> None:
 
 
 def read_server_config(setting: dict[str, Any]) -> ServerConfig:
-    base, given = split(setting)
-    server = ServedSetting.from_json(base)
-    return ServerConfig.from_json(given, server, lambda profile: ServedSetting.from_json(base, profile))
+    base, given = split_server_keys(setting)
+    server = parse_setting(base)
+    return ServerConfig.from_json(given, server, lambda profile: parse_setting(base, profile))
 
 
 def test_right_and_wrong_are_what_they_are_called(load: Any, checks: Any) -> None:

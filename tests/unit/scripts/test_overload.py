@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tokenprune.integrations.vllm.settings.overload import StepInForce
+from tokenprune.integrations.vllm.settings.items import OFF
+from tokenprune.integrations.vllm.settings.overload import OverloadState
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +54,14 @@ def test_a_queue_by_hand(overload: Any) -> None:
 
 
 def test_the_rule_is_the_servers(overload: Any) -> None:
-    off = ServedSetting()
+    off = OFF
     given = {"profiles": {"a": {"off": True}, "b": {"off": True}}}
     given["overload"] = {"in_flight": [3, 7], "profiles": ["a", "b"]} | overload.BARE
     offer, rule = (
-        ServerConfig.from_json(given, off, ServedSetting.from_json),
+        ServerConfig.from_json(given, off, parse_setting),
         overload.steps([3, 7], ["a", "b"], "default"),
     )
-    policy, names, loads = StepInForce(offer.overload), ["default", "a", "b"], [*range(20), *range(20, -1, -1)]
+    policy, names, loads = OverloadState(offer.overload), ["default", "a", "b"], [*range(20), *range(20, -1, -1)]
     assert [rule(number) for number in loads] == [names[policy.take(number, 0.0)] for number in loads]
 
 

@@ -90,7 +90,7 @@ def test_a_raw_error_is_recorded_as_such(sweep: ModuleType, build: Any) -> None:
         outcomes = list(sweep.sweep_method("llava", model, inputs, "broken"))
     assert [outcome.outcome for outcome in outcomes] == [sweep.RAW] * 2
     assert outcomes[0].reason == "RuntimeError: sizes do not match"
-    record = sweep.record_of(outcomes)
+    record = sweep.get_record(outcomes)
     assert record["counts"][sweep.RAW] == len(record[sweep.RAW]) == 2
     (refused,) = sweep.sweep_method("llava", model, inputs, "vcast")
     assert refused.outcome == sweep.AT_PATCH and not tokenprune.is_patched(model)

@@ -14,7 +14,7 @@ from each import each
 from session_oracle import NAMES, Recorded, close, collated, images_of, played, recorded
 from tokenprune.budgets import Budget
 from tokenprune.errors import ConfigError, UnsupportedSetupError
-from tokenprune.integrations.hf.cache.reduced_cache import reduction_of
+from tokenprune.integrations.hf.cache.reduced_cache import get_reduction
 from zoo import FAMILIES
 
 PATCHED = [name for name in NAMES if name != "gemma3"]
@@ -45,7 +45,7 @@ def chosen_alone(model: Any, made: Recorded, images: list) -> list[int]:
     """Return which tokens of a block stay when the patched model gets the block alone."""
     ids = torch.tensor([[token for image in images for token in image.ids]])
     output = model(input_ids=ids, use_cache=True, **collated(made.family, images))
-    return reduction_of(output.past_key_values).slots[0][1][0].tolist()
+    return get_reduction(output.past_key_values).slots[0][1][0].tolist()
 
 
 @each("name", PATCHED)
@@ -114,7 +114,7 @@ def test_a_failed_block_leaves_the_cache_an_ordinary_one(patched, monkeypatch) -
     with pytest.raises(ZeroDivisionError):
         made.see(images)
     monkeypatch.undo()
-    assert reduction_of(made.session._stream.memory.cache) is None
+    assert get_reduction(made.session._stream.memory.cache) is None
     assert made.session.stats == before
     assert torch.equal(made.session.ask([30], max_new_tokens=2, return_dict=True).logits, answer)
 

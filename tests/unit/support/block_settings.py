@@ -77,7 +77,7 @@ def blocked(family: Family, model: Any, ids: Tensor, dense: tuple[int, ...] = ()
     for index, layer in enumerate(model.get_submodule(family.decoder).layers):
 
         def enter(module: Any, args: tuple, kwargs: dict, index: int = index) -> tuple:
-            if not seen_before(compat.cache_in(kwargs), index):
+            if not seen_before(compat.get_cache(kwargs), index):
                 kwargs = kwargs | {"attention_mask": allowed[:, None]}
             return args, kwargs
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged, VirtualUnmerging
 from tokenprune.integrations.hf.attention_observer import Tap
-from tokenprune.integrations.hf.sequence.masks import causal_mask
+from tokenprune.integrations.hf.sequence.masks import build_causal_mask
 from tokenprune.integrations.shared.attachment import get_attachment
 
 
@@ -89,7 +89,7 @@ def _attend(
     scores = torch.cat([q @ k[:, :, :past].transpose(2, 3), scores], dim=-1) * scaling
     if attention_mask is None:
         places = torch.arange(key.shape[2], device=key.device).expand(len(key), -1)
-        attention_mask = causal_mask(places[:, -length:], places, "sdpa", query.dtype)
+        attention_mask = build_causal_mask(places[:, -length:], places, "sdpa", query.dtype)
     attention_mask = attention_mask[..., : past + length]
     if attention_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)

@@ -13,11 +13,11 @@ from tokenprune_bench.calibration import Thresholds
 
 
 def tower_shape(model: Any) -> Tower:
-    from tokenprune.integrations.hf.families import adapter_for
+    from tokenprune.integrations.hf.families import get_adapter
     from tokenprune.integrations.hf.towers.rows import RowTower
 
     return RowTower(
-        adapter_for(model), tokenprune.method("tome", r=0), tokenprune.Budget(keep=0.5)
+        get_adapter(model), tokenprune.method("tome", r=0), tokenprune.Budget(keep=0.5)
     ).reducer.layout.shape
 
 

@@ -128,7 +128,7 @@ def naive(family: Family, model: Any, inputs: Any, keep: float, **options: Any) 
 
     def enter(module: Any, args: tuple, kwargs: dict, index: int = 0) -> tuple:
         hidden = args[0] if args else kwargs["hidden_states"]
-        cache = compat.cache_in(kwargs)
+        cache = compat.get_cache(kwargs)
         total = int(cache.layers[0].get_seq_length())  # layer 0 holds this call's tokens already
         if index == cut:
             weights = seen.pop("weights")

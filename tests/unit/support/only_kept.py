@@ -52,7 +52,7 @@ class _Rows:
     stays: list[int] = field(default_factory=list)  # and at the current layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        cache = compat.cache_in(kwargs)
+        cache = compat.get_cache(kwargs)
         prompt = cache is None or not cache.get_seq_length()
         whole = self.original(*args, **kwargs)  # for the caller's cache
         embeds, positions = kwargs["inputs_embeds"], kwargs.get("position_ids")

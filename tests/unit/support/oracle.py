@@ -41,7 +41,7 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
 
     def enter_decoder(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         kwargs = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}  # of Gemma 4's last layers
-        cache = compat.cache_in(kwargs)
+        cache = compat.get_cache(kwargs)
         entered[0] = 0 if cache is None else int(cache.get_seq_length())
         # A decoder that embeds ids itself is corrected at the input of its first layer.
         by_ids[0] = kwargs.get("inputs_embeds") is None
@@ -60,7 +60,7 @@ def reduced(family: Family, model: PreTrainedModel, cuts: Sequence[Any], length:
 
         def enter(module: Any, args: tuple, kwargs: dict, index=index, before=before, merges=merges) -> tuple:
             hidden = args[0] if args else kwargs.pop("hidden_states")
-            cache = compat.cache_in(kwargs)
+            cache = compat.get_cache(kwargs)
             past = entered[0]
             step = past + hidden.shape[-2] - length if past else 0
             # Of the cuts of one method at one layer, the latest tells what is left.

@@ -134,7 +134,7 @@ SLOW = {
 REASONS = {
     name: f"{family.kind} needs transformers {SUPPORTED[family.kind].since} or later, this is {compat.VERSION}"
     for name, family in FAMILIES.items()
-    if compat.lacks(SUPPORTED[family.kind].since)
+    if compat.is_older_than(SUPPORTED[family.kind].since)
 } | {name: f"transformers {compat.VERSION} has no {name}" for name in REFUSED if name not in CONFIG_MAPPING}
 if compat.VERSION.release[:2] == (5, 24):
     REASONS["llama4"] = "transformers 5.24 itself fails on Llama 4: its decoder's output lacks image_outputs"

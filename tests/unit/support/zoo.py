@@ -84,7 +84,7 @@ class Family:
     settle: Callable[[PreTrainedModel], None] | None = None  # weights that must not be random
 
     def __post_init__(self) -> None:
-        if self.types == "mm_token_type_ids" and compat.lacks("5.3"):
+        if self.types == "mm_token_type_ids" and compat.is_older_than("5.3"):
             object.__setattr__(self, "types", None)  # no processor hands them over before
 
     @property

@@ -37,7 +37,7 @@ def test_unknown_towers_raise(build, monkeypatch: pytest.MonkeyPatch) -> None:
     config = LlavaConfig(text_config={**TEXT, "model_type": "llama"}, vision_config=vision, image_token_id=IMAGE)
     model = AutoModelForImageTextToText.from_config(config)
     was = snapshot(model)
-    with pytest.raises(UnsupportedSetupError, match=r"knows the towers CLIP.*not Dinov2Model"):
+    with pytest.raises(UnsupportedSetupError, match=r"supports the vision towers CLIP.*not Dinov2Model"):
         tokenprune.patch(model, "vscan", keep=0.3)
     assert snapshot(model) == was and not tokenprune.is_patched(model)
     monkeypatch.setitem(families.FAMILIES, "internvl", replace(families.FAMILIES["internvl"], patches=None))

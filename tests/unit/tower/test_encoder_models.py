@@ -15,7 +15,7 @@ from basics import snapshot
 from families.plain import FAMILIES as OTHERS
 from merging_models import SUPPORTED, UNITS, blocks_of, image_arguments, tower_of
 from tokenprune import Budget, BudgetError, OptionError, UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from zoo import FAMILIES, Family
 
 PACKED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]  # test_packed_encoder.py
@@ -90,7 +90,7 @@ def test_threads_do_not_mix(build) -> None:
             thread.join()
     for one, other in zip(got, want, strict=True):
         assert all(map(torch.equal, one.pooler_output, other.pooler_output))
-        assert all(map(torch.equal, record_of(one).groups, record_of(other).groups))
+        assert all(map(torch.equal, get_record(one).groups, get_record(other).groups))
 
 
 def test_gradients_flow_through_merged_tokens(build) -> None:

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 import tokenprune
 from families import FAMILIES
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.record import KEY, EncoderRecord, open_record, record_of
+from tokenprune.integrations.hf.sequence.record import KEY, EncoderRecord, get_record, open_record
 
 # Methods with different fields, and the fields of the record for a Qwen image.
 LEFT = {
@@ -45,15 +45,15 @@ def test_patch_leaves_one_item(method: str) -> None:
     output = encoded(method)
     assert [name for name in output if name.startswith("tokenprune")] == [KEY]
     assert not [name for name in vars(output) if name.startswith("tokenprune") and name != KEY]
-    assert written(record_of(output)) - {"looks"} == LEFT[method]
+    assert written(get_record(output)) - {"looks"} == LEFT[method]
 
 
 def test_reading_does_not_change_an_output() -> None:
     output = BaseModelOutputWithPooling(pooler_output=torch.zeros(1))
-    assert record_of(output) == EncoderRecord() and record_of(None) == EncoderRecord()
+    assert get_record(output) == EncoderRecord() and get_record(None) == EncoderRecord()
     assert KEY not in output and not hasattr(output, KEY)
     record = open_record(output)
-    assert output[KEY] is record is record_of(output) is open_record(output)
+    assert output[KEY] is record is get_record(output) is open_record(output)
     with pytest.raises(UnsupportedSetupError, match="return_dict"):
         open_record((torch.zeros(1),))
 
@@ -61,7 +61,7 @@ def test_reading_does_not_change_an_output() -> None:
 def test_index_tensors_move_with_the_output() -> None:
     output = encoded("tome")
     moved = send_to_device({"mm_encoder_outputs": {"image": output}}, torch.device("meta"))
-    there, here = record_of(moved["mm_encoder_outputs"]["image"]), record_of(output)
+    there, here = get_record(moved["mm_encoder_outputs"]["image"]), get_record(output)
     assert {one.device.type for one in [*there.groups, *there.owners]} == {"meta"}
     assert {one.device.type for one in [*here.groups, *here.owners]} == {"cpu"}
     assert (there.grids, there.block_tokens) == (here.grids, here.block_tokens)
@@ -69,15 +69,15 @@ def test_index_tensors_move_with_the_output() -> None:
 
 def test_scores_move_when_they_are_read() -> None:
     output = encoded("vscan")
-    there = record_of(send_to_device(output, torch.device("meta")))
-    assert there.encoded is record_of(output).encoded and record_of(output).attention is None
+    there = get_record(send_to_device(output, torch.device("meta")))
+    assert there.encoded is get_record(output).encoded and get_record(output).attention is None
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda output: pickle.loads(pickle.dumps(output))])
 @pytest.mark.parametrize("method", ["tome", "vscan"])
 def test_copies_of_an_output_have_separate_records(method: str, copied: Any) -> None:
     output = encoded(method)
-    mine, theirs = record_of(output), record_of(copied(output))
+    mine, theirs = get_record(output), get_record(copied(output))
     assert theirs is not mine and written(theirs) == written(mine)
     assert theirs.grids == mine.grids and theirs.block_tokens == mine.block_tokens
     for name in ("groups", "owners"):

@@ -20,7 +20,7 @@ from basics import check_takes
 from oracle import close, generate_logits
 from tokenprune import NotPatchedError, TokenPruneError
 from tokenprune.integrations.hf.feature_cache.part import ONE_BY_ONE
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from zoo import FAMILIES, Family
 
 # Methods that read the tower, features or the question, or act in the decoder, in the tower or while decoding.
@@ -129,10 +129,10 @@ def test_tower_values_are_joined(name: str, build: Callable) -> None:
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     given = {one: inputs[one] for one in ("pixel_values", "image_sizes", "image_grid_thw") if one in inputs}
     with tokenprune.patched(model, "vscan", keep=0.5, guard="warn"):
-        want = record_of(model.model.get_image_features(**given))
+        want = get_record(model.model.get_image_features(**given))
     with tokenprune.patched(model, "vscan", keep=0.5, guard="warn", feature_cache=ROOM):
         for _ in range(2):
-            got = record_of(model.model.get_image_features(**given))
+            got = get_record(model.model.get_image_features(**given))
             assert torch.equal(got.encoded.tokens.cells, want.encoded.tokens.cells)
             assert got.encoded.tokens.tiles == want.encoded.tokens.tiles and got.grids == want.grids
             assert got.encoded.values.keys() == want.encoded.values.keys()
@@ -273,10 +273,10 @@ def test_models_without_get_image_features_raise(build: Callable) -> None:
 
 
 def test_settings_reject_the_cache(build: Callable) -> None:
-    from tokenprune.integrations.vllm.settings.settings import ServedSetting
+    from tokenprune.integrations.vllm.settings.parse import parse_setting
 
     setting = {"method": "divprune", "keep": 0.5}
-    for read in (tokenprune.read_config, ServedSetting.from_json):
+    for read in (tokenprune.read_config, parse_setting):
         with pytest.raises(tokenprune.OptionError, match="vLLM has its own cache"):
             read(setting | {"feature_cache": ROOM})
     with tokenprune.patched(build(FAMILIES["llava"]), config=setting, feature_cache=ROOM) as model:

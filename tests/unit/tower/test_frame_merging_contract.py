@@ -101,7 +101,7 @@ def test_unsupported_setups_raise(build) -> None:
     model, inputs = build(family), clips(family, [True, True])
     for method, says in (
         (["earlytom", "tome"], "both act at"), (["earlytom", "vscan"], "earlytom merges some of them"),
-        (["earlytom", "evs"], "earlytom removes some of them"),
+        (["earlytom", "evs"], "earlytom drops some of the tokens"),
     ):  # fmt: skip
         with pytest.raises(OptionError, match=says):
             tokenprune.patch(model, method, keep=0.5)

@@ -22,7 +22,7 @@ from tests.unit.methods.test_towerdrop import naive, seen_by
 from tests.unit.tower.test_encoder import with_features
 from tests.unit.tower.test_tile_dropping import KEEP, SCORES, masked
 from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 
 LFM2 = FAMILIES["lfm2_vl"]
 BATCHES = {"of three sizes": {"images": (2, 1)}, "alone": {"only": 1}}
@@ -55,8 +55,8 @@ def check_tower(model: Any, inputs: Any, score: str, layer: int) -> None:
         seen[row, torch.tensor(units)[kept[-1]].flatten()] = True
     with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=layer, score=score, guard="off"):
         got = encode(model, inputs)
-    assert all(map(torch.equal, record_of(got).kept, kept))
-    assert record_of(got).block_tokens == [int(real.sum())] * layer + [int(seen.sum())] * (len(blocks) - layer)
+    assert all(map(torch.equal, get_record(got).kept, kept))
+    assert get_record(got).block_tokens == [int(real.sum())] * layer + [int(seen.sum())] * (len(blocks) - layer)
     with masked(model, seen, layer, real):
         want = encode(model, inputs)
     for mine, theirs, units in zip(got.pooler_output, want.pooler_output, kept, strict=True):
@@ -90,7 +90,7 @@ def test_blocks_run_only_on_kept_units(attn: str, keep: float, build) -> None:
         output = encode(model, inputs)
     for handle in handles:
         handle.remove()
-    left = [int(image.sum()) for image in record_of(output).kept]
+    left = [int(image.sum()) for image in get_record(output).kept]
     assert left == [keep if isinstance(keep, int) else round(keep * int(size)) for size in sizes]
     mask, shape = ran
     assert shape == (3, 4 * max(left))
@@ -121,7 +121,7 @@ def test_hidden_states_have_all_patches(build) -> None:
     whole = encode(model, inputs, output_hidden_states=True).hidden_states
     with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=1, guard="off"):
         output = encode(model, inputs, output_hidden_states=True)
-    left = 4 * sum(int(image.sum()) for image in record_of(output).kept)
+    left = 4 * sum(int(image.sum()) for image in get_record(output).kept)
     for index, (mine, theirs) in enumerate(zip(output.hidden_states, whole, strict=True)):
         assert mine.shape == theirs.shape
         assert int(mine.any(-1).sum()) == (left if index > 1 else mine[..., 0].numel())

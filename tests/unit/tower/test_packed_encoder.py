@@ -24,7 +24,7 @@ from tests.unit.methods.test_tome import naive
 from tests.unit.tower.test_encoder import with_features
 from tests.unit.tower.test_encoder_models import PACKED
 from tokenprune import BudgetError, OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
 
@@ -170,7 +170,7 @@ def check_tower(family: Family, model: Any, proportional: bool) -> None:
         for mine, theirs in zip(getattr(got, "deepstack_features", None) or [], deepstack, strict=True):
             close(mine[image], theirs)
         first = {unit: group[0] for group in groups for unit in group}
-        assert record_of(got).groups[image].tolist() == [first[unit] for unit in range(len(want))]
+        assert get_record(got).groups[image].tolist() == [first[unit] for unit in range(len(want))]
         assert len(groups) == len(want) - sum(plan)
         start += patches
 
@@ -199,7 +199,7 @@ def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, buil
         rules = [partial(above, threshold=value) for value in values]
         (want, _), groups = naive_tower(model, made["pixel_values"][start : start + patches], grid, rules, True)
         close(got.pooler_output[image], want)
-        assert len(record_of(got).groups[image].unique()) == len(groups)
+        assert len(get_record(got).groups[image].unique()) == len(groups)
         left.append(len(groups) / len(want))
         start, total = start + patches, total + patches // UNIT
     assert len(set(left)) > 2  # a separate share per image
@@ -217,7 +217,7 @@ def test_thresholds_of_one_size_keep_the_budget(build) -> None:
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=thresholds):
         got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
     units = int(made["image_grid_thw"][0].prod()) // UNIT
-    assert sum(len(groups.unique()) for groups in record_of(got).groups) == 5 * round(0.5 * units)
+    assert sum(len(groups.unique()) for groups in get_record(got).groups) == 5 * round(0.5 * units)
 
 
 @torch.no_grad()
@@ -228,7 +228,7 @@ def test_exact_dymu_keeps_the_budget_of_each_image(family: Family, build) -> Non
     made = processor(images=images, return_tensors="pt")
     with tokenprune.patched(model, "dymu", keep=0.4, thresholds=thresholds, exact=True):
         got = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
-    for groups in record_of(got).groups:
+    for groups in get_record(got).groups:
         assert len(groups.unique()) == round(0.4 * len(groups))
 
 
@@ -253,7 +253,7 @@ def test_batch_matches_single_images(family: Family, model) -> None:
             patches = int(grid.prod())
             pixels = inputs["pixel_values"][start : start + patches]
             alone = encode(model, {"pixel_values": pixels, "image_grid_thw": grid[None]})["image"]
-            assert torch.equal(record_of(batch).groups[image], record_of(alone).groups[0])
+            assert torch.equal(get_record(batch).groups[image], get_record(alone).groups[0])
             close(batch.pooler_output[image], alone.pooler_output[0], 1e-6)
             start += patches
 
@@ -266,7 +266,7 @@ def test_frames_merge_separately(family: Family, model) -> None:
     assert frames > 1
     for keep, per_frame in ((0.5, [round(0.5 * units)] * frames), (frames * 2 + 1, [3] + [2] * (frames - 1))):
         with tokenprune.patched(model, "tome", keep=keep):
-            groups = record_of(encode(model, inputs)["video"]).groups[0].view(frames, units)
+            groups = get_record(encode(model, inputs)["video"]).groups[0].view(frames, units)
         assert [len(set(frame.tolist())) for frame in groups] == per_frame
         assert all(
             int(frame.min()) >= i * units and int(frame.max()) < (i + 1) * units for i, frame in enumerate(groups)

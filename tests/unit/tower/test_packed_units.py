@@ -17,7 +17,7 @@ from oracle import close
 from tests.unit.tower.test_packed_encoder import order_of_windows
 from tests.unit.tower.test_unit_dropping import DIFFERENT, UNIT, drawn, encode, kept_by, masked, tensors_of, tower_of
 from tokenprune import OptionError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.checks import find_unserved_reason
 from tokenprune.integrations.shared.towers.parts import build_merge
 from tokenprune.integrations.shared.towers.reducer import TowerRun
@@ -151,8 +151,8 @@ def test_dropped_units_match_tower_masked_from_the_block(name: str, at: int, bui
         out = tower(inputs["pixel_values"], grid_thw=grids, output_hidden_states=True)
         model(**inputs)
         assert tokenprune.stats(model).visual_tokens_out == left
-    assert all(map(torch.equal, record_of(got).kept, kept))
-    assert record_of(got).block_tokens == [UNIT * units] * layer + [UNIT * left] * (len(tower.blocks) - layer)
+    assert all(map(torch.equal, get_record(got).kept, kept))
+    assert get_record(got).block_tokens == [UNIT * units] * layer + [UNIT * left] * (len(tower.blocks) - layer)
     last = units if name == "glm4v" else UNIT * units  # GLM returns the output of its convolution
     assert [len(x) for x in out.hidden_states] == [UNIT * units] * len(tower.blocks) + [last]
     with masked(tower, grids, kept, layer):

@@ -19,7 +19,7 @@ from merging_models import blocks_of, tower_of
 from oracle import close, reduced, survivors
 from tests.unit.tower.test_encoder import tiles, tokens_in_mlps
 from tokenprune import OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.kernels.merging import Merge
 from tokenprune.kernels.observation import Observation
 from tokenprune.methods.pre_llm import flowcut
@@ -99,7 +99,7 @@ def test_tower_matches_masked_loop(attn: str, keep: Any, build) -> None:
     each = [masked(tower, image, goal, read) for image in pixels]
     for row, (states, stages) in enumerate(each):
         assert len(stages[-1]) == goal
-        owner = record_of(got).owners[row]
+        owner = get_record(got).owners[row]
         assert (owner[1:] >= 0).nonzero()[:, 0].add(1).tolist() == stages[-1]
         for block, (want, left) in enumerate(zip(states, [list(range(1, count)), *stages], strict=True)):
             mine, there = got.hidden_states[block][row], [0, *left]

@@ -20,8 +20,8 @@ from oracle import close, reduced, survivors
 from tests.unit.methods.test_towerdrop import naive, seen_by
 from tests.unit.tower.test_encoder import with_features
 from tokenprune import OptionError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.families import get_adapter
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.attachable import change_output
 from tower_attention import attending_by
 from zoo import FAMILIES
@@ -43,7 +43,7 @@ def encode(model: Any, inputs: Any) -> Any:
 
 def squares(model: Any, patches: int) -> list[list[int]]:
     """Return the patches of each unit, counted from the first patch."""
-    adapter = adapter_for(model)
+    adapter = get_adapter(model)
     side, height = adapter.family.get_unit_side(adapter.config), math.isqrt(patches)
     return [
         [(side * row + r) * height + side * column + c for r in range(side) for c in range(side)]
@@ -97,8 +97,8 @@ def test_tower_matches_tower_masked_from_each_block(name: str, score: str, build
         with tokenprune.patched(model, "towerdrop", keep=KEEP, layer=layer, score=score, guard="off"):
             got = encode(model, inputs)
         left = len(kept) * (ahead + most * len(units[0]))
-        assert record_of(got).block_tokens == [entered[0][..., 0].numel()] * layer + [left] * (len(blocks) - layer)
-        assert torch.equal(torch.cat([g[-len(units) :] for g in record_of(got).groups]).view_as(kept) >= 0, kept)
+        assert get_record(got).block_tokens == [entered[0][..., 0].numel()] * layer + [left] * (len(blocks) - layer)
+        assert torch.equal(torch.cat([g[-len(units) :] for g in get_record(got).groups]).view_as(kept) >= 0, kept)
         columns = torch.zeros(len(kept), entered[0].shape[1] - ahead, dtype=torch.bool)
         columns[:, torch.tensor(units).flatten()] = kept.repeat_interleave(len(units[0]), dim=1)
         with masked(model, torch.cat([columns.new_ones(len(kept), ahead), columns], dim=1), layer):
@@ -142,7 +142,7 @@ def test_unsupported_setups_raise(build) -> None:
     with tokenprune.patched(smolvlm, "towerdrop", layer=1, guard="off"):
         half = torch.ones(1, 1, 32, 32).long()
         half[..., 16:] = 0
-        with pytest.raises(UnsupportedSetupError, match="patches of these images are padding"):
+        with pytest.raises(UnsupportedSetupError, match="images contain padding patches"):
             smolvlm.model.get_image_features(pixels, half)
     with pytest.raises(UnsupportedSetupError, match="not adjacent in one sequence"):
         tokenprune.patch(build(FAMILIES["llava"]), "towerdrop", score="detail")
@@ -209,7 +209,7 @@ def test_restored_units_match_loop_over_tiles(name: str, stabilise: int, build) 
     whole, left = tiles * count, int(stays.sum())
     assert left < whole and stats.visual_tokens_out == stats.visual_tokens_in and stats.cuts == []
     given = [whole if index < 1 + stabilise or index >= read else left for index in range(len(blocks))]
-    assert record_of(got).block_tokens == given == stats.encoder_tokens_per_layer
+    assert get_record(got).block_tokens == given == stats.encoder_tokens_per_layer
     handles = [
         block.register_forward_hook(lambda m, args, out, x=x: change_output(lambda _: x, out), prepend=True)
         for block, x in zip(blocks[1:], states, strict=False)

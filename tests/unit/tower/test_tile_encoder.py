@@ -16,7 +16,7 @@ from merging_models import blocks_of, image_arguments, tower_of
 from oracle import close
 from tests.unit.methods.test_tome import naive
 from tokenprune import Budget, BudgetError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.towers.tile_goals import build_tile_matcher, distribute
 from tokenprune.selection import Tower
 from tokenprune_bench.calibration import calibrate
@@ -78,7 +78,7 @@ def test_tiles_match_naive_loop(family: Family, build) -> None:
         want, groups = naive_tower(tower_of(model), inputs["pixel_values"][0, tile], parts, read)
         close(output.hidden_states[layer][tile], want)
         assert len(groups) == sum(wanted for _, wanted in parts)
-    assert len(record_of(output).groups[0].unique()) == 17
+    assert len(get_record(output).groups[0].unique()) == 17
 
 
 @torch.no_grad()

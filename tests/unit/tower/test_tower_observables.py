@@ -22,7 +22,7 @@ from families import FAMILIES as EVERY_FAMILY
 from oracle import close
 from tests.unit.tower.test_encoder_attention import BLOCKS, CLASS_TOKEN, attentions_of, made_of, projector_of, tower_of
 from tokenprune import OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.settings.servable import check_method as check_served
+from tokenprune.integrations.vllm.settings.parse import check_method as check_served
 from tokenprune.methods import registry
 from zoo import FAMILIES, Family
 

@@ -20,7 +20,7 @@ from oracle import close, generate_logits, reduced, survivors
 from tests.unit.tower.test_encoder import with_features
 from tests.unit.tower.test_packed_encoder import order_of_windows
 from tokenprune import OptionError, Site
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.models.families import SUPPORTED
 from tower_attention import attending_by
 
@@ -135,8 +135,8 @@ def test_tower_on_kept_units_matches_masked_tower(name: str, keep: float | None,
         for modality, images in wanted.items():
             kept = torch.cat(images)
             assert 1 < int(kept.sum()) < len(kept)
-            assert all(map(torch.equal, record_of(got[modality]).kept, images))
-            assert record_of(got[modality]).block_tokens == [UNIT * int(kept.sum())] * len(tower_of(model).blocks)
+            assert all(map(torch.equal, get_record(got[modality]).kept, images))
+            assert get_record(got[modality]).block_tokens == [UNIT * int(kept.sum())] * len(tower_of(model).blocks)
             with masked(tower_of(model), inputs[f"{modality}_grid_thw"], images):
                 want = encode(model, inputs)[modality]
             for mine, theirs in zip(tensors_of(got[modality]), tensors_of(want), strict=True):
@@ -271,12 +271,12 @@ def test_selection_does_not_depend_on_other_images(name: str, build) -> None:
     inputs["pixel_values"][first : 2 * first] = inputs["pixel_values"][:first]
     with tokenprune.patched(model, "pixelprune", keep=0.4):
         batch = encode(model, inputs)["image"]
-        kept = record_of(batch).kept
+        kept = get_record(batch).kept
         assert torch.equal(kept[0], kept[1])
         for image, grid in enumerate(inputs["image_grid_thw"]):
             pixels = inputs["pixel_values"][start : start + grid.prod()]
             alone = encode(model, {"pixel_values": pixels, "image_grid_thw": grid[None]})["image"]
-            assert torch.equal(kept[image], record_of(alone).kept[0])
+            assert torch.equal(kept[image], get_record(alone).kept[0])
             close(tensors_of(batch)[0].split([len(one) for one in kept])[image], tensors_of(alone)[0], 1e-6)
             start += grid.prod()
 
@@ -316,7 +316,7 @@ def test_colours_match_the_processor(build) -> None:
     for threshold in (0.009, 0.011):
         method = tokenprune.method("pixelprune", threshold=threshold, anchored=False)
         with tokenprune.patched(model, method, processor=processor):
-            kept.append(int(record_of(encode(model, inputs)["image"]).kept[0].sum()))
+            kept.append(int(get_record(encode(model, inputs)["image"]).kept[0].sum()))
     # Neighbours in a row differ by one step, rows by a row's length: the first unit of each row is kept.
     assert kept == [h * w // UNIT, h // 2]
     with pytest.raises(OptionError, match=r"threshold=0.02 is a distance of color values.*Pass processor="):

@@ -61,7 +61,7 @@ def test_unsupported_setups_raise(build) -> None:
     model, inputs = build(family), drawn(family.make_inputs())
     for method, says in (
         (["pixelprune", "tome"], "both act at"), (["pixelprune", "vscan"], "pixelprune drops some of them"),
-        (["pixelprune", "evs"], "pixelprune removes some of them"),
+        (["pixelprune", "evs"], "pixelprune drops some of the tokens"),
     ):  # fmt: skip
         with pytest.raises(OptionError, match=says):
             tokenprune.patch(model, method, keep=0.5)

@@ -21,7 +21,7 @@ from tests.unit.methods.test_dymu import naive_match
 from tests.unit.methods.test_tome import naive
 from tests.unit.tower.test_encoder import with_features
 from tokenprune import BudgetError, Site, UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.record import record_of
+from tokenprune.integrations.hf.sequence.record import get_record
 from tokenprune.integrations.shared.towers.squares import Squares
 from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
@@ -158,7 +158,7 @@ def test_tower_matches_naive_loop(family: Family, build, attn: str, proportional
     for tile, image in enumerate(pixels):
         want = naive_tower(family, model, image, plan, proportional)
         assert sorted(i for group in want[1] for i in group) == list(range(16)) and len(want[1]) == 8
-        check_tile(features_of(got, tile), record_of(got).groups[tile], want)
+        check_tile(features_of(got, tile), get_record(got).groups[tile], want)
 
 
 @pytest.mark.parametrize("proportional", [True, False])
@@ -177,7 +177,7 @@ def test_padded_patches_have_zero_weight(build, attn: str, proportional: bool) -
     for tile in range(2):
         patches = mask[tile, ::4, ::4].flatten()
         want = naive_tower(family, model, pixels[tile], plan, proportional, patches)
-        check_tile(features_of(got, tile), record_of(got).groups[tile], want)
+        check_tile(features_of(got, tile), get_record(got).groups[tile], want)
         unmerged, _ = naive_tower(family, model, pixels[tile], [0] * 3, proportional, patches)
         close(features_of(plain, tile), unmerged)  # the loop itself is correct
 
@@ -219,7 +219,7 @@ def test_batch_matches_single_tiles(family: Family, model) -> None:
         batch = encode(model, pixels)
         for row in range(3):
             alone = encode(model, pixels[row : row + 1])
-            assert torch.equal(record_of(batch).groups[row], record_of(alone).groups[0])
+            assert torch.equal(get_record(batch).groups[row], get_record(alone).groups[0])
             close(batch.pooler_output[row], alone.pooler_output[0], 1e-6)
 
 
@@ -287,11 +287,11 @@ def test_dymu_is_calibrated_and_merges_above_its_thresholds(family: Family, buil
     left = []
     for tile, image in enumerate(pixels):
         want = naive_tower(family, model, image, rules, True)
-        check_tile(got.pooler_output[tile], record_of(got).groups[tile], want)
+        check_tile(got.pooler_output[tile], get_record(got).groups[tile], want)
         left.append(len(want[1]))
     assert len(set(left)) > 1 and 20 < sum(left) < 48  # a different number per tile, about half on average
     with tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, exact=True):
-        assert [len(groups.unique()) for groups in record_of(encode(model, pixels)).groups] == [8] * 4
+        assert [len(groups.unique()) for groups in get_record(encode(model, pixels)).groups] == [8] * 4
 
 
 @torch.no_grad()
@@ -311,7 +311,7 @@ def test_other_image_sizes(build) -> None:
     model = build(FAMILIES["internvl"])
     with tokenprune.patched(model, "tome", keep=0.5):
         got = encode(model, torch.nn.functional.interpolate(tiles(), 48))
-        assert [len(groups.unique()) for groups in record_of(got).groups] == [18, 18]
+        assert [len(groups.unique()) for groups in get_record(got).groups] == [18, 18]
         with pytest.raises(UnsupportedSetupError, match=r"25 patches.*not a square grid of 2 x 2 units"):
             encode(model, torch.nn.functional.interpolate(tiles(), 20))
 

@@ -88,7 +88,7 @@ def test_nothing_may_keep_the_promise() -> None:
         "pevlm works on videos, but these questions are about images only",
         "view_select chooses between the images of a prompt, so it cannot be tuned",
     ]
-    assert describe_outcome(none) == ["No setting could be tried; --verbose prints the reasons."]
+    assert describe_outcome(none) == ["No setting could be tried; --details prints the reasons."]
     slow = Fake(900, candidates({"dart 0.9": (0.0, 1.2)}))
     found = Tuner(slow, list(slow.costs), Promise(0.02)).run()
     assert found.trials[0].state == "saves no cost: 1.20x ttft" and not found.tested

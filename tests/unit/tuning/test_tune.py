@@ -165,9 +165,10 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
     assert "visual tokens 256 → 128 (50%" in numbers and re.search(r"TTFT \d.* → \d.* ms \(\d\.\d\dx", numbers)
     assert re.search(r"KV cache 12\d\d → 6\d\d KiB \(5\d%\); prefill FLOPs 47%, with", numbers)
     assert numbers.endswith("with the vision tower's 70%.")
-    # Only what was tested is shown, and where it is no terminal no bar.
-    assert "chosen" in result.stdout and "pevlm" not in result.stdout
-    assert "1 more settings were not tested: --verbose says why." in result.stdout
+    assert "pool" in result.stdout and "pevlm" not in result.stdout  # only tested settings are shown
+    table = [line for line in result.stdout.splitlines() if line.startswith(tuple("┏┡│└┃"))]
+    assert table and max(map(len, table)) <= 80 and len(result.stdout.splitlines()) <= 12
+    assert "1 more settings were not tested. --details prints the reasons." in result.stdout
     assert re.match(r"2 settings, 40 questions: at most \d+ answers, about \d+ \w+\n", result.stderr)
     written = json.loads(out.read_text())
     assert written["setting"] == {"method": "pool", "keep": 0.5}
@@ -185,7 +186,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, subject: Model) -> 
         assert "pool" in get_attachment(subject.model).describe()
     # The answers were kept: this asks the model nothing, and finds that nothing keeps a stricter promise.
     out.unlink()
-    stricter = ["--max-drop", "15%", "--confidence", "0.9", "--max-kind-drop", "0.1%", "--verbose"]
+    stricter = ["--max-drop", "15%", "--confidence", "0.9", "--max-kind-drop", "0.1%", "--details"]
     again = tune(*stricter, "--out", out, "--run", run, code=1)
     assert again.stdout.startswith("None of 1 tested was shown to lose less than 15 points") and not out.exists()
     assert "pevlm works on videos" in again.stdout and "goes on where it stopped" in again.stderr

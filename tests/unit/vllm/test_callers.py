@@ -39,7 +39,10 @@ def test_an_api_key_decides() -> None:
     for value in (SECRET, f"Basic {SECRET}", f"Bearer {SECRET}x", "Bearer ", "", f"Bearer {digest(SECRET)}", "Bearer"):
         assert made.may_use(headers(("authorization", value))) == ("default",), value
     assert made.may_use([]) == made.may_use(headers(("x-api-key", SECRET))) == ("default",)
-    assert made.own == {"fast", "small", "default"} and made.said() == "2 callers by API key, others default"
+    assert (
+        made.default_profiles == {"fast", "small", "default"}
+        and made.describe() == "2 callers by API key, others default"
+    )
     assert digest(SECRET)[7:] not in repr(made)
 
 
@@ -49,11 +52,11 @@ def test_a_header_decides() -> None:
     assert made.may_use(headers(("x-tenant", "beta"))) == ("ocr",)
     # Nobody comes in by what stands in the operator's file in place of a secret.
     for value in (digest("beta"), digest("beta")[7:], "ACME", "acme, acme", "", "acme\u00fc"):
-        with pytest.raises(CallerError, match="no profile for the caller, whom it knows by the header x-tenant"):
+        with pytest.raises(CallerError, match="header x-tenant of this request is not assigned to a profile"):
             made.may_use(headers(("x-tenant", value)))
     with pytest.raises(CallerError):
         made.may_use([])
-    assert made.own == {"fast", "ocr"} and made.said() == "2 callers by x-tenant, others refused"
+    assert made.default_profiles == {"fast", "ocr"} and made.describe() == "2 callers by x-tenant, others refused"
 
 
 @pytest.mark.parametrize("second", ["acme", "other", ""])
@@ -61,7 +64,7 @@ def test_a_header_stands_once(second: str) -> None:
     """A server and a gateway may look at different ones of two."""
     made = rule(header="x-tenant", profiles={"acme": "fast"})
     for pair in (("acme", second), (second, "acme")):
-        with pytest.raises(CallerError, match="stands more than once"):
+        with pytest.raises(CallerError, match="occurs more than once"):
             made.may_use(headers(*(("x-tenant", value) for value in pair)))
 
 
@@ -88,15 +91,15 @@ def test_what_a_caller_may_not_use_is_not_told_apart_from_what_is_not_there() ->
         ({"profiles": {}, "header": "x tenant"}, "the name of a header"),
         ({"profiles": {}, "header": ""}, "the name of a header"),
         ({"profiles": {}, "header": 3}, "the name of a header"),
-        ({"profiles": {}, "others": "fsat"}, r"of profiles that are there \(default, fast, ocr, small\)"),
-        ({"profiles": {}, "others": None}, "of profiles that are there"),
-        ({"profiles": {digest("a"): SECRET}}, "of profiles that are there"),
-        ({"profiles": {digest("a"): [["fast"]]}}, "of profiles that are there"),
-        ({"profiles": {digest("a"): []}}, "one profile at least"),
-        ({"profiles": {SECRET: "fast"}}, "digests of what is secret.*sha256sum"),
-        ({"profiles": {SECRET: "fast"}, "header": "X-Api-Key"}, "callers by x-api-key stand there as digests"),
-        ({"profiles": {digest("a").upper(): "fast"}}, "digests of what is secret"),
-        ({"profiles": {"sha256:abc": "fast"}, "header": "x-tenant"}, "digests of what is secret"),
+        ({"profiles": {}, "others": "fsat"}, r"of known profiles \(default, fast, ocr, small\)"),
+        ({"profiles": {}, "others": None}, "of known profiles"),
+        ({"profiles": {digest("a"): SECRET}}, "of known profiles"),
+        ({"profiles": {digest("a"): [["fast"]]}}, "of known profiles"),
+        ({"profiles": {digest("a"): []}}, "at least one profile"),
+        ({"profiles": {SECRET: "fast"}}, "must be digests.*sha256sum"),
+        ({"profiles": {SECRET: "fast"}, "header": "X-Api-Key"}, "callers by x-api-key must be digests"),
+        ({"profiles": {digest("a").upper(): "fast"}}, "must be digests"),
+        ({"profiles": {"sha256:abc": "fast"}, "header": "x-tenant"}, "must be digests"),
     ],
 )
 def test_a_bad_rule_stops_the_server(given: Any, says: str) -> None:
@@ -107,10 +110,10 @@ def test_a_bad_rule_stops_the_server(given: Any, says: str) -> None:
 
 
 def test_a_rule_is_of_the_whole_server_and_of_no_request() -> None:
-    with pytest.raises(OptionError, match="profile 'a': callers holds for the whole server"):
+    with pytest.raises(OptionError, match="profile 'a': callers applies to the whole server"):
         offer(profiles={"a": {"keep": 0.5, "callers": {"profiles": {}}}})
-    with pytest.raises(OptionError, match="callers belongs to the server's setting"):
+    with pytest.raises(OptionError, match="callers belongs to the server's configuration"):
         offer(callers={"profiles": {}}).setting({"callers": {"profiles": {}}})
-    assert offer(profiles=PROFILES, min_keep=0.1, callers={"profiles": {}, "others": []}).policy() == (
+    assert offer(profiles=PROFILES, min_keep=0.1, callers={"profiles": {}, "others": []}).describe_rules() == (
         "min_keep 0.1; 0 callers by API key, others refused"
     )

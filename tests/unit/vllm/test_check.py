@@ -17,7 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tokenprune.cli import app
-from tokenprune.integrations.vllm.check import drawn, samples
+from tokenprune.integrations.vllm.check import draw_image, parse_samples
 
 FULL, LEFT = 600, 168
 
@@ -50,7 +50,7 @@ class Fake:
             return 400, {"error": {"message": "no images\nhere"}}
         off = body.get("mm_processor_kwargs") == {"tokenprune": {"off": True}}
         if off and not self.trusts:
-            return 400, {"error": {"message": "can choose a profile alone"}}
+            return 400, {"error": {"message": "can only select a profile"}}
         self.counted["in"] += FULL - 24
         self.counted["out"] += (FULL if off else self.left) - 24
         return 200, {"usage": {"prompt_tokens": FULL if off else self.left}}
@@ -107,7 +107,7 @@ def check(url: str, *options: str) -> tuple[int, str]:
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
 def test_it_is_on(fake: Fake, end: str) -> None:
     code, said = check(fake.url + end)
-    assert code == 0 and f"An image is reduced: {FULL} -> {LEFT} prompt tokens" in said
+    assert code == 0 and f"An image is pruned: {FULL} -> {LEFT} prompt tokens" in said
     assert "tokenprune 9.9 is loaded, setting divprune 0.25, profiles fast, ocr; vLLM 0.32.0" in said
     assert [one["model"] for one in fake.asked] == ["first", "first"] and fake.asked[0]["max_tokens"] == 1
     images = {json.dumps(one["messages"]) for one in fake.asked}
@@ -117,7 +117,7 @@ def test_it_is_on(fake: Fake, end: str) -> None:
 def test_counters_speak_where_requests_may_not_choose(fake: Fake) -> None:
     fake.trusts = False
     code, said = check(fake.url, "--model", "second")
-    assert code == 0 and f"An image is reduced: {FULL - 24} -> {LEFT - 24} visual tokens, by the counters" in said
+    assert code == 0 and f"An image is pruned: {FULL - 24} -> {LEFT - 24} visual tokens (counters" in said
     assert {one["model"] for one in fake.asked} == {"second"}
 
 
@@ -125,21 +125,21 @@ def test_the_answer_speaks_before_the_counters(fake: Fake) -> None:
     """Counters that requests of others may move at the same time."""
     fake.trusts, fake.header, fake.left = False, True, FULL
     code, said = check(fake.url)
-    assert code == 0 and "An image is reduced: 576 -> 144 visual tokens, by the answer's header: divprune;" in said
+    assert code == 0 and "An image is pruned: 576 -> 144 visual tokens (header divprune;" in said
 
 
 @pytest.mark.parametrize("trusts", [True, False])
 def test_a_rollout_holds_it_back(fake: Fake, trusts: bool) -> None:
     fake.left, fake.trusts, fake.header, fake.full = FULL, trusts, True, ";full=rollout;shadow=144"
     code, said = check(fake.url)
-    assert code == 0 and "served in full by a rollout" in said and "full=rollout;shadow=144" in said
+    assert code == 0 and "served unpruned by a rollout" in said and "full=rollout;shadow=144" in said
 
 
 @pytest.mark.parametrize("trusts", [True, False])
 def test_nothing_is_reduced(fake: Fake, trusts: bool) -> None:
     fake.left, fake.trusts = FULL, trusts
     code, said = check(fake.url)
-    assert code == 6 and "is NOT reduced" in said and "'first'" in said
+    assert code == 6 and "is NOT pruned" in said and "'first'" in said
 
 
 def test_the_plugin_is_not_loaded(fake: Fake) -> None:
@@ -148,7 +148,7 @@ def test_the_plugin_is_not_loaded(fake: Fake) -> None:
     assert code == 4 and "VLLM_PLUGINS" in said and "installed in the image" in said and not fake.asked
     fake.vllm = False
     code, said = check(fake.url)
-    assert code == 4 and "is this vLLM's server?" in said
+    assert code == 4 and "Is it a vLLM server" in said
 
 
 def test_no_setting(fake: Fake) -> None:
@@ -171,7 +171,7 @@ def test_one_image_does_not_show_ages(fake: Fake) -> None:
     fake.left = FULL
     for setting, wanted, says in (
         ("divprune 1 by age", 0, "The newest image of a prompt keeps all"),
-        ("divprune 0.25 by age", 6, "NOT reduced"),
+        ("divprune 0.25 by age", 6, "NOT pruned"),
     ):
         fake.setting = setting
         code, said = check(fake.url)
@@ -198,7 +198,7 @@ def test_nobody_is_there() -> None:
     assert code == 3 and "no answer from" in said and "refused" in said
     assert check("localhost:8000") == (
         2,
-        "error: 'localhost:8000' is no address: give one such as http://localhost:8000\n",
+        "error: 'localhost:8000' is not an HTTP address. Pass one such as http://localhost:8000\n",
     )
 
 
@@ -214,11 +214,11 @@ def test_something_else_is_there(fake: Fake) -> None:
 
 def test_labels_are_read_as_prometheus_writes_them() -> None:
     page = 'a:b{x="1",y="a} \\"b\\" c"} 2.5\na:bc{x="2"} 1\n# a:b{x="3"} 1\n'
-    assert samples(page, "a:b") == [({"x": "1", "y": 'a} \\"b\\" c'}, 2.5)]
+    assert parse_samples(page, "a:b") == [({"x": "1", "y": 'a} \\"b\\" c'}, 2.5)]
 
 
 def test_the_image_is_an_image_and_no_two_are_alike() -> None:
-    one, same, other = (Image.open(io.BytesIO(drawn(seed))) for seed in (1.0, 1.0, 2.0))
+    one, same, other = (Image.open(io.BytesIO(draw_image(seed))) for seed in (1.0, 1.0, 2.0))
     assert one.size == (448, 448) and one.mode == "RGB" and one.tobytes() == same.tobytes() != other.tobytes()
     assert len(one.crop((0, 0, 224, 448)).getcolors()) == 1 and one.crop((224, 0, 448, 448)).getcolors(999) is None
-    assert len(base64.b64encode(drawn(1.0))) < 500_000
+    assert len(base64.b64encode(draw_image(1.0))) < 500_000

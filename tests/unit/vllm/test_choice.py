@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from each import each
+from served_settings import served_methods
 from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.vllm.selection import before_llm
-from tokenprune.integrations.vllm.settings.plan import Plan, runs_of
-from tokenprune.integrations.vllm.settings.servable import servable
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.parse import parse_setting
+from tokenprune.integrations.vllm.settings.plan import Plan, find_runs
 from tokenprune.integrations.vllm.worker.rows import AwaitedRows
 from tokenprune.methods import registry
 from tokenprune.selection.method import Pruner
 from tokenprune.selection.observable_registry import compares_frames
 
-NAMES = [name for name in servable() if isinstance(registry.build(name, {}), Pruner)]
+NAMES = [name for name in served_methods() if isinstance(registry.build(name, {}), Pruner)]
 
 
 @each("name", NAMES)
@@ -67,8 +67,8 @@ def test_items_at_once_keep_what_each_keeps_alone(name: str, counts: list[int]) 
 @each("pieces", ["########", "s####b####e", "###b#####"])
 @each("per_run", [False, True])
 def test_rows_of_items_at_once_are_those_of_each(pieces: str, per_run: bool) -> None:
-    text = runs_of([9 if piece == "#" else ord(piece) for piece in pieces], [piece == "#" for piece in pieces])
-    plan = Plan.make(ServedSetting.from_json({"method": "uniform", "keep": 0.5}), text, per_run)
+    text = find_runs([9 if piece == "#" else ord(piece) for piece in pieces], [piece == "#" for piece in pieces])
+    plan = Plan.build(parse_setting({"method": "uniform", "keep": 0.5}), text, per_run)
     rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
     kept = torch.cat([_drawn(plan, seed) for seed in range(2)])
     together = AwaitedRows.from_kept(plan, rows, kept)

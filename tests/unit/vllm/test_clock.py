@@ -82,7 +82,7 @@ def test_events_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_items_that_are_chosen_from_at_once_share_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[dict[str, Any]] = []
-    monkeypatch.setattr(clock, "tell", lambda event, **fields: lines.append(fields))
+    monkeypatch.setattr(clock, "log_event", lambda event, **fields: lines.append(fields))
     monkeypatch.setattr(clock.time, "perf_counter", iter((1.0, 1.6)).__next__)
     with Clock(str(tmp_path), log=True).timing("divprune", CPU, {"request": "a"}, {"request": "b"}):
         pass

@@ -11,13 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from each import each
+from served_settings import served
 from tokenprune import available_methods, method_info
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
-from tokenprune.integrations.vllm.settings.configuration import check_spelling, split
+from tokenprune.integrations.vllm.settings.configuration import check_spelling, split_server_keys
+from tokenprune.integrations.vllm.settings.items import OFF, get_cache_key, get_label
 from tokenprune.integrations.vllm.settings.overload import Overload
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.rules import LimitError
 from tokenprune.integrations.vllm.settings.server_config import ProfileError, ServerConfig
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
 from tokenprune.methods.pre_llm.divprune import DivPrune
 
 SERVER = {"method": "divprune", "keep": 0.25}
@@ -27,31 +29,27 @@ PROFILES = {"fast": {"keep": 0.11}, "ocr": {"off": True}, "small": {"method": "d
 def offer(server: Any = SERVER, **given: Any) -> ServerConfig:
     """As `configure` makes it."""
     layers = [] if server is None else [server]
-    return ServerConfig.from_json(
-        given, ServedSetting.from_json(*layers), lambda profile: ServedSetting.from_json(*layers, profile)
-    )
+    return ServerConfig.from_json(given, parse_setting(*layers), lambda profile: parse_setting(*layers, profile))
 
 
 def test_a_servers_setting_is_split() -> None:
-    assert split(SERVER | {"min_keep": 0.1}) == (SERVER, {"min_keep": 0.1})
-    assert split({"profiles": PROFILES}) == (None, {"profiles": PROFILES})
-    assert split("file.json") == ("file.json", {}) and split({}) == ({}, {})
+    assert split_server_keys(SERVER | {"min_keep": 0.1}) == (SERVER, {"min_keep": 0.1})
+    assert split_server_keys({"profiles": PROFILES}) == (None, {"profiles": PROFILES})
+    assert split_server_keys("file.json") == ("file.json", {}) and split_server_keys({}) == ({}, {})
 
 
 def test_profiles_stand_over_the_server_and_under_the_request() -> None:
     made = offer(profiles=PROFILES)
     assert made.names == ["fast", "ocr", "small"]
-    assert made.setting() == made.setting({"profile": "default"}) == ServedSetting(DivPrune(), 0.25)
-    assert made.setting({"profile": "fast"}) == ServedSetting(DivPrune(), 0.11)
-    assert made.setting({"profile": "ocr"}) == made.setting({"profile": "fast", "off": True}) == ServedSetting()
-    assert made.setting({"profile": "small"}) == ServedSetting.from_json({"method": "dynres", "keep": 0.5})
-    assert made.setting({"profile": "fast", "method": "pool"}) == ServedSetting.from_json(
-        {"method": "pool", "keep": 0.11}
-    )
-    assert made.setting({"keep": 0.5}) == ServedSetting(DivPrune(), 0.5)
+    assert made.setting() == made.setting({"profile": "default"}) == served(DivPrune(), 0.25)
+    assert made.setting({"profile": "fast"}) == served(DivPrune(), 0.11)
+    assert made.setting({"profile": "ocr"}) == made.setting({"profile": "fast", "off": True}) == OFF
+    assert made.setting({"profile": "small"}) == parse_setting({"method": "dynres", "keep": 0.5})
+    assert made.setting({"profile": "fast", "method": "pool"}) == parse_setting({"method": "pool", "keep": 0.11})
+    assert made.setting({"keep": 0.5}) == served(DivPrune(), 0.5)
     # The same reduction, however it was asked for, has the same key in caches.
-    assert made.setting({"profile": "fast"}).cache_key() == made.setting({"keep": 0.11}).cache_key()
-    assert made.setting({"profile": "fast"}).cache_key() != made.setting().cache_key()
+    assert get_cache_key(made.setting({"profile": "fast"})) == get_cache_key(made.setting({"keep": 0.11}))
+    assert get_cache_key(made.setting({"profile": "fast"})) != get_cache_key(made.setting())
 
 
 def test_layers_give_memory_back_where_a_server_says_so() -> None:
@@ -59,39 +57,39 @@ def test_layers_give_memory_back_where_a_server_says_so() -> None:
     made = offer(inside, experimental_free_kv=True)
     assert made.free_kv and not offer(inside).free_kv and not offer(inside, experimental_free_kv=False).free_kv
     # Which tokens stay is the same, and so are keys in caches; a request has no say in it.
-    assert made.setting() == offer(inside).setting() and made.setting({"off": True}) == ServedSetting()
-    with pytest.raises(OptionError, match="experimental_free_kv belongs to the server's setting"):
+    assert made.setting() == offer(inside).setting() and made.setting({"off": True}) == OFF
+    with pytest.raises(OptionError, match="experimental_free_kv belongs to the server's configuration"):
         made.setting({"experimental_free_kv": False})
 
 
 def test_nothing_is_removed_where_only_profiles_are_named() -> None:
     made = offer(None, profiles={"fast": SERVER})
-    assert made.setting() == ServedSetting() and made.setting({"profile": "fast"}) == ServedSetting(DivPrune(), 0.25)
+    assert made.setting() == OFF and made.setting({"profile": "fast"}) == served(DivPrune(), 0.25)
 
 
 @each("name", ["fsat", "", "FAST", 3, None, ["fast"], {"a": 1}, "x" * 10_000, "\ud800"])
 def test_an_unknown_profile_is_refused(name: Any) -> None:
-    with pytest.raises(ProfileError, match=r"has no profile.*it has fast, ocr, small, and default") as caught:
+    with pytest.raises(ProfileError, match=r"does not exist. Use one of: fast, ocr, small, default") as caught:
         offer(profiles=PROFILES).setting({"profile": name})
     assert len(str(caught.value)) < 300
     str(caught.value).encode()
-    with pytest.raises(ProfileError, match="it names none"):
+    with pytest.raises(ProfileError, match="Use one of: default"):
         offer().setting({"profile": name})
 
 
 def test_a_request_is_held_to_the_limits() -> None:
     made = offer(profiles=PROFILES, min_keep=0.1, methods=["divprune", "dynres"])
-    assert made.setting({"keep": 0.1}) == ServedSetting(DivPrune(), 0.1)
-    assert made.setting({"off": True}) == ServedSetting()
+    assert made.setting({"keep": 0.1}) == served(DivPrune(), 0.1)
+    assert made.setting({"off": True}) == OFF
     for asked in ({"keep": 0.09}, {"profile": "fast", "keep": 0.09}, {"method": ["dynres", "divprune"], "keep": 0.3}):
-        with pytest.raises(LimitError, match=r"0\.09 is less than this server allows: min_keep is 0\.1"):
+        with pytest.raises(LimitError, match=r"0\.09 is below min_keep=0\.1"):
             made.setting(asked)
-    with pytest.raises(LimitError, match="keep must be a share too, not 64 tokens"):
+    with pytest.raises(LimitError, match="keep must be a share, not 64 tokens"):
         made.setting({"keep": 64})
     for asked in ({"method": "pool"}, {"method": ["downsample", "divprune"], "keep": 0.9}):
         with pytest.raises(LimitError, match=r"does not allow (pool|downsample); allowed are divprune, dynres"):
             made.setting(asked)
-    with pytest.raises(OptionError, match="min_keep belongs to the server's setting"):
+    with pytest.raises(OptionError, match="min_keep belongs to the server's configuration"):
         made.setting({"min_keep": 0.01, "keep": 0.02})
     with pytest.raises(LimitError):  # the method's own default counts too
         offer({"off": True}, min_keep=0.3).setting({"method": "divprune"})
@@ -107,59 +105,59 @@ GOLD = {
 def test_a_profile_has_limits_of_its_own() -> None:
     """Beside the server's: the narrower ones bind, of what stands over this profile alone."""
     made = offer(profiles=GOLD, min_keep=0.1, methods=["divprune", "dynres", "pool"])
-    assert made.setting({"profile": "gold"}) == ServedSetting(DivPrune(), 0.5)
-    assert made.setting({"profile": "floor"}) == made.setting() == ServedSetting(DivPrune(), 0.25)
+    assert made.setting({"profile": "gold"}) == served(DivPrune(), 0.5)
+    assert made.setting({"profile": "floor"}) == made.setting() == served(DivPrune(), 0.25)
     assert made.setting({"profile": "gold", "keep": 0.4, "method": "pool"}).keep == 0.4
     assert made.setting({"keep": 0.15}) == made.setting({"profile": "free", "keep": 0.15})
-    assert made.setting({"profile": "gold", "off": True}) == ServedSetting()
+    assert made.setting({"profile": "gold", "off": True}) == OFF
     for profile, least in (("gold", 0.4), ("floor", 0.2)):
-        with pytest.raises(LimitError, match=rf"keep=0\.15 is less than profile '{profile}' allows: .* {least}$"):
+        with pytest.raises(LimitError, match=rf"keep=0\.15 is below min_keep={least} of profile '{profile}'"):
             made.setting({"profile": profile, "keep": 0.15})
-        with pytest.raises(LimitError, match=rf"the limit of profile '{profile}' is a share.*not 64 tokens"):
+        with pytest.raises(LimitError, match=rf"profile '{profile}' has min_keep.*not 64 tokens"):
             offer(profiles=GOLD).setting({"profile": profile, "keep": 64})
     for profile in ("floor", "free", "gold"):
-        with pytest.raises(LimitError, match=r"keep=0\.09 is less than this server allows"):
+        with pytest.raises(LimitError, match=r"keep=0\.09 is below min_keep=0.1 of this server"):
             made.setting({"profile": profile, "keep": 0.09})
         with pytest.raises(LimitError, match="this server does not allow uniform; allowed are divprune, dynres, pool"):
             made.setting({"profile": profile, "method": "uniform"})
     with pytest.raises(LimitError, match="profile 'gold' does not allow dynres; allowed are divprune, pool"):
         made.setting({"profile": "gold", "method": "dynres"})
-    assert made.setting({"profile": "floor", "method": "dynres"}).pixels is not None
-    with pytest.raises(OptionError, match="min_keep belongs to the server's setting"):
+    assert made.setting({"profile": "floor", "method": "dynres"}).pixel_method is not None
+    with pytest.raises(OptionError, match="min_keep belongs to the server's configuration"):
         made.setting({"profile": "gold", "min_keep": 0.1, "keep": 0.15})
 
 
 def test_the_policy_in_words() -> None:
     made = offer(profiles=GOLD, min_keep=0.1)
-    assert made.policy() == "min_keep 0.1; gold: min_keep 0.4, methods divprune+pool; floor: min_keep 0.2"
-    assert offer(profiles=PROFILES).policy() == ""
+    assert made.describe_rules() == "min_keep 0.1; gold: min_keep 0.4, methods divprune+pool; floor: min_keep 0.2"
+    assert offer(profiles=PROFILES).describe_rules() == ""
 
 
 @each(
     ("given", "says"),
     [
-        ({"profiles": {"gold": {"min_keep": 0.3}}}, "profile 'gold': .*less than profile 'gold' allows"),
+        ({"profiles": {"gold": {"min_keep": 0.3}}}, "profile 'gold': .*below min_keep=0.3 of profile 'gold'"),
         ({"profiles": {"gold": {"methods": ["pool"]}}}, "profile 'gold': .*does not allow divprune"),
         ({"profiles": {"gold": {"min_keep": 3}}}, "profile 'gold': .*min_keep must be a share"),
         ({"profiles": {"gold": {"methods": []}}}, "profile 'gold': .*methods must be a list"),
         ({"profiles": {"gold": {"methods": ["divprun"]}}}, "profile 'gold': .*did you mean 'divprune'"),
-        ({"profiles": {"gold": {"overload": {}, "min_keep": 0.1}}}, "profile 'gold': overload holds for the whole"),
+        ({"profiles": {"gold": {"overload": {}, "min_keep": 0.1}}}, "profile 'gold': overload applies to the whole"),
         ({"profiles": ["fast"]}, "profiles must be an object"),
         ({"profiles": {"fast": {"keep": 2.0}}}, "profile 'fast': .*no share"),
-        ({"profiles": {"fast": {"profiles": {}}}}, "profile 'fast': profiles holds for the whole server"),
+        ({"profiles": {"fast": {"profiles": {}}}}, "profile 'fast': profiles applies to the whole server"),
         ({"profiles": {"fast": 3}}, "profile 'fast': .*must be an object"),
-        ({"profiles": {"default": {"keep": 0.1}}}, "cannot be the name of a profile"),
-        ({"profiles": {"request": {"keep": 0.1}}}, "cannot be the name of a profile"),
-        ({"profiles": {"a b": {"keep": 0.1}}}, "cannot be the name of a profile"),
+        ({"profiles": {"default": {"keep": 0.1}}}, "is not a valid name of a profile"),
+        ({"profiles": {"request": {"keep": 0.1}}}, "is not a valid name of a profile"),
+        ({"profiles": {"a b": {"keep": 0.1}}}, "is not a valid name of a profile"),
         ({"profiles": {str(one): {"keep": 0.1} for one in range(33)}}, "32 at most"),
         ({"profiles": {"x": {"method": "dart", "experimental_in_llm": True, "pivot_text": 0}}}, "'x': .*whole server"),
         ({"experimental_free_kv": 1}, "experimental_free_kv must be true or false"),
-        ({"experimental_free_kv": True}, 'goes with "experimental_in_llm": true'),
+        ({"experimental_free_kv": True}, 'needs "experimental_in_llm": true'),
         ({"min_keep": 1}, "min_keep must be a share"),
         ({"min_keep": 0.0}, "min_keep must be a share"),
         ({"min_keep": None}, "min_keep must be a share"),
-        ({"min_keep": 0.3}, "profile 'default': .*less than this server allows"),
-        ({"profiles": PROFILES, "min_keep": 0.2}, "profile 'fast': .*own settings have to keep to it"),
+        ({"min_keep": 0.3}, "profile 'default': .*below min_keep=0.3 of this server"),
+        ({"profiles": PROFILES, "min_keep": 0.2}, "profile 'fast': .*must keep the server.s limits"),
         ({"methods": []}, "methods must be a list"),
         ({"methods": "divprune"}, "methods must be a list"),
         ({"methods": ["pool"]}, "profile 'default': .*does not allow divprune"),
@@ -182,7 +180,7 @@ def test_a_bad_offer_stops_the_server(given: dict[str, Any], says: str) -> None:
 def test_a_profile_stands_in_under_load() -> None:
     made = offer(profiles=PROFILES, overload={"in_flight": [4, 16], "profiles": ["small", "fast"]})
     assert made.overload == Overload((4, 16), ("small", "fast")) and offer().overload is None
-    assert [made.overload.wanted(number) for number in (0, 3, 4, 15, 16, 10**6)] == [0, 0, 1, 1, 2, 2]
+    assert [made.overload.find_step(number) for number in (0, 3, 4, 15, 16, 10**6)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_positions_are_the_servers() -> None:
@@ -190,9 +188,9 @@ def test_positions_are_the_servers() -> None:
     for wrong in ("orginal", None, 3, ["original"]):
         with pytest.raises(OptionError, match='positions must be "original"'):
             offer(positions=wrong)
-    with pytest.raises(OptionError, match="positions belongs to the server's setting"):
+    with pytest.raises(OptionError, match="positions belongs to the server's configuration"):
         offer(positions="original").setting({"positions": "original"})
-    with pytest.raises(OptionError, match="profile 'a': positions holds for the whole server"):
+    with pytest.raises(OptionError, match="profile 'a': positions applies to the whole server"):
         offer(profiles={"a": {"positions": "original"}})
 
 
@@ -209,10 +207,10 @@ def test_metrics_know_few_names() -> None:
     made = offer(profiles=PROFILES)
     asked = [None, {}, {"profile": "fast"}, {"profile": "fast", "keep": 0.5}, {"keep": 0.123456}]
     assert [made.label(one) for one in asked] == ["default", "default", "fast", "request", "request"]
-    assert ServedSetting().label() == ("off", "1")
-    assert ServedSetting.from_json({"method": "pool", "keep": 0.123456}).label() == ("pool", "0.12")
-    assert ServedSetting.from_json({"method": "pool", "keep": 64}).label() == ("pool", "tokens")
-    assert ServedSetting.from_json({"method": ["divprune", "dynres"], "keep": 0.5}).label() == (
+    assert get_label(OFF) == ("off", "1")
+    assert get_label(parse_setting({"method": "pool", "keep": 0.123456})) == ("pool", "0.12")
+    assert get_label(parse_setting({"method": "pool", "keep": 64})) == ("pool", "tokens")
+    assert get_label(parse_setting({"method": ["divprune", "dynres"], "keep": 0.5})) == (
         "dynres+divprune",
         "0.25",
     )
@@ -255,11 +253,11 @@ def test_a_request_gets_a_setting_or_our_error(asked: Any) -> None:
         assert isinstance(error, ValueError)  # which vLLM answers with HTTP 400
         str(error).encode()
         return
-    if setting != ServedSetting():
+    if setting != OFF:
         least = 0.3 if isinstance(asked, dict) and asked.get("profile") == "gold" else 0.1
-        assert setting.share * setting.keep >= least - 1e-4 and isinstance(setting.keep, float)
-        assert {one.name for one in (setting.pixels, setting.method) if one} <= {"divprune", "dynres", "pool"}
-    assert ServedSetting.from_json(json.loads(json.dumps(setting.to_json()))) == setting
+        assert setting.joint_share >= least - 1e-4 and isinstance(setting.budget.keep, float)
+        assert {*setting.names} <= {"divprune", "dynres", "pool"}
+    assert parse_setting(json.loads(json.dumps(setting.to_json()))) == setting
     assert LIMITED.label(asked) in {"default", "request", "gold", *PROFILES}
 
 
@@ -271,4 +269,4 @@ def test_a_server_gets_an_offer_or_our_error(given: Any) -> None:
     except TokenPruneError as error:
         assert isinstance(error, ValueError)
     else:
-        assert made.setting() == ServedSetting(DivPrune(), 0.25)
+        assert made.setting() == served(DivPrune(), 0.25)

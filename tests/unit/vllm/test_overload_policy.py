@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from each import each
 from tokenprune.errors import OptionError
-from tokenprune.integrations.vllm.settings.overload import Overload, StepInForce
+from tokenprune.integrations.vllm.settings.overload import Overload, OverloadState
 
 ROOT = Path(__file__).parents[3]
 RULE = Overload((8, 32), ("normal", "fast"))
@@ -26,8 +26,8 @@ FLUTTERS = Overload(RULE.steps, RULE.profiles, release=1.0, rise=0.0, dwell=0.0)
 
 def test_what_is_read() -> None:
     least = {"in_flight": [8, 32], "profiles": ["normal", "fast"]}
-    assert Overload.of(least, ["normal", "fast"]) == RULE
-    assert Overload.of(least | {"release": 1, "rise": 0, "dwell": 0}, ["normal", "fast"]) == FLUTTERS
+    assert Overload.from_json(least, ["normal", "fast"]) == RULE
+    assert Overload.from_json(least | {"release": 1, "rise": 0, "dwell": 0}, ["normal", "fast"]) == FLUTTERS
 
 
 @each(
@@ -47,19 +47,19 @@ def test_what_is_read() -> None:
 )
 def test_what_is_refused(more: dict[str, Any], says: str) -> None:
     with pytest.raises(OptionError, match=f"overload must be .*{says}"):
-        Overload.of({"in_flight": [8], "profiles": ["fast"]} | more, ["fast"])
+        Overload.from_json({"in_flight": [8], "profiles": ["fast"]} | more, ["fast"])
 
 
 def test_a_step_is_left_well_below_its_number() -> None:
-    up = [RULE.wanted(number) for number in (0, 7, 8, 31, 32, 10**6)]
+    up = [RULE.find_step(number) for number in (0, 7, 8, 31, 32, 10**6)]
     assert up == [0, 0, 1, 1, 2, 2]
-    down = [RULE.wanted(number, 2) for number in (40, 32, 31, 16, 15, 8, 4, 3, 0)]
+    down = [RULE.find_step(number, 2) for number in (40, 32, 31, 16, 15, 8, 4, 3, 0)]
     assert down == [2, 2, 2, 2, 1, 1, 1, 0, 0]
-    assert [FLUTTERS.wanted(number, 2) for number in (32, 31, 8, 7)] == [2, 1, 1, 0]
+    assert [FLUTTERS.find_step(number, 2) for number in (32, 31, 8, 7)] == [2, 1, 1, 0]
 
 
 def test_a_step_is_in_force_for_a_while() -> None:
-    policy = StepInForce(RULE)
+    policy = OverloadState(RULE)
     loads = ((0, 0), (1, 8), (1.9, 40), (2, 40), (6.9, 0), (7, 0), (7.9, 8), (8, 8), (12.9, 3), (13, 4), (13, 3))
     assert [policy.take(number, at) for at, number in loads] == [0, 1, 1, 2, 2, 0, 0, 1, 1, 1, 0]
 
@@ -68,7 +68,7 @@ def test_a_burst_gets_two_qualities() -> None:
     """24 requests within a tenth of a second, as they were once served in three."""
     rule = Overload((4, 12), ("half", "tenth"))
     for one, found in ((rule, {0, 1}), (Overload(rule.steps, rule.profiles, 1.0, 0.0, 0.0), {0, 1, 2})):
-        policy = StepInForce(one)
+        policy = OverloadState(one)
         assert {policy.take(number, number / 240) for number in range(24)} == found
 
 
@@ -78,14 +78,14 @@ LOADS = st.lists(st.tuples(st.floats(0, 3), st.integers(0, 60)), min_size=1, max
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(loads=LOADS, release=st.floats(0.05, 1), dwell=st.floats(0.1, 10))
 def test_no_load_makes_it_change_more_often(loads: list[tuple[float, int]], release: float, dwell: float) -> None:
-    policy, now, last, downs = StepInForce(Overload((8, 32), ("a", "b"), release, dwell / 5, dwell)), 0.0, -1e9, []
+    policy, now, last, downs = OverloadState(Overload((8, 32), ("a", "b"), release, dwell / 5, dwell)), 0.0, -1e9, []
     for wait, in_flight in loads:
         now += wait
         before = policy.step
         if policy.take(in_flight, now) != before:
             assert now - last >= (dwell / 5 if policy.step > before else dwell)
             # A change leads where a bare comparison would, or stays above it.
-            assert policy.step >= FLUTTERS.wanted(in_flight)
+            assert policy.step >= FLUTTERS.find_step(in_flight)
             last = now
             downs += [now] * (policy.step < before)
     for start in downs:
@@ -114,7 +114,7 @@ def test_ten_thousand_requests(shapes: Any, kind: str, seed: int) -> None:
     assert len(times) == 10_000 and times == sorted(times)
     gaps = [b - a for a, b in itertools.pairwise(times[:500])]  # at one rate
     assert (statistics.stdev(gaps) > 1.5 * statistics.mean(gaps)) == (kind == "in bursts")
-    policy, downs = StepInForce(RULE), []
+    policy, downs = OverloadState(RULE), []
 
     def take(in_flight: int, now: float) -> int:
         before = policy.step

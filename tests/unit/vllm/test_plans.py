@@ -11,11 +11,13 @@ import torch
 
 import tokenprune
 from each import each
+from served_settings import served, served_methods
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.integrations.shared.towers.patch_grid import find_image_grid
 from tokenprune.integrations.vllm.selection.before_llm import build_segments, choose
-from tokenprune.integrations.vllm.settings.plan import Plan, Run, _decoded, field_name, runs_of
-from tokenprune.integrations.vllm.settings.settings import ServedSetting, servable
+from tokenprune.integrations.vllm.settings.items import OFF, settings_of_items
+from tokenprune.integrations.vllm.settings.parse import parse_setting
+from tokenprune.integrations.vllm.settings.plan import Plan, Run, _decoded, field_name, find_runs
 from tokenprune.integrations.vllm.worker.runner import limit_batches, split_by_tokens
 from tokenprune.methods import registry
 from tokenprune.methods.encoder.pixelprune import PixelPrune
@@ -24,28 +26,29 @@ from tokenprune.methods.pre_llm.random import Random
 from tokenprune.models.families import SERVED
 from tokenprune.selection.observable_registry import compares_frames
 from tokenprune.selection.segments import square_grid
+from tokenprune.settings import Setting
 from tokenprune.testing import visual_tokens
 
 
 def text_of(pieces: str) -> tuple[Run, ...]:
     """pieces: "#" for a placeholder (id 9), other letters for text."""
-    return runs_of([9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces])
+    return find_runs([9 if c == "#" else ord(c) for c in pieces], [c == "#" for c in pieces])
 
 
-def plan(setting: ServedSetting, pieces: str, per_run: bool = False) -> Plan:
-    return Plan.make(setting, text_of(pieces), per_run)
+def plan(setting: Setting, pieces: str, per_run: bool = False) -> Plan:
+    return Plan.build(setting, text_of(pieces), per_run)
 
 
 def test_a_plan_survives_the_journey() -> None:
-    one = plan(ServedSetting(Random(4), 3), "a####b####c", per_run=True)
+    one = plan(served(Random(4), 3), "a####b####c", per_run=True)
     assert Plan.decode(one.encode()) == one
-    assert Plan.decode(plan(ServedSetting(), "####").encode()).setting == ServedSetting()
+    assert Plan.decode(plan(OFF, "####").encode()).setting == OFF
 
 
 def test_a_plan_of_placeholders_that_pixels_chose() -> None:
     """The number that stays is theirs, whatever `keep` says."""
     chosen = (False, True, True, False, True, False, False, False)
-    one = dataclasses.replace(plan(ServedSetting(PixelPrune(), 0.5), "s####/####e"), kept=chosen)
+    one = dataclasses.replace(plan(served(PixelPrune(), 0.5), "s####/####e"), kept=chosen)
     assert one.keep == [3] and one.reduces and one.rows == 4  # and the break between
     assert one.reduced() == [ord("s"), *[9] * 4, ord("e")]
     again = Plan.decode(one.encode())
@@ -56,7 +59,7 @@ def test_a_plan_of_placeholders_that_pixels_chose() -> None:
 def test_decoded_plans_are_kept_by_their_size() -> None:
     """A plan of many runs is large."""
     _decoded.clear()
-    data = [plan(ServedSetting(DivPrune(), 0.5), f"#{letter}" * 30_000).encode() for letter in "abcdefghi"]
+    data = [plan(served(DivPrune(), 0.5), f"#{letter}" * 30_000).encode() for letter in "abcdefghi"]
     for one in data:
         Plan.decode(one)
     assert 1 <= len(_decoded) < 9 and _decoded.currsize <= _decoded.maxsize == 64 * 2**20
@@ -78,20 +81,20 @@ class Touched(list):
 def test_a_plan_costs_what_its_runs_do() -> None:
     """Not what its tokens do: of a long video it holds, sends and reads a few numbers."""
     tokens = Touched([9] * 100_000)
-    long = Plan.make(ServedSetting(DivPrune(), 0.5), runs_of(tokens), False)
+    long = Plan.build(served(DivPrune(), 0.5), find_runs(tokens), False)
     assert tokens.read == 0 and long.text == ((9, True, 100_000),)
     again = Plan.decode(long.encode())
     assert again == long and len(long.encode()) < 200
     assert (again.rows, again.span, again.placeholder, again.is_plain) == (50_000, (0, 100_000), 9, True)
     assert not {"is_embed", "tokens"} & set(vars(again)), "each token is written out"
-    stamped = plan(ServedSetting(DivPrune(), 0.5), ("ab" + "#" * 50) * 3)
+    stamped = plan(served(DivPrune(), 0.5), ("ab" + "#" * 50) * 3)
     assert stamped.text == ((97, False, 1), (98, False, 1), (9, True, 50)) * 3 and not stamped.is_plain
-    assert runs_of([9, 9, 9, 9], [True, True, False, True]) == ((9, True, 2), (9, False, 1), (9, True, 1))
+    assert find_runs([9, 9, 9, 9], [True, True, False, True]) == ((9, True, 2), (9, False, 1), (9, True, 1))
     assert stamped.tokens == [97, 98, *[9] * 50] * 3 and stamped.is_embed.tolist() == [False, False, *[True] * 50] * 3
 
 
 def test_reduced_prompts() -> None:
-    half = ServedSetting(DivPrune(), 0.5)
+    half = served(DivPrune(), 0.5)
     nine = [9]
     assert plan(half, "########").reduced() == nine * 4
     assert plan(half, "s########e").reduced() == [ord("s"), *nine * 4, ord("e")]
@@ -103,30 +106,30 @@ def test_reduced_prompts() -> None:
     # Each tile's own number is known, so the text between them stays what it is.
     assert tiles.counts == [4, 6] and tiles.keep == [2, 3] and tiles.rows == 5
     assert tiles.reduced() == [ord("s"), *nine * 2, ord("/"), *nine * 3, ord("e")]
-    assert not plan(ServedSetting(), "s####/####e").reduces and not plan(ServedSetting(DivPrune(), 1.0), "##").reduces
+    assert not plan(OFF, "s####/####e").reduces and not plan(served(DivPrune(), 1.0), "##").reduces
 
 
 def test_a_video_whose_frames_are_compared() -> None:
     """Its frames are told to the model; a newline behind them is in none, time stamps between them are in no run."""
-    evs = ServedSetting.from_json({"method": "evs", "keep": 0.5})
+    evs = parse_setting({"method": "evs", "keep": 0.5})
     for pieces, number, behind, sizes in (
         ("a############", 3, 0, [4, 4, 4]), ("#############", 3, 1, [4, 4, 4]), ("s####t####u####e", 3, 0, [4, 4, 4]),
         ("####", 1, 0, [4]),
     ):  # fmt: skip
-        one, count = Plan.make(evs, text_of(pieces), False, number, behind), pieces.count("#")
+        one, count = Plan.build(evs, text_of(pieces), False, number, behind), pieces.count("#")
         assert one.counts == [count] and one.keep == [round(count / 2)]
         assert one.frame_sizes(behind) == [sizes] and Plan.decode(one.encode()) == one
     for number, behind in ((5, 0), (0, 0), (3, 1), (13, 0)):
         with pytest.raises(OptionError, match=f"the 12 tokens of this one do not split into {number} frames"):
-            Plan.make(evs, runs_of([9] * 12), False, number, behind)
+            Plan.build(evs, find_runs([9] * 12), False, number, behind)
     # Other methods ask for no frames, and images are left as they are.
-    assert plan(ServedSetting.from_json({"method": "divprune"}), "####").frame_sizes(0) == [None]
-    assert not plan(evs.without_method(), "####").reduces
+    assert plan(parse_setting({"method": "divprune"}), "####").frame_sizes(0) == [None]
+    assert not plan(settings_of_items(evs, "image", 1)[0], "####").reduces
     with pytest.raises(BudgetError, match="the whole video has one budget"):
-        ServedSetting.from_json({"method": "evs", "keep": 0.5, "per": "frame"})
+        parse_setting({"method": "evs", "keep": 0.5, "per": "frame"})
 
 
-DROPPING = [method for method in (registry.build(name, {}) for name in servable()) if not method.merges]
+DROPPING = [method for method in (registry.build(name, {}) for name in served_methods()) if not method.merges]
 
 
 @each("name", [method.name for method in DROPPING if compares_frames(method)])
@@ -163,10 +166,10 @@ def test_rows_are_those_of_the_method(name: str, counts: list[int]) -> None:
 
 def test_every_frame_has_its_budget() -> None:
     """Frames of one run split it evenly, a rest goes with the last; runs apart are the frames; images do not care."""
-    half, frames = ServedSetting(DivPrune(), 0.5), ServedSetting(DivPrune(), 0.5, per="frame")
+    half, frames = served(DivPrune(), 0.5), served(DivPrune(), 0.5, per="frame")
 
-    def made(setting: ServedSetting, pieces: str, number: int) -> Plan:
-        return Plan.make(setting, text_of(pieces), False, number)
+    def made(setting: Setting, pieces: str, number: int) -> Plan:
+        return Plan.build(setting, text_of(pieces), False, number)
 
     one = made(frames, "a#############", 3)
     assert one.counts == [4, 4, 5] and one.keep == [2, 2, 2] and one.reduced() == [ord("a"), *[9] * 6]
@@ -219,7 +222,7 @@ def test_only_a_square_is_taken_for_a_square() -> None:
 
 def item(count: int) -> dict:
     class Element:
-        data = plan(ServedSetting(DivPrune(), 1), "#" * count).encode()
+        data = plan(served(DivPrune(), 1), "#" * count).encode()
 
     return {field_name("image"): Element}
 

@@ -17,14 +17,21 @@ import torch
 import tokenprune
 import zoo
 from each import each
+from served_settings import served, served_methods
 from tokenprune import Pruner, Site
 from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.integrations import vllm
-from tokenprune.integrations.hf.families import adapter_for
-from tokenprune.integrations.hf.towers.build import tower_part
+from tokenprune.integrations.hf.families import get_adapter
+from tokenprune.integrations.hf.towers.build import build_tower_part
 from tokenprune.integrations.vllm.settings.configuration import check_model
-from tokenprune.integrations.vllm.settings.settings import ServedSetting, servable
+from tokenprune.integrations.vllm.settings.items import (
+    OFF,
+    count_kept,
+    get_cache_key,
+    settings_of_items,
+)
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.towers import served_tower
 from tokenprune.methods import registry
 from tokenprune.methods.encoder.pixelprune import PixelPrune
@@ -45,35 +52,35 @@ TWO = {"method": ["downsample", "divprune"], "keep": [0.4, 0.5]}
 @each(
     ("layers", "wanted"),
     [
-        ((SERVER,), ServedSetting(DivPrune(), 0.25)),
-        ((SERVER, {"keep": 0.5}), ServedSetting(DivPrune(), 0.5)),
-        ((SERVER, {"off": True}), ServedSetting()),
-        (({"off": True}, {"method": "pool"}), ServedSetting(Pool(), 0.25)),
-        (({"off": True}, SERVER), ServedSetting(DivPrune(), 0.25)),
-        ((SERVER, {"off": False}), ServedSetting(DivPrune(), 0.25)),
-        (({"method": "random", "seed": 3, "keep": 9}, {"keep": 5}), ServedSetting(Random(3), 5)),
+        ((SERVER,), served(DivPrune(), 0.25)),
+        ((SERVER, {"keep": 0.5}), served(DivPrune(), 0.5)),
+        ((SERVER, {"off": True}), OFF),
+        (({"off": True}, {"method": "pool"}), served(Pool(), 0.25)),
+        (({"off": True}, SERVER), served(DivPrune(), 0.25)),
+        ((SERVER, {"off": False}), served(DivPrune(), 0.25)),
+        (({"method": "random", "seed": 3, "keep": 9}, {"keep": 5}), served(Random(3), 5)),
         # Another method keeps the budget, and none of the options.
-        (({"method": "random", "seed": 3, "keep": 9}, {"method": "uniform"}), ServedSetting(Uniform(), 9)),
-        (({"method": "random", "seed": 3}, {"method": "random"}), ServedSetting(Random(3), 0.25)),
-        (({"method": ["pool"]},), ServedSetting(Pool(), 0.25)),
+        (({"method": "random", "seed": 3, "keep": 9}, {"method": "uniform"}), served(Uniform(), 9)),
+        (({"method": "random", "seed": 3}, {"method": "random"}), served(Random(3), 0.25)),
+        (({"method": ["pool"]},), served(Pool(), 0.25)),
         # What acts on pixels, alone and with a method behind the encoder, in any order.
-        (({"method": "downsample"},), ServedSetting(pixels=Downsample(), share=0.25)),
-        ((SERVER, {"method": "dynres", "min_scale": 0.5}), ServedSetting(pixels=DynRes(0.5), share=0.25)),
-        ((SERVER, TWO), ServedSetting(DivPrune(), 0.5, Downsample(), 0.4)),
+        (({"method": "downsample"},), served(pixel_method=Downsample(), share=0.25)),
+        ((SERVER, {"method": "dynres", "min_scale": 0.5}), served(pixel_method=DynRes(0.5), share=0.25)),
+        ((SERVER, TWO), served(DivPrune(), 0.5, Downsample(), 0.4)),
         (
             ({"method": ["random", {"method": "dynres", "min_scale": 0.1}], "keep": 0.5},),
-            ServedSetting(Random(), 0.5, DynRes(0.1), 0.5),
+            served(Random(), 0.5, DynRes(0.1), 0.5),
         ),
-        ((TWO, {"keep": 0.3}), ServedSetting(DivPrune(), 0.3, Downsample(), 0.3)),
-        ((TWO, {"keep": [0.3, 7]}), ServedSetting(DivPrune(), 7, Downsample(), 0.3)),
-        ((TWO, {"method": ["dynres", "divprune"]}), ServedSetting(DivPrune(), 0.25, DynRes(), 0.25)),
-        ((TWO, {"method": "pool"}), ServedSetting(Pool(), 0.25)),
-        ((SERVER, {"per": "frame"}, {"method": "pool"}), ServedSetting(Pool(), 0.25, per="frame")),
-        ((SERVER, {"per": "frame"}, {"per": "image"}), ServedSetting(DivPrune(), 0.25)),
+        ((TWO, {"keep": 0.3}), served(DivPrune(), 0.3, Downsample(), 0.3)),
+        ((TWO, {"keep": [0.3, 7]}), served(DivPrune(), 7, Downsample(), 0.3)),
+        ((TWO, {"method": ["dynres", "divprune"]}), served(DivPrune(), 0.25, DynRes(), 0.25)),
+        ((TWO, {"method": "pool"}), served(Pool(), 0.25)),
+        ((SERVER, {"per": "frame"}, {"method": "pool"}), served(Pool(), 0.25, per="frame")),
+        ((SERVER, {"per": "frame"}, {"per": "image"}), served(DivPrune(), 0.25)),
     ],
 )
 def test_later_layers_win(layers, wanted) -> None:
-    assert ServedSetting.from_json(*layers) == wanted
+    assert parse_setting(*layers) == wanted
 
 
 @each(
@@ -127,7 +134,7 @@ def test_later_layers_win(layers, wanted) -> None:
 def test_bad_settings(bad, error, says) -> None:
     """Each is a ValueError, which a server answers with HTTP 400, and says what to do."""
     with pytest.raises(error, match=says) as caught:
-        ServedSetting.from_json(SERVER, bad)
+        parse_setting(SERVER, bad)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, TokenPruneError)
 
 
@@ -136,7 +143,7 @@ def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.Monk
     """Where the plugin merges, a config tells a method of the tower what the Hugging Face side finds in the model."""
     model, method, served = zoo.FAMILIES[name].build(), tokenprune.method("tome"), []
     monkeypatch.setattr(type(method), "check_served", lambda self, *told: served.append(told))
-    setting = SimpleNamespace(method=method, keep=0.5, removes_nothing=False, in_llm=False)
+    setting = parse_setting({"method": "tome", "keep": 0.5})
     parallel = SimpleNamespace(mm_encoder_tp_mode="weights")
     architecture = SUPPORTED[zoo.FAMILIES[name].kind].vllm.architecture
     model_config = SimpleNamespace(
@@ -144,7 +151,7 @@ def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.Monk
     )
     check_model(setting, model_config)
     theirs, ours = (
-        tower_part(adapter_for(model), method, Budget.from_keep(0.5)).reducer.layout.shape,
+        build_tower_part(get_adapter(model), method, Budget.from_keep(0.5)).reducer.layout.shape,
         served_tower(method, model.config),
     )
     for fact in ("tokens", "protected", "blocks", "blocks_read", "unit"):
@@ -155,57 +162,53 @@ def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.Monk
 def test_methods_by_the_towers_attention_are_served_as_they_are() -> None:
     """No list names them: each was tried on made-up features, of which it kept as many as it said."""
     names = {"visionzip", "fastervlm", "prumerge", "prumerge_plus", "hiprune", "holov"}
-    assert names <= set(servable())
+    assert names <= set(served_methods())
     given = {"method": "vispruner", "features": "projected", "keep": 0.3}
-    assert ServedSetting.from_json(SERVER, given).method == registry.build("vispruner", {"features": "projected"})
+    assert parse_setting(SERVER, given).method == registry.build("vispruner", {"features": "projected"})
     for name, options, told in (
         ("vispruner", {}, 'vispruner with features="projected"'),
         ("scope", {"features": "tower"}, 'scope with features="projected"'),
         ("divprune", {"center": "tower"}, 'divprune with center="standardised"'),
     ):
         with pytest.raises(OptionError, match=f"it needs encoder_features.*{told}"):
-            ServedSetting.from_json(SERVER, {"method": name, "keep": 0.3} | options)
+            parse_setting(SERVER, {"method": name, "keep": 0.3} | options)
 
 
 def test_a_setting_without_a_method_is_refused() -> None:
     with pytest.raises(OptionError, match="names no method"):
-        ServedSetting.from_json({"keep": 0.5})
+        parse_setting({"keep": 0.5})
     with pytest.raises(OptionError, match="names no method"):
-        ServedSetting.from_json({"off": True}, {"keep": 0.5})
+        parse_setting({"off": True}, {"keep": 0.5})
     for layers in (({"off": False},), ({"off": True}, {"off": False})):
         with pytest.raises(OptionError, match='"off": false requires a method'):
-            ServedSetting.from_json(*layers)
+            parse_setting(*layers)
     for layers in ((SERVER, {"off": False}), ({"off": True}, SERVER | {"off": False})):
-        assert ServedSetting.from_json(*layers) == ServedSetting.from_json(SERVER)
+        assert parse_setting(*layers) == parse_setting(SERVER)
 
 
 def test_cache_keys_hold_all_that_matters() -> None:
     """Written out in full, so that two ways of saying the same share a cache, and nothing else does."""
-    assert (
-        ServedSetting.from_json({"method": "random"}).cache_key()
-        == ServedSetting.from_json({"method": "random", "seed": 0}).cache_key()
+    assert get_cache_key(parse_setting({"method": "random"})) == get_cache_key(
+        parse_setting({"method": "random", "seed": 0})
     )
-    keys = [
-        ServedSetting.from_json(SERVER, more).cache_key() for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True})
-    ]
-    keys += [ServedSetting.from_json({"method": "random", "seed": seed}).cache_key() for seed in (0, 1)]
-    keys += [ServedSetting.from_json(SERVER, {"per": "frame"}).cache_key()]
+    keys = [get_cache_key(parse_setting(SERVER, more)) for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True})]
+    keys += [get_cache_key(parse_setting({"method": "random", "seed": seed})) for seed in (0, 1)]
+    keys += [get_cache_key(parse_setting(SERVER, {"per": "frame"}))]
     keys += [
-        ServedSetting.from_json(TWO, more).cache_key()
-        for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})
+        get_cache_key(parse_setting(TWO, more)) for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})
     ]
     assert len({str(key) for key in keys}) == len(keys)
     assert all(key["algorithm"] for key in keys)
     dynres = {"method": "dynres", "min_scale": 0.3}
     for setting in ({"method": "random", "seed": 5}, TWO, dynres, {"off": True}, TWO | {"per": "frame"}):
-        assert ServedSetting.from_json(ServedSetting.from_json(setting).to_json()) == ServedSetting.from_json(setting)
+        assert parse_setting(parse_setting(setting).to_json()) == parse_setting(setting)
 
 
 @each("count", [1, 2, 7, 16, 576, 1225])
 @each("keep", [0.001, 0.25, 0.999, 1.0, 1, 64, 10_000])
 def test_counts_are_those_of_the_budget(count: int, keep: float) -> None:
     wanted = min(count, keep) if isinstance(keep, int) else min(count, max(1, round(keep * count)))
-    assert ServedSetting(DivPrune(), keep).count(count) == wanted
+    assert count_kept(served(DivPrune(), keep), count) == wanted
 
 
 def test_a_method_that_breaks_its_word_is_refused() -> None:
@@ -237,12 +240,12 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
 
     try:
         with pytest.raises(OptionError, match="acts at several stages"):
-            ServedSetting.from_json({"method": "twofold", "keep": 0.5})
+            parse_setting({"method": "twofold", "keep": 0.5})
         with pytest.raises(OptionError, match="must depend only on the shape"):
-            ServedSetting.from_json({"method": "moody", "keep": 0.5})
+            parse_setting({"method": "moody", "keep": 0.5})
         with pytest.raises(OptionError, match="it reads the text"):
-            ServedSetting.from_json({"method": "reader", "keep": 0.5})
-        assert not {"moody", "reader", "twofold"} & set(servable())
+            parse_setting({"method": "reader", "keep": 0.5})
+        assert not {"moody", "reader", "twofold"} & set(served_methods())
     finally:
         for name in ("moody", "reader", "twofold"):
             registry._METHODS.pop(name)
@@ -266,8 +269,8 @@ def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> 
         setattr(BySight, attribute, value)
     try:
         with pytest.raises(OptionError, match="the number of kept tokens depends on the content"):
-            ServedSetting.from_json({"method": name, "keep": 0.5} | ({IN_LLM: True} if site is Site.IN_LLM else {}))
-        assert name not in servable() and name not in servable(in_llm=True)
+            parse_setting({"method": name, "keep": 0.5} | ({IN_LLM: True} if site is Site.IN_LLM else {}))
+        assert name not in served_methods() and name not in served_methods(in_llm=True)
     finally:
         registry._METHODS.pop(name)
 
@@ -275,7 +278,7 @@ def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> 
 REFUSED_METHODS = [
     name
     for name in registry.available_methods()
-    if registry.method_class(name).site is Site.PRE_LLM and name not in servable()
+    if registry.method_class(name).site is Site.PRE_LLM and name not in served_methods()
 ]
 
 
@@ -283,12 +286,12 @@ REFUSED_METHODS = [
 def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: str) -> None:
     """Of every method that acts ahead of the language model: no list names those that are served."""
     with pytest.raises(OptionError) as caught:
-        ServedSetting.from_json({"method": name})
+        parse_setting({"method": name})
     less = registry.build(name, {})
     told = str(caught.value)
     for options in (less.query_free, less.fallback_options, {**less.query_free, **less.fallback_options}):
         try:
-            ServedSetting.from_json({"method": name, **options})
+            parse_setting({"method": name, **options})
         except OptionError:
             continue
         assert any(f"{option}={json.dumps(value)}" in told for option, value in options.items()), told
@@ -298,19 +301,19 @@ def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: st
         for option, value in {**less.query_free, **less.fallback_options}.items():
             if f"{option}={json.dumps(value)}" in told:
                 with pytest.raises(OptionError) as again:
-                    ServedSetting.from_json({"method": name, option: value})
+                    parse_setting({"method": name, option: value})
                 assert str(again.value) != told
 
 
 def test_what_drops_patches_ahead_of_the_tower_is_served() -> None:
     """Its number follows from pixels, which the front end has; which models can do so is another matter."""
-    setting = ServedSetting.from_json({"method": "pixelprune", "keep": 0.5, "threshold": 0.02})
-    assert setting.method == PixelPrune(threshold=0.02) and not setting.removes_nothing
-    assert ServedSetting.from_json(setting.to_json()) == setting
-    assert ServedSetting.from_json({"method": "pixelprune"}).keep == 1_000_000
-    assert "pixelprune" in servable() and "pixelprune" not in servable(in_llm=True)
-    with pytest.raises(OptionError, match=r"per=.*not with pixelprune"):
-        ServedSetting.from_json({"method": "pixelprune", "per": "frame"})
+    setting = parse_setting({"method": "pixelprune", "keep": 0.5, "threshold": 0.02})
+    assert setting.method == PixelPrune(threshold=0.02) and not setting.keeps_all_tokens
+    assert parse_setting(setting.to_json()) == setting
+    assert parse_setting({"method": "pixelprune"}).keep == 1_000_000
+    assert "pixelprune" in served_methods() and "pixelprune" not in served_methods(in_llm=True)
+    with pytest.raises(OptionError, match=r"per=.*not pixelprune"):
+        parse_setting({"method": "pixelprune", "per": "frame"})
 
 
 def test_no_architecture_is_both_served_and_refused() -> None:
@@ -320,7 +323,7 @@ def test_no_architecture_is_both_served_and_refused() -> None:
 
 def test_nothing_else_imports_vllm() -> None:
     modules = ["tokenprune", "tokenprune.cli", "tokenprune.integrations.hf.engine.engine"]
-    names = ("settings.settings", "settings.plan", "selection.before_llm", "plugin", "worker.runner")
+    names = ("settings.parse", "settings.plan", "selection.before_llm", "plugin", "worker.runner")
     modules += [f"tokenprune.integrations.vllm.{name}" for name in names]
     code = f"import sys; sys.modules['vllm'] = None; import {', '.join(modules)}; tokenprune.available_methods()"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
@@ -338,8 +341,8 @@ def test_the_path_of_a_request_is_a_true_one() -> None:
 
 def test_images_stay_whole_where_frames_are_compared() -> None:
     """And are to all caches what they are on a server that is off."""
-    evs = ServedSetting.from_json({"method": "evs", "keep": 0.5})
-    assert evs.of_items("image", 2) == (ServedSetting(),) * 2 and evs.of_items("video", 1) == (evs,)
-    assert evs.of_items("image", 1)[0].cache_key() == ServedSetting.from_json({"off": True}).cache_key()
-    smaller = ServedSetting.from_json({"method": ["downsample", "evs"], "keep": [0.5, 0.5]}).of_items("image", 1)[0]
-    assert smaller == ServedSetting.from_json({"method": "downsample", "keep": 0.5})
+    evs = parse_setting({"method": "evs", "keep": 0.5})
+    assert settings_of_items(evs, "image", 2) == (OFF,) * 2 and settings_of_items(evs, "video", 1) == (evs,)
+    assert get_cache_key(settings_of_items(evs, "image", 1)[0]) == get_cache_key(parse_setting({"off": True}))
+    smaller = parse_setting({"method": ["downsample", "evs"], "keep": [0.5, 0.5]})
+    assert settings_of_items(smaller, "image", 1)[0] == parse_setting({"method": "downsample", "keep": 0.5})

@@ -9,10 +9,10 @@ from pathlib import Path
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from served_settings import served_methods
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared import checks
 from tokenprune.integrations.shared.checks import reads_tower
-from tokenprune.integrations.vllm.settings.servable import servable
 from tokenprune.integrations.vllm.settings.towers import is_known
 from tokenprune.methods.registry import build, method_class
 from tokenprune.models.families import SERVED, Family
@@ -50,7 +50,7 @@ def methods(where: str) -> list[str]:
 
 
 def test_every_method_that_serves_is_named() -> None:
-    assert set(servable()) <= set(methods(""))
+    assert set(served_methods()) <= set(methods(""))
 
 
 def test_methods_that_need_a_class_token_name_their_families() -> None:

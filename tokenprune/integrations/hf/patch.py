@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the parts of a patch out of methods and budgets: one place where it is decided which part does what."""
+"""Build the parts of a patch from its methods and budgets."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import nn
 from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.hf.checks import check_methods, check_steps
-from tokenprune.integrations.hf.engine.call_check import CallCheck
+from tokenprune.integrations.hf.engine.call_check import CallCheck, ChunkedPrefillCheck
 from tokenprune.integrations.hf.engine.decode_pruning import DecodePruning
 from tokenprune.integrations.hf.engine.drafts import Drafts
 from tokenprune.integrations.hf.engine.engine import Engine
-from tokenprune.integrations.hf.engine.kept_inputs import KeptInputs
+from tokenprune.integrations.hf.engine.input_recorder import InputRecorder
 from tokenprune.integrations.hf.engine.layer_attention import LayerAttention
 from tokenprune.integrations.hf.engine.packed_calls import PackedCalls
 from tokenprune.integrations.hf.engine.static_steps import StaticSteps
 from tokenprune.integrations.hf.engine.video_frames import VideoFrames, compares_frames
-from tokenprune.integrations.hf.families import Adapter, adapter_for
+from tokenprune.integrations.hf.families import Adapter, get_adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
 from tokenprune.integrations.hf.guard.part import check_processor as check_unread_processor
@@ -29,9 +29,8 @@ from tokenprune.integrations.hf.guard.part import guard_for
 from tokenprune.integrations.hf.processor_check import check_processor
 from tokenprune.integrations.hf.towers.attention_scores import BlockReader
 from tokenprune.integrations.hf.towers.base import TowerPart
-from tokenprune.integrations.hf.towers.build import tower_part
+from tokenprune.integrations.hf.towers.build import build_tower_part
 from tokenprune.integrations.hf.towers.frame_merging import FrameMerging
-from tokenprune.integrations.hf.towers.lost_features import ChunkedPrefillCheck
 from tokenprune.integrations.shared import checks
 from tokenprune.integrations.shared.towers.tower_scores import find_pixel_observables
 from tokenprune.selection.method import Method, Pruner, Site
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.guard.settings import Guard
 
 
-def hf_parts(
+def build_hf_parts(
     model: nn.Module,
     methods: Sequence[Method],
     budgets: Sequence[Budget],
@@ -60,16 +59,34 @@ def hf_parts(
     feature_cache: int | None = None,
     graphs: bool | Graphs | None = None,
 ) -> list[Any]:
-    """Return what `patch` has to attach, in order; the last is the engine, which has the statistics. Nothing is changed
-    yet, and everything that cannot work is refused."""
+    """Check a setup and build the parts that `patch` attaches. The model is not changed.
+
+    Each method is first tried in its preferred form (`Method.preferred`).
+
+    Args:
+        model: Model to patch.
+        methods: Methods, one per budget.
+        budgets: Budgets of the methods.
+        record: Whether to record selections in the statistics.
+        processor: Processor of the model, or None.
+        guard: Guard settings, or None without a guard.
+        feature_cache: Number of encoder outputs to cache, or None without a cache.
+        graphs: CUDA graph settings, or True for the defaults.
+
+    Returns:
+        Parts in the order of attachment. The last part is the engine, which has the statistics.
+
+    Raises:
+        TokenPruneError: If the setup is not supported.
+    """
     preferred = [method.preferred for method in methods]
     if preferred != list(methods):
         with suppress(TokenPruneError):
-            return _parts(model, preferred, budgets, record, processor, guard, feature_cache, graphs)
-    return _parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
+            return _build_parts(model, preferred, budgets, record, processor, guard, feature_cache, graphs)
+    return _build_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)
 
 
-def _parts(
+def _build_parts(
     model: nn.Module,
     methods: Sequence[Method],
     budgets: Sequence[Budget],
@@ -79,18 +96,18 @@ def _parts(
     feature_cache: int | None,
     graphs: bool | Graphs | None,
 ) -> list[Any]:
-    """Return the parts for exactly these methods; see `hf_parts`."""
-    adapter = adapter_for(model)
+    """Build the parts for exactly these methods."""
+    adapter = get_adapter(model)
     layers = len(adapter.decoder.layers)
     stages = [
-        Step(stage, budget, owner, whole)
-        for owner, (method, whole) in enumerate(zip(methods, budgets, strict=True))
-        for stage, budget in method.stages(whole, layers)
+        Step(stage, stage_budget, owner, budget)
+        for owner, (method, budget) in enumerate(zip(methods, budgets, strict=True))
+        for stage, stage_budget in method.stages(budget, layers)
     ]
     stages.sort(key=lambda step: composition_key(step.method))
-    acting = [step.method for step in stages]
-    check_sites(acting)
-    checks.check_together(acting)
+    stage_methods = [step.method for step in stages]
+    check_sites(stage_methods)
+    checks.check_together(stage_methods)
     check_methods(stages, adapter)
     check_processor(processor, adapter)
 
@@ -111,11 +128,11 @@ def _parts(
             case TowerMethod() if method.is_identity(budget):
                 pass
             case UnitDropper():
-                parts.append(tower_part(adapter, method, budget, processor))
+                parts.append(build_tower_part(adapter, method, budget, processor))
             case FrameMerger():
                 parts.append(FrameMerging(adapter, method, budget))
             case EncoderMethod():
-                parts.append(tower_part(adapter, method, budget))
+                parts.append(build_tower_part(adapter, method, budget))
                 if method.vtu != "off":
                     from tokenprune.integrations.hf.attention.virtual_unmerging import VirtualUnmerging
 
@@ -127,71 +144,74 @@ def _parts(
             case Pruner():
                 steps.append(step)
     towers = [part for part in parts if isinstance(part, TowerPart)]
-    read = pixels or any(part.reads_processor for part in towers) or any(map(find_pixel_observables, acting))
-    unread = processor is not None and not read
-    if guard is not None and unread:
+    reads_processor = (
+        pixels or any(part.reads_processor for part in towers) or any(map(find_pixel_observables, stage_methods))
+    )
+    if guard is not None and processor is not None and not reads_processor:
         check_unread_processor(processor, methods)
     check_steps(steps, adapter)
-    # A method that will not cut needs to see nothing.
+    # Observables are computed only for methods that cut.
     cutting = [step.method for step in steps if step.acts]
     readers = [
         method
         for method in cutting
         if isinstance(method, Pruner) and select_observables(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)
     ]
-    inside = [part.method for part in towers]
+    tower_methods = [part.method for part in towers]
     if readers:
-        if inside:
-            what = "merges" if inside[0].merges else "drops"
+        if tower_methods:
+            verb = "merges" if tower_methods[0].merges else "drops"
             raise OptionError(
-                f"{readers[0].name} reads the attention of the vision tower's patches, and {inside[0].name} {what} "
-                "some of them. Use one of the two."
+                f"{readers[0].name} reads the attention between patches in the vision tower, and "
+                f"{tower_methods[0].name} {verb} patches there. Use only one of the two methods."
             )
         parts.append(BlockReader(adapter, readers, processor))
     if any(compares_frames(step) for step in steps):
-        merges = [method.name for method in inside if method.removes]
+        merges = [method.name for method in tower_methods if method.removes]
         parts.append(VideoFrames(adapter, sorted(steps, key=lambda step: step.layer), merges))
-    weighed = [step for step in steps if step.acts and isinstance(step.method, Pruner) and step.method.weighs_attention]
-    if weighed:
+    weighing = [
+        step for step in steps if step.acts and isinstance(step.method, Pruner) and step.method.weighs_attention
+    ]
+    if weighing:
         from tokenprune.integrations.hf.attention.weighing import Weighing
 
-        parts += [Weighing(adapter, step) for step in weighed]
+        parts += [Weighing(adapter, step) for step in weighing]
     removes = bool(cutting or parts)
     if guard is not None:
         parts += guard_for(adapter, guard, methods, budgets, processor)
     if feature_cache is not None:
-        if any(method.query_aware for method in inside):
+        if any(method.query_aware for method in tower_methods):
             raise OptionError(
-                "feature_cache= keeps the output of the tower, which depends on the question here. Leave "
-                "feature_cache= out."
+                "feature_cache= stores the output of the vision tower, but this method makes the output depend on the "
+                "question. Leave feature_cache= out."
             )
         from tokenprune.integrations.hf.feature_cache.part import FeatureReuse
 
-        # What happens to tokens inside the tower is counted for a whole call.
-        parts.append(FeatureReuse(adapter, feature_cache, not inside))
+        # With a method inside the tower, its token counts belong to a complete call, so images are not cached singly.
+        parts.append(FeatureReuse(adapter, feature_cache, not tower_methods))
     if removes:
         parts += [CallCheck(adapter, cutting), PackedCalls(adapter)]
         parts.append(Drafts(model, *(method.name for method in cutting if method.site is Site.DECODE)))
     if not all(budget.is_identity() for budget in budgets):
         parts.append(ChunkedPrefillCheck(adapter))
     if graphs is not None and graphs is not False:
-        near = {layer for step in steps if step.layer for layer in (step.layer - 1, step.layer)}
-        whole = [step.method.name for step in stages if step.method.site is Site.ATTENTION or step in weighed]
-        why_not = f"{whole[0]} changes what all layers attend to" if whole else ""
+        cut_layers = {layer for step in steps if step.layer for layer in (step.layer - 1, step.layer)}
+        in_all_layers = [step.method.name for step in stages if step.method.site is Site.ATTENTION or step in weighing]
+        reason = f"{in_all_layers[0]} changes the attention of all layers" if in_all_layers else ""
         from tokenprune.integrations.hf.graphs.prefill import graphed_prefill
 
-        parts += graphed_prefill(adapter, graphs, near, why_not)
+        parts += graphed_prefill(adapter, graphs, cut_layers, reason)
     if pixels:
         from tokenprune.integrations.hf.pixels.resizing import FullCounts
 
         parts.append(FullCounts(pixels))
-    reading = [method.name for method in acting if not isinstance(method, (ResizeMethod, ImageChooser))]
-    parts += _decoder_parts(adapter, steps, record)
-    return [*pixels, Engine(adapter, steps, parts, record, reading if removes else ())]
+    names = [method.name for method in stage_methods if not isinstance(method, (ResizeMethod, ImageChooser))]
+    parts += _build_decoder_parts(adapter, steps, record)
+    return [*pixels, Engine(adapter, steps, parts, record, names if removes else ())]
 
 
-def _decoder_parts(adapter: Adapter, steps: Sequence[Step], record: bool) -> list[Part]:
-    """Return the parts that observe and follow the cuts at the decoder."""
+def _build_decoder_parts(adapter: Adapter, steps: Sequence[Step], record: bool) -> list[Part]:
+    """Build the parts that observe the decoder or prune while decoding."""
     by_layer = {step.layer: step for step in steps}
     parts: list[Part] = [StaticSteps(adapter)]
     attention = LayerAttention(adapter, by_layer)
@@ -199,7 +219,7 @@ def _decoder_parts(adapter: Adapter, steps: Sequence[Step], record: bool) -> lis
     if select_observables(needs, ObservedAt.LAYER_BEFORE, ObservedAt.NEXT_LAYER, ObservedAt.UNROTATED):
         parts.append(attention)
     if select_observables(needs, ObservedAt.ENTRY, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED, ObservedAt.OWN):
-        parts.append(KeptInputs(adapter, by_layer, attention))
-    # Last: it reads what the others observed.
+        parts.append(InputRecorder(adapter, by_layer, attention))
+    # Last, because DecodePruning reads the results of the observers.
     parts += [DecodePruning(adapter, step.method, record) for step in steps if isinstance(step.method, DecodeMethod)]
     return parts

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse the processor of another model: its prompts would have no placeholders, and its words would be read wrongly.
+"""Detect a processor that belongs to another model. Its prompts would lack placeholders or have wrong token ids.
 
-Only clear evidence counts, since processors of fine-tuned models and custom processors differ in many harmless ways.
+Only clear evidence counts, because processors of fine-tuned models and custom processors differ in harmless ways.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _GRID = "image_grid_thw"
 def check_processor(processor: Any, adapter: Adapter) -> None:
     """Raise OptionError if a processor, image processor or tokenizer belongs to another model.
 
-    It does if none of its image tokens has the id that the model looks for, if its vocabulary is larger than the
-    model's, or if it packs patches of all images and the model does not, or the other way round.
+    Three properties are compared: the id of the image token, the size of the vocabulary, and whether the patches of all
+    images are packed into one tensor.
     """
     if processor is None:
         return
@@ -47,33 +47,33 @@ def _find_tokenizer(processor: Any) -> Any:
 
 
 def _compare_image_tokens(processor: Any, tokenizer: Any, adapter: Adapter, model_type: str) -> str | None:
-    wanted = adapter.placeholders.get("image")
-    ids = _image_token_ids(processor, tokenizer)
-    if wanted is None or not ids or wanted in ids:
+    expected = adapter.placeholders.get("image")
+    ids = _get_image_token_ids(processor, tokenizer)
+    if expected is None or not ids or expected in ids:
         return None
-    return f"its image token has id {', '.join(map(str, sorted(ids)))}, and {model_type!r} looks for id {wanted}"
+    return f"its image token has id {', '.join(map(str, sorted(ids)))}, and {model_type!r} expects id {expected}"
 
 
-def _image_token_ids(processor: Any, tokenizer: Any) -> set[int]:
-    """Return the ids of all tokens that may be the processor's placeholder for images; empty if nothing tells it."""
+def _get_image_token_ids(processor: Any, tokenizer: Any) -> set[int]:
+    """Return the ids of all tokens that may be the processor's image placeholder, empty if unknown."""
     names = [f"{name}_id" for name in _IMAGE_TOKENS]
     ids = {getattr(processor, name, None) for name in names}
     if tokenizer is not None and _is_from_transformers(processor):
-        ids |= {_token_id(tokenizer, getattr(processor, name, None)) for name in _IMAGE_TOKENS}
+        ids |= {_get_token_id(tokenizer, getattr(processor, name, None)) for name in _IMAGE_TOKENS}
     elif not any(type(token_id) is int for token_id in ids):
-        return set()  # A custom processor may write another placeholder than its `image_token`.
+        return set()  # A custom processor may use a placeholder other than its `image_token`.
     ids |= {getattr(tokenizer, name, None) for name in names}
     return {token_id for token_id in ids if type(token_id) is int}
 
 
-def _token_id(tokenizer: Any, token: Any) -> int | None:
-    """Return the id of a token, or None if the tokenizer does not know it."""
+def _get_token_id(tokenizer: Any, token: Any) -> int | None:
+    """Return the id of a token, or None if it is not in the vocabulary."""
     token_id = None if token is None else tokenizer.convert_tokens_to_ids(str(token))
     return None if token_id == tokenizer.unk_token_id else token_id
 
 
 def _compare_vocabularies(tokenizer: Any, adapter: Adapter, model_type: str) -> str | None:
-    # Without added tokens: these may lie beyond the embeddings as long as no prompt has them.
+    # Added tokens are not counted: they may exceed the embeddings if no prompt uses them.
     tokens = getattr(tokenizer, "vocab_size", None)
     rows = getattr(adapter.text_config, "vocab_size", None)
     if type(tokens) is not int or type(rows) is not int or tokens <= rows:
@@ -91,7 +91,7 @@ def _compare_image_inputs(processor: Any, adapter: Adapter, model_type: str) -> 
     kind = type(image_processor).__name__
     if _GRID in names and _GRID not in accepted:
         return f"a {kind} returns {_GRID}, which {model_type!r} does not take"
-    # A custom image processor may return more than it lists.
+    # A custom image processor may return more names than it lists.
     if _GRID in accepted and _GRID not in names and _is_from_transformers(image_processor):
         return f"a {kind} returns no {_GRID}, which {model_type!r} needs"
     return None

@@ -21,9 +21,6 @@ class Attachment(Attachable):
     The attachment is stored on the module that the engine acts on. It can be found through any wrapper of this module.
 
     Args:
-        methods: The methods, in the order in which they act.
-        budgets: The budget of each method.
-        parts: The parts, in the order in which they are attached.
         feature_cache: Size of the feature cache, or None without a cache.
     """
 

@@ -31,9 +31,6 @@ class Resizer:
     - None: Neither is possible.
 
     Args:
-        method: The method.
-        budget: Its budget.
-        processor: The processor.
         adapter: Adapter of the model that takes the pixels, or None if only the processor is known.
 
     Raises:
@@ -114,8 +111,6 @@ class Resizer:
         """Return the images and keyword arguments of a processor's call after resizing.
 
         Args:
-            images: The images of the call.
-            kwargs: Its keyword arguments.
             questions: The question of each image, for methods that read questions.
         """
         if self.identity:
@@ -213,8 +208,6 @@ def _resize_on_grid(
 
     Args:
         grid: Function of the processor's rule; see `Rule.grid`.
-        read: Reads the processor's options.
-        images: The images.
         shares: Share of the tokens to keep of each image.
         tokens: Maximum number of tokens of an image.
     """

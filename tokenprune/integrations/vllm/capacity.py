@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load that a server bears, in closed form: how many requests its memory holds, how many a second it computes, and
-the time to the first token."""
+"""Capacity of a server in closed form: requests in memory, requests per second, and time to the first token."""
 
 from __future__ import annotations
 
@@ -19,15 +18,20 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Shares of the data sheet's numbers, and others that no closed form knows; the defaults are an H200's
-    (docs/serving/capacity.md).
+    """Achieved shares of the data sheet's numbers, and overheads without a closed form.
 
-    compute, tower: of the FLOPs, in the decoder's prefill and in the vision tower. read: of the bandwidth, while
-    decoding. memory: for weights and KV cache; the rest is left to activations and the runtime. at_once: most requests
-    that the server's scheduler takes on. host: seconds that the host takes to a first token, reading, choosing and
-    launching; the GPU works meanwhile. each: its seconds for a request among many, whose launches they share. launch:
-    its seconds for a step of decoding, where no CUDA graph replays it. block: tokens of the KV cache that are taken at
-    a time.
+    The defaults were measured on an H200 (docs/serving/capacity.md).
+
+    Args:
+        compute: Share of the peak FLOPs in the decoder's prefill.
+        tower: Share of the peak FLOPs in the vision tower.
+        read: Share of the memory bandwidth while decoding.
+        memory: Share of the memory for weights and KV cache. Activations and the runtime use the rest.
+        at_once: Maximum number of requests that the scheduler runs at once.
+        host: Seconds on the host until the first token. The GPU works meanwhile.
+        each: Seconds on the host for one of many concurrent requests, which share launches.
+        launch: Seconds on the host for a decoding step without CUDA graphs.
+        block: Tokens per block of the KV cache.
     """
 
     compute: float = DECODER_OF_PEAK
@@ -41,25 +45,30 @@ class Assumptions:
     block: int = 16
 
     def check(self) -> None:
-        """Raise OptionError for shares outside (0, 1], no request at once, no token in a block, or negative seconds."""
+        """Raise OptionError for shares outside (0, 1], counts below 1 or negative seconds."""
         for name in ("compute", "tower", "read", "memory"):
             if not 0 < getattr(self, name) <= 1:
-                raise OptionError(f"{name}: {getattr(self, name):.3g} is no share: take a number in (0, 1]")
+                raise OptionError(f"{name}: {getattr(self, name):.3g} is not a share in (0, 1]")
         if self.at_once < 1 or self.block < 1 or min(self.host, self.each, self.launch) < 0:
-            raise OptionError(
-                "a server takes on at least 1 request at once, a block of its cache holds at least 1 token, and the "
-                "host needs no less than 0 seconds"
-            )
+            raise OptionError("at_once and block must be at least 1, and host, each and launch at least 0 seconds")
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The load that a server bears at one keep.
+    """Capacity of a server at one keep.
 
-    visual, prompt: tokens of a request. kv_bytes: of a request, its answer included, in whole blocks. requests: that
-    the KV cache holds together. prefill_flops, prefill_seconds: of one request on the GPU; with the tower. prefills: a
-    second, if there were no decoding. step_seconds: of one decoding step with all requests that run together. rate:
-    requests a second, prefill and decoding together. first_token: seconds, on a server that does nothing else.
+    Attributes:
+        keep: Share of visual tokens that is kept.
+        visual: Visual tokens of a request.
+        prompt: Prompt tokens of a request.
+        kv_bytes: KV cache of a request with its answer, in whole blocks.
+        requests: Number of requests that the KV cache holds.
+        prefill_flops: FLOPs of the prefill of a request, including the tower.
+        prefill_seconds: Seconds of the prefill of a request on the GPU, including the tower.
+        prefills: Prefills per second without decoding.
+        step_seconds: Seconds of a decoding step with all concurrent requests.
+        rate: Requests per second, prefill and decoding together.
+        first_token: Seconds to the first token on an idle server.
     """
 
     keep: float
@@ -77,7 +86,17 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Server:
-    """A model on GPUs. numbers: of all its weights; read: of those that a decoding step reads."""
+    """A model on GPUs.
+
+    Args:
+        costs: Costs of the model.
+        numbers: Number of weights.
+        read: Number of weights that a decoding step reads.
+        gpu: Data sheet of the GPU.
+        gpus: Number of GPUs.
+        dtype: Dtype of weights and KV cache.
+        assumed: Achieved shares and overheads.
+    """
 
     costs: CostModel
     numbers: int
@@ -88,36 +107,39 @@ class Server:
     assumed: Assumptions = Assumptions()
 
     @classmethod
-    def of_config(
+    def from_config(
         cls, config: Any, gpu: GPU, gpus: int = 1, dtype: str = "bfloat16", assumed: Assumptions | None = None
     ) -> Server:
-        """config: of the whole model. Raises OptionError for numbers that are none, UnsupportedModelError for a model
-        whose sizes have no closed form, or whose weights do not fit."""
+        """Return the server for the config of a whole model.
+
+        Raises OptionError for arguments out of range, and UnsupportedModelError if there is no closed form or
+        the weights do not fit.
+        """
         assumed = Assumptions() if assumed is None else assumed
         assumed.check()
         if dtype not in BYTES:
             raise OptionError(f"dtype {dtype!r} is not one of {', '.join(BYTES)}")
         if gpus < 1:
-            raise OptionError(f"a server has at least 1 GPU, not {gpus}")
+            raise OptionError(f"gpus={gpus} is not valid: a server needs at least 1 GPU")
         text = config.get_text_config()
         if any(getattr(text, name, None) for name in _EXPERTS):
             raise UnsupportedModelError(
-                f"{config.model_type!r} is a mixture of experts, which has no closed form here: measure it with "
-                "`tokenprune bench --backend vllm`"
+                f"{config.model_type!r} is a mixture of experts, which has no closed form here. Measure it with "
+                "`tokenprune bench --backend vllm`."
             )
         costs = CostModel.from_config(config)
         assert costs.tower is not None
         head = text.vocab_size * text.hidden_size
         tied = bool(getattr(config, "tie_word_embeddings", False))
         read = costs.decoder.num_weights + head
-        made = cls(costs, costs.tower.num_weights + read + (0 if tied else head), read, gpu, gpus, dtype, assumed)
-        if made.room <= 0:
-            fit = -(-made.weight_bytes // (assumed.memory * gpu.memory))
+        server = cls(costs, costs.tower.num_weights + read + (0 if tied else head), read, gpu, gpus, dtype, assumed)
+        if server.cache_bytes <= 0:
+            fit = -(-server.weight_bytes // (assumed.memory * gpu.memory))
             raise UnsupportedModelError(
-                f"the weights ({made.weight_bytes / 1e9:.1f} GB in {dtype}) do not fit into {assumed.memory:.0%} of "
-                f"{gpus} x {gpu.name}: take at least {fit:.0f} GPUs, or a larger one"
+                f"the weights ({server.weight_bytes / 1e9:.1f} GB in {dtype}) do not fit into {assumed.memory:.0%} of "
+                f"{gpus} x {gpu.name}. Use at least {fit:.0f} GPUs, or a larger one."
             )
-        return made
+        return server
 
     @property
     def weight_bytes(self) -> float:
@@ -125,42 +147,42 @@ class Server:
         return float(self.numbers * BYTES[self.dtype])
 
     @property
-    def room(self) -> float:
-        """Bytes for the KV cache."""
+    def cache_bytes(self) -> float:
+        """Bytes available for the KV cache."""
         return self.assumed.memory * self.gpus * self.gpu.memory - self.weight_bytes
 
     def capacity(self, load: Load, keep: float | int, images: int, answer: int) -> Capacity:
-        """Return what the server bears of requests of one kind, cut at the decoder's entry. load: of a request. keep:
-        as in `Budget`, for each of `images`. answer: tokens that each request makes.
+        """Return the capacity for requests with answers of `answer` tokens, pruned at the decoder's entry.
 
-        Raises BudgetError for a keep that is none, UnsupportedModelError where not one request fits.
+        `keep` is the budget of each image. Raises BudgetError if it is invalid, and UnsupportedModelError if no request
+        fits.
         """
         size, layers, assumed = BYTES[self.dtype], self.costs.decoder.layers, self.assumed
         each = load.visual // images
         visual = Budget.from_keep(keep).resolve_keep(each) * images
         cost = self.costs.compute_cost(load, per_layer=[visual] * layers)
         prompt = load.text + visual
-        held = -(-(prompt + answer) // assumed.block) * assumed.block
-        kv = float(self.costs.decoder.kv_bytes([held] * layers, size))
-        requests = int(self.room // kv)
+        cached_tokens = -(-(prompt + answer) // assumed.block) * assumed.block
+        kv = float(self.costs.decoder.kv_bytes([cached_tokens] * layers, size))
+        requests = int(self.cache_bytes // kv)
         if requests < 1:
             raise UnsupportedModelError(
-                f"{self.room / 1e9:.1f} GB are left beside the weights, and one request's KV cache is {kv / 1e9:.1f} "
-                f"GB at keep {keep}: take more GPUs, or fewer images or tokens"
+                f"{self.cache_bytes / 1e9:.1f} GB are free beside the weights, and one request's KV cache is "
+                f"{kv / 1e9:.1f} GB at keep {keep}: use more GPUs, or fewer images or tokens"
             )
         together = min(requests, assumed.at_once)
         bandwidth = assumed.read * self.gpus * self.gpu.bandwidth
-        # While a request is answered its cache grows; half of the answer is there on average.
-        grown = float(self.costs.decoder.kv_bytes([prompt + answer // 2] * layers, size))
-        step = max(assumed.launch, (self.read * size + together * grown) / bandwidth)
+        # The cache grows while a request is answered. On average it holds half of the answer.
+        average = float(self.costs.decoder.kv_bytes([prompt + answer // 2] * layers, size))
+        step = max(assumed.launch, (self.read * size + together * average) / bandwidth)
         decoder = cost.decoder + 2 * (self.read - self.costs.decoder.num_weights)
         peak = self.gpus * self.gpu.flops(self.dtype)
         prefill = decoder / (assumed.compute * peak) + cost.tower / (assumed.tower * peak)
-        # A prompt of few tokens is over before the weights have been read.
+        # The prefill of a short prompt takes at least the time to read the weights.
         first = max(assumed.host, prefill, self.read * size / bandwidth)
-        alone = max(assumed.each, prefill)
+        per_request = max(assumed.each, prefill)
         # The first token of an answer is made by the prefill.
-        rate = 1 / (alone + (answer - 1) * step / together)
+        rate = 1 / (per_request + (answer - 1) * step / together)
         return Capacity(
             visual / load.visual,
             visual,
@@ -169,45 +191,47 @@ class Server:
             requests,
             decoder + cost.tower,
             prefill,
-            1 / alone,
+            1 / per_request,
             step,
             rate,
             first,
         )
 
-    def fitted(self, load: Load, images: int, answer: int, rates: Mapping[float | int, float]) -> Server:
-        """Return this server with the shares `compute` and `tower` at which it answers as was measured.
+    def fit(self, load: Load, images: int, answer: int, rates: Mapping[float | int, float]) -> Server:
+        """Return this server with the shares `compute` and `tower` that reproduce measured rates.
 
-        rates: requests a second, by keep, of two keeps that the GPU bounds. Raises OptionError for other than two, and
-        where no shares give both.
+        `rates` has the requests per second at two keeps at which the GPU is the bottleneck. Raises OptionError for
+        another number of rates, or if no shares reproduce both.
         """
         if len(rates) != 2:
-            raise OptionError(f"two settings fit two shares, not {len(rates)}: give the rates of two keeps")
+            raise OptionError(f"pass the rates of exactly two keeps, not {len(rates)}")
         ideal = replace(self, assumed=replace(self.assumed, compute=1.0, tower=1.0, each=0.0))
-        # Of each keep, the seconds of the decoder's prefill and of the tower at the peak, and those that were taken.
-        sums = []
+        # For each keep: seconds of the decoder's prefill and of the tower at the peak, and measured seconds of both.
+        rows = []
         for keep, rate in rates.items():
-            made = ideal.capacity(load, keep, images, answer)
+            capacity = ideal.capacity(load, keep, images, answer)
             tower = ideal.costs.compute_cost(load).tower / (self.gpus * self.gpu.flops(self.dtype))
-            decoding = 1 / made.rate - made.prefill_seconds
-            sums.append((made.prefill_seconds - tower, tower, 1 / rate - decoding))
-        (one, tower, first), (other, _, second) = sums
-        slope = (first - second) / (one - other) if one != other else 0.0
-        rest = first - slope * one
-        found = replace(self.assumed, compute=1 / slope if slope > 0 else 0.0, tower=tower / rest if rest > 0 else 0.0)
+            decoding = 1 / capacity.rate - capacity.prefill_seconds
+            rows.append((capacity.prefill_seconds - tower, tower, 1 / rate - decoding))
+        (decoder, tower, seconds), (other_decoder, _, other_seconds) = rows
+        slope = (seconds - other_seconds) / (decoder - other_decoder) if decoder != other_decoder else 0.0
+        rest = seconds - slope * decoder
+        assumed = replace(
+            self.assumed, compute=1 / slope if slope > 0 else 0.0, tower=tower / rest if rest > 0 else 0.0
+        )
         try:
-            found.check()
+            assumed.check()
         except OptionError as error:
             raise OptionError(
-                f"no shares of the peak give both rates ({error}): measure two keeps that the GPU bounds, with many "
-                "requests at once"
+                f"no shares of the peak reproduce both rates ({error}). Measure two keeps with many concurrent "
+                "requests."
             ) from error
-        return replace(self, assumed=found)
+        return replace(self, assumed=assumed)
 
 
-def request_load(config: Any, images: int, *, tokens: int | None, tiles: int | None, text: int) -> Load:
-    """Return the load of a request with so many equal images; see `Load.from_config`. Raises OptionError."""
+def build_load(config: Any, images: int, *, tokens: int | None, tiles: int | None, text: int) -> Load:
+    """Return the load of a request with several equal images (see `Load.from_config`); raise OptionError."""
     if images < 1:
-        raise OptionError(f"a request has at least 1 image, not {images}: without images there is nothing to prune")
-    one = Load.from_config(config, tokens=tokens, tiles=tiles, text=text)
-    return Load(one.views * images, one.visual * images, text)
+        raise OptionError(f"images={images} is not valid: a request needs at least 1 image")
+    load = Load.from_config(config, tokens=tokens, tiles=tiles, text=text)
+    return Load(load.views * images, load.visual * images, text)

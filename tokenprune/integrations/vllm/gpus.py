@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs by the numbers of their data sheets: the one table of them.
+"""Data sheets of GPUs.
 
-Peaks are without sparsity: NVIDIA data sheets of A10, A100, L4, L40S, H100, H200 (SXM modules where there are such) and
-HGX B200, AMD Instinct MI300X data sheet.
+Peaks are without sparsity. Sources: NVIDIA data sheets of A10, A100, L4, L40S, H100, H200 (SXM modules if available)
+and HGX B200, AMD Instinct MI300X data sheet.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from tokenprune.errors import OptionError
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU by its data sheet. memory: bytes, 1e9 to a gigabyte. bandwidth: of that memory, bytes per second. half,
-    single: FLOPs per second of matrix products in 16 bits, and of plain arithmetic in float32, which exact float32
-    products take."""
+    """Data sheet of a GPU: bytes, bytes per second, and FLOPs per second of 16-bit and exact float32 products."""
 
     name: str
     memory: float
@@ -26,7 +24,7 @@ class GPU:
     single: float
 
     def flops(self, dtype: str) -> float:
-        """Return the peak of a dtype."""
+        """Return the peak FLOPs per second of a dtype."""
         return self.single if dtype == "float32" else self.half
 
 
@@ -43,10 +41,10 @@ GPUS = {
 
 
 def find_gpu(name: str) -> GPU:
-    """Return a GPU by its name in the table, in letters of any size; raises OptionError with those that there are."""
+    """Return a GPU by its name in the table, ignoring case; raise OptionError if it is unknown."""
     by_name = {key.lower(): gpu for key, gpu in GPUS.items()}
     if name.lower() in by_name:
         return by_name[name.lower()]
     close = get_close_matches(name.upper(), GPUS, n=1)
     hint = f"Did you mean {close[0]}? " if close else ""
-    raise OptionError(f"no GPU {name!r} is known. {hint}Those that are: {', '.join(GPUS)}")
+    raise OptionError(f"GPU {name!r} is not known. {hint}Known GPUs: {', '.join(GPUS)}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line of JSON for each request and each selection, on a server whose setting says `"log": "json"`.
+"""JSON log lines for each request and selection, on servers with `"log": "json"`.
 
-A line holds numbers, and names of methods and profiles: nothing that a client wrote, and no path.
+Lines contain numbers and names of methods and profiles, but no text from clients and no paths.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-NAME = "tokenprune.vllm"  # of the logger, which operators may configure
-# Of lines about the server. Below vLLM's own logger, which it configures: our others would be held back at INFO.
+NAME = "tokenprune.vllm"  # name of the logger, which operators may configure
+# Logger of lines about the server. It is a child of vLLM's logger, so that vLLM shows its INFO lines.
 SERVER = "vllm.tokenprune"
 logger = logging.getLogger(NAME)
 _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
-# What vLLM's engine makes of a request's id: which of several answers it is, and eight letters that no other has.
-_IN_ENGINE = re.compile(r"(?:\d+_)?(.*)-[0-9a-f]{8}", re.DOTALL)
+# vLLM's engine adds the index of an answer and eight random characters to a request's id.
+_ENGINE_ID = re.compile(r"(?:\d+_)?(.*)-[0-9a-f]{8}", re.DOTALL)
 
 
-def tell(event: str, **fields: Any) -> None:
-    """Log one line. event: "request", "refusal" or "selection". fields: numbers and names.
+def log_event(event: str, **fields: Any) -> None:
+    """Log one line.
 
-    It goes to the handlers of this logger and those above it; without any, bare to stderr, since vLLM configures its
-    own loggers alone. Handlers find the fields in the record's attribute `tokenprune`, too.
+    Handlers of this logger and its parents receive the line, with the fields in the record's attribute `tokenprune`.
+    Without handlers the line goes to stderr, because vLLM configures only its own loggers.
+
+    Args:
+        event: "request", "refusal" or "selection".
+        fields: Numbers and names.
     """
-    if logger.level == logging.NOTSET:  # as it is again whenever a logger above it is configured
-        logger.setLevel(logging.INFO)  # the root's, WARNING, would hold back what the server's setting asks for
+    if logger.level == logging.NOTSET:  # configuring a parent logger resets it
+        logger.setLevel(logging.INFO)  # the root's WARNING would hide the requested lines
     if not logger.isEnabledFor(logging.INFO):
         return
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -39,18 +43,20 @@ def tell(event: str, **fields: Any) -> None:
     (logger if logger.hasHandlers() else _stderr()).handle(record)
 
 
-def clean_id(given: Any) -> str | None:
-    """Return a request's id if it is one that a log may hold, of 64 letters, digits, '.', '_', ':' and '-' at most;
-    "unreadable" for others, since clients may choose theirs."""
-    if given is None:
+def clean_id(request_id: Any) -> str | None:
+    """Return a request's id if it is safe to log: at most 64 letters, digits, '.', '_', ':' and '-'.
+
+    Clients may choose ids, so other ids become "unreadable".
+    """
+    if request_id is None:
         return None
-    return given if isinstance(given, str) and _ID.fullmatch(given) else "unreadable"
+    return request_id if isinstance(request_id, str) and _ID.fullmatch(request_id) else "unreadable"
 
 
-def asked_id(in_engine: str) -> str:
-    """Return the id by which the front end's lines know a request, of its id in the engine."""
-    found = _IN_ENGINE.fullmatch(in_engine)
-    return clean_id((found[1] if found else in_engine).removeprefix("chatcmpl-")) or "unreadable"
+def get_request_id(engine_id: str) -> str:
+    """Return the id that the front end logs for a request, from its id in the engine."""
+    match = _ENGINE_ID.fullmatch(engine_id)
+    return clean_id((match[1] if match else engine_id).removeprefix("chatcmpl-")) or "unreadable"
 
 
 @cache

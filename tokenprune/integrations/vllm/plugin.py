@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point that attaches the reduction to vLLM, which calls it in each of its processes."""
+"""Entry point that vLLM calls in each of its processes to load the plugin."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tokenprune.integrations.vllm import compat
 from tokenprune.models.families import SERVED
 
 logger = logging.getLogger(__name__)
-# Modules whose functions start a server, or another command of vLLM's.
+# Modules whose functions start a server or another command of vLLM.
 _COMMANDS = ("vllm.entrypoints.launchers.", "vllm.entrypoints.cli.")
 
 
 def register() -> None:
-    """Make vLLM know the setting `tokenprune`. Calling it again changes nothing."""
+    """Make vLLM support the key `tokenprune`. Calling it again has no effect."""
     from vllm.config import ModelConfig, VllmConfig
 
     if compat.is_wrapped(ModelConfig.__post_init__):
@@ -32,9 +32,9 @@ def register() -> None:
 
     use_gateway(_gateway_policy)
     problems = compat.missing_hooks("weights", "setting")
-    compat.then(ModelConfig, "__post_init__", functools.partial(_after_config, problems))
+    compat.call_after(ModelConfig, "__post_init__", functools.partial(_after_config, problems))
     if not compat.missing_hooks("weights"):
-        _register_models(whole=not problems)
+        _register_models(prunes=not problems)
     if problems:
         # A server without a setting runs as before; one with a setting is refused, see _after_config.
         logger.debug("tokenprune does not fit this vLLM: %s", "; ".join(problems))
@@ -43,10 +43,10 @@ def register() -> None:
     from vllm.multimodal.registry import MultiModalRegistry
     from vllm.sampling_params import SamplingParams
 
-    compat.then(VllmConfig, "__post_init__", _after_engine_config)
-    compat.then(SamplingParams, "verify", _after_verify)
-    compat.then(MultiModalConfig, "is_multimodal_pruning_enabled", _positions_change)
-    compat.then(MultiModalRegistry, "create_processor", _with_reduction)
+    compat.call_after(VllmConfig, "__post_init__", _after_engine_config)
+    compat.call_after(SamplingParams, "verify", _after_verify)
+    compat.call_after(MultiModalConfig, "is_multimodal_pruning_enabled", _returns_positions)
+    compat.call_after(MultiModalRegistry, "create_processor", _add_mixin)
 
 
 def _gateway_policy() -> Any:
@@ -55,28 +55,27 @@ def _gateway_policy() -> Any:
     return ServePolicy
 
 
-def _register_models(whole: bool) -> None:
-    """Register our classes in place of vLLM's models. whole: True for classes that reduce; the others only read
-    checkpoints of transformers 5."""
+def _register_models(prunes: bool) -> None:
+    """Replace vLLM's model classes by ours. Without `prunes` they only read checkpoints of transformers 5."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for architecture, family in SERVED.items():
-        if architecture in ModelRegistry.models and (whole or family.vllm.nested):
+        if architecture in ModelRegistry.models and (prunes or family.vllm.nested):
             original = ModelRegistry.models[architecture]
-            ModelRegistry.models[architecture] = _registered(architecture, original, whole)
+            ModelRegistry.models[architecture] = _wrap_model(architecture, original, prunes)
 
 
 def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.frontend.of_workers import listen
+    from tokenprune.integrations.vllm.frontend.worker_metrics import create_worker_folder
     from tokenprune.integrations.vllm.settings.configure import configure
+    from tokenprune.integrations.vllm.settings.keys import KEY
     from tokenprune.integrations.vllm.settings.server_config import needs_gateway
-    from tokenprune.integrations.vllm.settings.settings import KEY
 
     kwargs = getattr(model_config.multimodal_config, "mm_processor_kwargs", None) or {}
     _announce()
     if KEY not in kwargs and getattr(model_config.hf_config, KEY, None) is None:
         return result
-    with _one_line_in_commands():
+    with _exit_in_commands():
         compat.require_hooks(problems)
         compat.check_version()
         configure(model_config)
@@ -84,16 +83,16 @@ def _after_config(problems: list[str], result: Any, model_config: Any, *_: Any, 
             from tokenprune.integrations.vllm.gateway.reload import attach
 
             attach(model_config)
-    listen(model_config)
-    _keep_in_step()
+    create_worker_folder(model_config)
+    _sync_caches()
     return result
 
 
 @contextmanager
-def _one_line_in_commands() -> Iterator[None]:
-    """Turn an error about the setting into the end of the process with one line, if a command of vLLM's runs.
+def _exit_in_commands() -> Iterator[None]:
+    """Exit with a one-line message on an error about the setting, if a command of vLLM runs.
 
-    Programs that use `LLM(...)` get the error itself.
+    Programs that use `LLM(...)` receive the error itself.
     """
     try:
         yield
@@ -108,37 +107,42 @@ def _one_line_in_commands() -> Iterator[None]:
 
 
 def _announce() -> None:
-    """Have engines say that the plugin is loaded, whether or not there is a setting, if this vLLM has the hooks."""
+    """Make engines log the plugin's state, with or without a setting, if this vLLM has the hooks."""
     if not compat.missing_hooks("start"):
         from tokenprune.integrations.vllm.frontend.announce import announce
 
         compat.on_start(announce)
 
 
-def _keep_in_step() -> None:
-    """Keep the front end's cache in step with the engine's, if the installed vLLM has the hooks."""
+def _sync_caches() -> None:
+    """Synchronize the front end's cache with the engine's, if the installed vLLM has the hooks."""
     if problems := compat.missing_hooks("cache"):
         logger.warning(
-            "after a request that is refused, the next one with its image may be answered with HTTP 500 once: this "
-            "vLLM lacks %s",
+            "after a refused request, the next request with its image may fail once with HTTP 500, because this vLLM "
+            "lacks %s",
             "; ".join(problems),
         )
         return
-    from tokenprune.integrations.vllm.frontend.sender_cache import keep_in_step
+    from tokenprune.integrations.vllm.frontend.sender_cache import sync_sender_caches
 
-    keep_in_step()
+    sync_sender_caches()
 
 
 def _after_engine_config(result: Any, vllm_config: Any) -> Any:
-    from tokenprune.integrations.vllm.settings.configuration import check_engine, configured, family_of, in_llm
-    from tokenprune.integrations.vllm.settings.position_checks import original_positions
+    from tokenprune.integrations.vllm.settings.configuration import (
+        check_engine,
+        family_of,
+        get_server_setting,
+        runs_in_llm,
+    )
+    from tokenprune.integrations.vllm.settings.position_checks import has_original_positions
 
     model_config = vllm_config.model_config
-    if model_config is None or configured(model_config) is None:
+    if model_config is None or get_server_setting(model_config) is None:
         return result
-    with _one_line_in_commands():
-        check_engine(vllm_config, family_of(model_config), original_positions(model_config))
-        if in_llm(model_config):
+    with _exit_in_commands():
+        check_engine(vllm_config, family_of(model_config), has_original_positions(model_config))
+        if runs_in_llm(model_config):
             from tokenprune.integrations.vllm.in_llm.attach import configure
 
             compat.require_hooks(compat.missing_hooks("in_llm_engine"))
@@ -147,54 +151,54 @@ def _after_engine_config(result: Any, vllm_config: Any) -> Any:
 
 
 def _after_verify(result: Any, params: Any, model_config: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.settings.configuration import configured
+    from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 
-    if configured(model_config) is not None:
-        from tokenprune.integrations.vllm.frontend.request import policy_of
+    if get_server_setting(model_config) is not None:
+        from tokenprune.integrations.vllm.frontend.request import get_policy
 
-        policy_of(model_config).check_parameters(params)
+        get_policy(model_config).check_parameters(params)
     return result
 
 
-def _positions_change(result: bool, multimodal_config: Any) -> bool:
-    """vLLM's switch for models that bring positions along with their embeddings (`supports_multimodal_pruning`)."""
-    from tokenprune.integrations.vllm.settings.settings import KEY
+def _returns_positions(result: bool, multimodal_config: Any) -> bool:
+    """Return True if the model returns positions with its embeddings (`supports_multimodal_pruning`)."""
+    from tokenprune.integrations.vllm.settings.keys import KEY
 
     return result or getattr(multimodal_config, KEY, None) is not None
 
 
-def _with_reduction(processor: Any, registry: Any, *_: Any, **__: Any) -> Any:
-    from tokenprune.integrations.vllm.frontend.processor import reducing_class
-    from tokenprune.integrations.vllm.settings.configuration import configured
+def _add_mixin(processor: Any, registry: Any, *_: Any, **__: Any) -> Any:
+    from tokenprune.integrations.vllm.frontend.processor import make_reducing_class
+    from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 
     try:
-        # The class of the object, because vLLM lets a function choose it. It lives with its engine: nothing undoes it.
+        # Swap the class of the object, because a function of vLLM selects the class. Nothing undoes it.
         kind: Any = type(processor)
-        swap_class(processor, reducing_class(kind))
-    except TypeError:  # a processor built in another way, of a model that we do not serve
-        if configured(processor.info.ctx.model_config) is not None:
+        swap_class(processor, make_reducing_class(kind))
+    except TypeError:  # a processor with another layout, of a model that the plugin does not serve
+        if get_server_setting(processor.info.ctx.model_config) is not None:
             raise
     else:
         processor.check_pixels()
     return processor
 
 
-def _registered(architecture: str, original: Any, whole: bool) -> Any:
-    """Return an entry for vLLM's registry of models that stands before `original`; nothing is imported yet."""
+def _wrap_model(architecture: str, original: Any, prunes: bool) -> Any:
+    """Return an entry for vLLM's model registry that replaces `original`. Nothing is imported yet."""
     from vllm.model_executor.models.registry import _BaseRegisteredModel
 
     @dataclass(frozen=True)
     class RegisteredModel(_BaseRegisteredModel):
         architecture: str
         original: Any
-        whole: bool
+        prunes: bool
 
         def inspect_model_cls(self) -> Any:
             return self.original.inspect_model_cls()
 
         def load_model_cls(self) -> type:
             base = self.original.load_model_cls()
-            if not self.whole:
+            if not self.prunes:
                 from tokenprune.integrations.vllm.worker.weights import create_renaming_class
 
                 return create_renaming_class(base)
@@ -202,4 +206,4 @@ def _registered(architecture: str, original: Any, whole: bool) -> Any:
 
             return create_reducing_class(base, SERVED[self.architecture])
 
-    return RegisteredModel(architecture, original, whole)
+    return RegisteredModel(architecture, original, prunes)

@@ -37,7 +37,7 @@ class DyMU(EncoderMethod):
             often as its members.
         max_r: Maximum number of tokens that a block merges per image. A block merges at most half of the tokens.
         vtu: Virtual token unmerging in the decoder. "off", or "expanded": apply weights to merged tokens and attention
-            to all positions. It saves no KV memory (docs/methods/dymu.md).
+            to all positions. It saves no KV memory (docs/results/methods.md).
         exact: Keep exactly the number of patches that `keep` requests (an addition). The content still decides the
             merged pairs. No block goes below the count, and pairs below the threshold merge where later blocks could
             not reach it. Required if the count must be known before encoding, as in vLLM.
@@ -57,7 +57,7 @@ class DyMU(EncoderMethod):
           (up to 4 tokens of 113 on average).
         - Linear schedules are straight lines over the blocks that the model reads. The authors' schedules differ by up
           to 16 merges per block, and by 42 for reversed ones on LLaVA, in a block whose output is unused. See
-          docs/methods/dymu.md for measurements.
+          docs/results/methods.md for measurements.
 
     Example:
         >>> model = tokenprune.patch(model, DyMU(exact=True), keep=0.5)

@@ -28,7 +28,7 @@ class Transitions(Observable):
     axes = "SNMT"
 
     def attach(self, adapter: Any, layer: int) -> Recorder:
-        return Recorder(adapter.modules_of(layer - 1), _measure_change)
+        return Recorder(adapter.get_attention_and_mlp(layer - 1), _measure_change)
 
     def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
         return source.gather(torch.stack(source.get_recorded(self.name), dim=2), segments.position, segments)

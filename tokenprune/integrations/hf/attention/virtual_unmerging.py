@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual token unmerging: what a tower merged stays one token for the decoder's weights, and many for its attention.
+"""Virtual token unmerging: run the decoder's weights on merged tokens, and its attention on all positions.
 
-Visual tokens that were merged in the tower enter the decoder as equal features at different positions. Here the
-decoder keeps one hidden state for each group of them (W instead of L tokens a row), so that residuals, norms,
-projections and MLPs run on these alone. Inside each attention module queries, keys and values are expanded to all L
-positions; rotary embedding, cache and attention are those of the full prompt, and the outputs of positions that share a
-token are averaged before the output projection. The cache holds all L positions: no key or value is saved.
+Visual tokens that were merged in the tower enter the decoder as equal features at different positions. The decoder
+keeps one hidden state per group (W instead of L tokens per row) for residuals, norms, projections and MLPs. Inside each
+attention module, queries, keys and values are expanded to all L positions. Rotary embedding, cache and attention see
+the unpruned prompt. The outputs of a group's positions are averaged before the output projection. The cache holds all L
+positions, so it does not shrink.
 
-No forward is replaced. An attention module is handed an empty stand-in of L tokens, its input projections the W real
-ones; hooks expand what they return and average what the output projection gets.
+All changes are hooks. The attention module receives a placeholder tensor of L tokens, and its input projections receive
+the W hidden states. Hooks expand the outputs of the input projections and average the input of the output projection.
+
+Source:
+    Wang et al., "DyMU: Dynamic Merging and Virtual Unmerging for Efficient VLMs" (arXiv 2504.17040).
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.hf.checks import check_arguments
 from tokenprune.integrations.hf.compat import reruns_layers
+from tokenprune.integrations.hf.engine.call_check import check_arguments
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part, PerCall
-from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
+from tokenprune.integrations.hf.forward.token_state import Layout, gather_tokens
 from tokenprune.integrations.shared.attachable import change_output, get_hidden_states, replace_hidden_states
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import Selection
@@ -32,18 +35,20 @@ from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 
 _INPUTS, _OUTPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
 
 @dataclass
 class Unmerged:
-    """Groups of a call's L tokens that are one, and the input of the attention module that runs now.
+    """Groups of merged tokens of a call.
 
-    layout: its W slots hold the first token of each group, text tokens among them. slot: long `[B, L]`, the slot that
-    each token shares; padding takes the last one along, and changes nothing of it. padding: bool `[B, L]`, None without
-    any. hidden: `[B, W, D]`.
+    Attributes:
+        layout: Layout whose W slots hold the first token of each group. Text tokens are groups of one.
+        slot: Slot of each token's group, long `[B, L]`. Padding has the last slot, and does not change its mean.
+        padding: Padding mask, bool `[B, L]`, or None without padding.
+        hidden: Input of the attention module that runs now, `[B, W, D]`.
     """
 
     layout: Layout
@@ -52,47 +57,51 @@ class Unmerged:
     hidden: Tensor | None = None
 
     @staticmethod
-    def of(
+    def from_selection(
         selection: Selection, segments: Segments, batch: int, length: int, padding: Tensor | None = None
     ) -> Unmerged:
-        """Return the state before the first layer.
+        """Build the groups from a merge in the tower.
 
-        selection: the visual tokens of `segments` that stay, and the ones into which the others were merged.
-        padding: bool `[B, L]`, on the host.
+        Args:
+            selection: Kept visual tokens, and the kept token that each dropped token was merged into.
+            segments: Visual tokens of the call.
+            batch: Number of rows.
+            length: Number of tokens per row.
+            padding: Padding mask, bool `[B, L]` on the host, or None.
         """
         device = segments.position.device
-        places = torch.arange(length, device=device)
-        first = places.repeat(batch, 1)
-        rows, real = segments.row_index.expand_as(segments.position), segments.mask
-        assert selection.assign is not None and selection.counts is not None  # of a merge in the tower
+        positions = torch.arange(length, device=device)
+        first = positions.repeat(batch, 1)
+        rows, mask = segments.row_index.expand_as(segments.position), segments.mask
+        assert selection.assign is not None and selection.counts is not None  # set by merges in the tower
         target = segments.position.gather(1, selection.assign.clamp(min=0))
         # Padding is written to a scratch entry at the end.
         first = torch.cat([first, first[:, :1]], dim=1)
-        first[rows, torch.where(real, segments.position, length)] = target
+        first[rows, torch.where(mask, segments.position, length)] = target
         first = first[:, :-1]
-        left, gone = [length] * batch, first != places
+        tokens_per_row, dropped = [length] * batch, first != positions
         if padding is not None:
-            left = (length - padding.sum(1)).tolist()
+            tokens_per_row = (length - padding.sum(1)).tolist()
             padding = to_device(padding, device)
-            gone |= padding
+            dropped |= padding
         for row, before, after in zip(segments.row, segments.counts, selection.counts, strict=True):
-            left[row] -= before - after
-        layout, _ = Layout.full(batch, length, device).cut(gone, left)
-        slot = layout.slot_of.gather(1, first)
+            tokens_per_row[row] -= before - after
+        layout, _ = Layout.build_uncut(batch, length, device).cut(dropped, tokens_per_row)
+        slot = layout.slot_index.gather(1, first)
         if padding is not None:
             slot = slot.masked_fill(padding, layout.width - 1)
         return Unmerged(layout, slot, padding)
 
-    def first(self, x: Tensor, dim: int = 1) -> Tensor:
-        """`[B, L, D]` -> `[B, W, D]`: the first token of each group; what fills up shorter rows is of no meaning."""
+    def gather_first(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Gather the first token of each group: `[B, L, D]` -> `[B, W, D]`. Unused slots have arbitrary values."""
         return gather_tokens(x, self.layout.index, dim)
 
     def expand(self, x: Tensor) -> Tensor:
-        """`[B, W, D]` -> `[B, L, D]`: every token gets what its group has."""
+        """Copy the value of each group to its tokens: `[B, W, D]` -> `[B, L, D]`."""
         return gather_tokens(x, self.slot, 1)
 
     def merge(self, x: Tensor) -> Tensor:
-        """`[B, L, D]` -> `[B, W, D]`: the mean over each group, in float32 at least."""
+        """Average the tokens of each group: `[B, L, D]` -> `[B, W, D]`. Sums in float32 or a wider dtype."""
         slot, width = self.slot.to(x.device), self.layout.width
         if self.padding is not None:
             slot = slot.masked_fill(self.padding.to(x.device), width)  # a scratch entry at the end
@@ -103,9 +112,15 @@ class Unmerged:
 
 
 class VirtualUnmerging(Part):
-    """Attached to the layers of one decoder.
+    """Keeps tokens that were merged in the tower merged for the decoder's weights only.
 
-    Raises UnsupportedSetupError for decoders whose attention modules it cannot take apart.
+    Args:
+        adapter: Adapter of the model.
+        form: Value of the method's `vtu` option, for error messages.
+
+    Raises:
+        UnsupportedSetupError: If the decoder has no rotary positions, adds features between layers, or has
+            attention modules with unknown projections.
     """
 
     def __init__(self, adapter: Adapter, form: str) -> None:
@@ -114,16 +129,15 @@ class VirtualUnmerging(Part):
         self._unmerged: PerCall[Unmerged] = PerCall()
         if not hasattr(self.decoder, "rotary_emb"):
             raise UnsupportedSetupError(
-                f'vtu="{form}" needs a decoder with rotary positions, which {type(self.decoder).__name__} has not; use '
-                'vtu="off"'
+                f'vtu="{form}" needs rotary positions, and {type(self.decoder).__name__} has none. Use vtu="off".'
             )
         if adapter.adds_after_layers:
             raise UnsupportedSetupError(
-                f'vtu="{form}": {adapter.config.model_type!r} adds features to its visual tokens between the '
-                'decoder\'s layers, by the positions of the full prompt; use vtu="off"'
+                f'vtu="{form}" is not supported for {adapter.config.model_type!r}, which adds features to visual '
+                'tokens between decoder layers. Use vtu="off".'
             )
-        self.modules = [adapter.attention_of(index) for index in range(len(self.decoder.layers))]
-        self.inputs = [_input_projections(module, form) for module in self.modules]
+        self.modules = [adapter.get_attention(index) for index in range(len(self.decoder.layers))]
+        self.inputs = [_get_input_projections(module, form) for module in self.modules]
 
     def _attach(self) -> None:
         self.hook_in_call(self.decoder.register_forward_hook, self._leave_decoder)
@@ -138,26 +152,27 @@ class VirtualUnmerging(Part):
     # -- a call
 
     def state(self) -> Unmerged | None:
+        """Return the groups of this thread's call, or None without merged tokens."""
         call = self.current()
         return None if call is None else self._unmerged.get(call)
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
-        """Take over what was merged in the tower, so that it is not cut out: `call.merged` becomes `Unmerged`."""
+        """Convert the merges of the tower (`call.merged`) to `Unmerged`, so that the engine does not cut them."""
         if call.merged is None:
             return
         (step, selection), call.merged = call.merged, None
-        check_arguments(self.adapter, inputs.arguments())
+        check_arguments(self.adapter, inputs)
         if reruns_layers(self.decoder):
             raise UnsupportedSetupError(
-                "gradient checkpointing runs decoder layers a second time, when it is forgotten which tokens are one; "
-                'call model.gradient_checkpointing_disable(), or use vtu="off"'
+                "Gradient checkpointing runs decoder layers a second time, without the groups of merged tokens. Call "
+                'model.gradient_checkpointing_disable(), or use vtu="off".'
             )
         batch, length = inputs.embeds.shape[:2]
         segments = call.state.segments.to(selection.keep.device)
-        unmerged = Unmerged.of(selection, segments, batch, length, call.prompt.padding_to_drop)
-        # They stay one for the decoder's weights, but not for its attention and cache.
+        unmerged = Unmerged.from_selection(selection, segments, batch, length, call.prompt.padding_to_drop)
+        # Attention and cache still see all tokens.
         call.trace.attends_all = True
-        assert selection.counts is not None  # known for selections in a tower
+        assert selection.counts is not None  # set by merges in the tower
         call.trace.add_cut(step, selection, call.state.segments, selection.counts, unmerged.layout)
         self._unmerged[call] = unmerged
 
@@ -171,17 +186,17 @@ class VirtualUnmerging(Part):
         state = self.state()
         if state is None:
             return None
-        # Features of a group are equal, so their mean is the first of them, and no rounding comes in.
-        return replace_hidden_states(state.first(get_hidden_states(args, kwargs)), args, kwargs)
+        # The features of a group are equal. Taking the first instead of the mean avoids rounding.
+        return replace_hidden_states(state.gather_first(get_hidden_states(args, kwargs)), args, kwargs)
 
     def _enter_attention(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         state = self.state()
         if state is None:
             return None
         hidden = state.hidden = get_hidden_states(args, kwargs)
-        # Takes no memory. Were anything but a shape read from it, the result would show.
-        stand_in = hidden.new_full((1,), torch.nan).expand(hidden.shape[0], state.slot.shape[1], hidden.shape[2])
-        return replace_hidden_states(stand_in, args, kwargs)
+        # Only the shape of this placeholder is read. NaN makes any other use visible. It needs memory for one element.
+        placeholder = hidden.new_full((1,), torch.nan).expand(hidden.shape[0], state.slot.shape[1], hidden.shape[2])
+        return replace_hidden_states(placeholder, args, kwargs)
 
     def _enter_projection(self, module: nn.Module, args: tuple) -> tuple | None:
         state = self.state()
@@ -196,16 +211,16 @@ class VirtualUnmerging(Part):
         return None if state is None else (state.merge(args[0]), *args[1:])
 
 
-def _input_projections(module: nn.Module, form: str) -> list[nn.Module]:
-    """Return the children of an attention module that read its input."""
+def _get_input_projections(module: nn.Module, form: str) -> list[nn.Module]:
+    """Return the projections of an attention module that read its input."""
     children = dict(module.named_children())
-    # By name, because adapters and quantisation put other classes in the place of nn.Linear.
-    found = [children[name] for name in _INPUTS if name in children]
+    # Looked up by name, because PEFT adapters and quantisation replace nn.Linear by other classes.
+    projections = [children[name] for name in _INPUTS if name in children]
     weights = {name for name, child in children.items() if any(p.ndim > 1 for p in child.parameters())}
     other = weights - {*_INPUTS, _OUTPUT}
-    if _OUTPUT not in children or len(found) not in (1, 3) or other:
+    if _OUTPUT not in children or len(projections) not in (1, 3) or other:
         raise UnsupportedSetupError(
-            f'vtu="{form}" knows attention with q_proj, k_proj and v_proj, or qkv_proj, and o_proj, not '
-            f'{type(module).__name__} with {", ".join(sorted(weights)) or "none of these"}; use vtu="off"'
+            f'vtu="{form}" supports attention with q_proj, k_proj and v_proj (or qkv_proj) and o_proj, not '
+            f'{type(module).__name__} with {", ".join(sorted(weights)) or "no projections"}. Use vtu="off".'
         )
-    return found
+    return projections

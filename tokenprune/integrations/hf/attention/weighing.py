@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weigh the language model's attention by how many visual tokens each stands for, and by distance (RESTORE).
+"""Add the sizes of merged groups, and distances, to the decoder's attention logits (RESTORE).
 
-The logits of each layer get log s + log(2 - D): s is the size of the key's group, D the mean over the rotary
-frequencies of cos(distance * frequency). The observers of the layers return a mask that has it; no forward is replaced.
-What a cache holds has log s alone, which stays on the cache.
+The logits of each layer get log s + log(2 - D). s is the size of the key's group, and D is the mean of
+cos(distance * frequency) over the rotary frequencies. Observers of the layers return a mask that includes these terms.
+Keys in the cache get only log s, which is stored on the cache object.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.compat import reruns_layers
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.sequence.masks import sliding_layers
+from tokenprune.integrations.hf.sequence.masks import find_sliding_layers
 from tokenprune.kernels.observation import Observation
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.method import SIZES
 
-_ON_CACHE = "_tokenprune_weights"  # the logarithm of sizes, `[B, W]`, of the first W tokens that it holds
-_MOST = 2.0
+_CACHE_ATTRIBUTE = "_tokenprune_weights"  # log sizes of the first W cached tokens, `[B, W]`
+_MAX_DECAY = 2.0
 
 
 @dataclass
 class Terms:
     """Terms that are added to the attention logits of a call.
 
-    first, later: float32 `[B, W]`, logarithms of sizes, in the first layer and in the others. rows: bool
-    `[B, 1, 1, 1]`, which lost tokens. distance: float32 `[B or 1, 1, W, W]`, log(2 - D), once it is known.
+    Attributes:
+        first: Log sizes in the first layer, where all groups of an image have their mean size, float32 `[B, W]`.
+        later: Log sizes in the other layers, float32 `[B, W]`.
+        rows: Rows with dropped tokens, bool `[B, 1, 1, 1]`.
+        distance: log(2 - D), float32 `[B or 1, 1, W, W]`. Set in the first layer.
     """
 
     first: Tensor
@@ -47,118 +50,124 @@ class Terms:
 
 
 class Weighing(Part):
-    """Stands at the attention of the decoder's layers, for a step that merges at the decoder's entry.
+    """Adds `Terms` to the attention of all decoder layers, for a step that merges at the decoder's entry.
 
-    Raises UnsupportedSetupError for attention that takes no bias, and for layers with a sliding window.
+    Raises:
+        UnsupportedSetupError: If the attention implementation does not accept a bias, or layers have a sliding window.
     """
 
     def __init__(self, adapter: Adapter, step: Step) -> None:
         super().__init__()
         self.adapter, self.step, self.name = adapter, step, step.method.name
         self._calls: PerCall[Terms] = PerCall()
-        # By what a mask was made of, which is kept beside it: an id is only unique while its object lives.
+        # Keyed by the id of the original mask. The mask is stored too, because ids are unique only among live objects.
         self._masks: PerCall[dict[Any, tuple[Any, Tensor | None]]] = PerCall()
         if (attention := adapter.attention) not in ("sdpa", "eager"):
-            self._refuse(f'attention {attention!r}: load the model with attn_implementation="sdpa"')
-        if sliding_layers(adapter.text_config):
-            self._refuse("a sliding window in some layers")
+            self._refuse(f"attention {attention!r}", 'Load the model with attn_implementation="sdpa"')
+        if find_sliding_layers(adapter.text_config):
+            self._refuse("layers with a sliding window")
         layers = (layer for layer in range(len(adapter.decoder.layers)) if layer not in adapter.stateful)
-        self.observers = [Observer(adapter.attention_of(layer), partial(self._mask, layer == 0)) for layer in layers]
+        self.observers = [Observer(adapter.get_attention(layer), partial(self._mask, layer == 0)) for layer in layers]
 
-    def _refuse(self, what: str) -> None:
-        raise UnsupportedSetupError(f"{self.name} cannot weigh attention with {what}; or pass calibrate=False")
+    def _refuse(self, setup: str, alternative: str = "") -> None:
+        options = f"{alternative}, or pass" if alternative else "Pass"
+        raise UnsupportedSetupError(f"{self.name}: calibrate=True does not support {setup}. {options} calibrate=False.")
 
     def _attach(self) -> None:
         for observer in self.observers:
             self.attach_part(observer)
 
-    # -- once a forward
+    # -- once per forward
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         if call.has_images and call.cached.capacity is not None:
-            self._refuse("a static cache: use a dynamic one")
+            self._refuse("a static cache", "Use a dynamic cache")
         if call.has_images and reruns_layers(self.adapter.decoder):
-            self._refuse("gradient checkpointing, which runs layers again")
+            self._refuse("gradient checkpointing", "Call model.gradient_checkpointing_disable()")
 
     def after_cut(self, call: Call, layer: int, hidden: Any) -> None:
-        """Note the weights of the tokens that are left at the decoder's entry, for this call and on its cache."""
+        """Store the log sizes of the kept tokens after the cut at the decoder's entry, for the call and its cache."""
         state = call.state
         if layer or state.kept is None:
             return
         device, layout, segments = hidden.device, state.layout, state.segments
         sizes = state.memories[self.step.owner][SIZES].to(device)
-        shares = [
-            before / left for before, left in zip(state.before_cut.counts, state.kept.counts, strict=True) if left
+        mean_sizes = [
+            num_before / num_kept
+            for num_before, num_kept in zip(state.before_cut.counts, state.kept.counts, strict=True)
+            if num_kept
         ]
-        even = to_device(shares, device, torch.float32)[:, None].expand_as(sizes)
+        uniform = to_device(mean_sizes, device, torch.float32)[:, None].expand_as(sizes)
         batch, width = layout.index.shape
-        places = state.flat_indices().to(device).masked_fill(~segments.mask.to(device), batch * width).flatten()
+        slots = state.flat_indices().to(device).masked_fill(~segments.mask.to(device), batch * width).flatten()
         first, later = (
-            values.new_zeros(batch * width + 1).scatter(0, places, values.log().flatten())[:-1].view(batch, width)
-            for values in (even.contiguous(), sizes.clamp(min=1))
+            values.new_zeros(batch * width + 1).scatter(0, slots, values.log().flatten())[:-1].view(batch, width)
+            for values in (uniform.contiguous(), sizes.clamp(min=1))
         )
-        dropped = zip(state.before_cut.row, state.before_cut.counts, state.kept.counts, strict=True)
-        lost = {row for row, before_cut, kept in dropped if before_cut > kept}
-        rows = to_device([row in lost for row in range(batch)], device).view(batch, 1, 1, 1)
+        counts = zip(state.before_cut.row, state.before_cut.counts, state.kept.counts, strict=True)
+        cut_rows = {row for row, num_before, num_kept in counts if num_before > num_kept}
+        rows = to_device([row in cut_rows for row in range(batch)], device).view(batch, 1, 1, 1)
         self._calls[call] = Terms(first, later, rows)
         if call.cached.cache is not None:
-            before = _on_cache(call, call.groups[0].columns.shape[1] - width, batch)
-            setattr(call.cached.cache, _ON_CACHE, later if before is None else torch.cat([before, later], 1))
+            cached = _get_cached_sizes(call, call.groups[0].columns.shape[1] - width, batch)
+            log_sizes = later if cached is None else torch.cat([cached, later], 1)
+            setattr(call.cached.cache, _CACHE_ATTRIBUTE, log_sizes)
 
     def on_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Take distances from the rotary tables of the first layer."""
+        """Compute the distance term from the rotary tables of the first layer."""
         weights = self._calls.get(call)
         if layer or weights is None or call.past:
             return
         tables: Any = kwargs.get("position_embeddings")
         if not isinstance(tables, tuple):
-            self._refuse(f"the positions of {self.adapter.config.model_type!r}, whose layers get no rotary tables")
+            self._refuse(f"the position embeddings of {self.adapter.config.model_type!r}")
         cos, sin = (table.float() for table in tables)
-        near = decay(cos, sin, _sections(self.adapter.text_config))
-        weights.distance = (_MOST - near).clamp(min=1e-6).log().unsqueeze(1)
+        decay = compute_decay(cos, sin, _get_sections(self.adapter.text_config))
+        weights.distance = (_MAX_DECAY - decay).clamp(min=1e-6).log().unsqueeze(1)
 
     # -- in each layer
 
-    def _mask(self, first: bool, seen: Observation) -> Tensor | None:
+    def _mask(self, is_first: bool, observation: Observation) -> Tensor | None:
+        """Return the mask of an attention call. Layers on the same device share a mask."""
         call = self.current()
         if call is None:
             return None
-        made, of = self._masks.setdefault(call, {}), (id(seen.mask), first, seen.query.device)
-        if (known := made.get(of)) is None:  # layers of a device share a mask
-            known = made[of] = seen.mask, self._made(call, first, seen)
-        return known[1]
+        masks, key = self._masks.setdefault(call, {}), (id(observation.mask), is_first, observation.query.device)
+        if (cached := masks.get(key)) is None:
+            cached = masks[key] = observation.mask, self._build_mask(call, is_first, observation)
+        return cached[1]
 
-    def _made(self, call: Call, first: bool, seen: Observation) -> Tensor | None:
-        """Return the mask of an attention call with all that is added to its logits; None where nothing is."""
-        weights, (batch, _, queries, _), keys = self._calls.get(call), seen.query.shape, seen.key.shape[2]
-        own = None if weights is None else weights.first if first else weights.later
-        width = 0 if own is None else own.shape[1]
-        before = _on_cache(call, keys - width, batch)
-        parts = [one for one in (before, own) if one is not None]
+    def _build_mask(self, call: Call, is_first: bool, observation: Observation) -> Tensor | None:
+        """Add the terms of the call and of the cache to an attention mask. Return None without terms."""
+        weights, (batch, _, queries, _) = self._calls.get(call), observation.query.shape
+        keys = observation.key.shape[2]
+        new = None if weights is None else weights.first if is_first else weights.later
+        width = 0 if new is None else new.shape[1]
+        parts = [part for part in (_get_cached_sizes(call, keys - width, batch), new) if part is not None]
         if not parts:
             return None
-        bias = torch.cat([one.to(seen.query.device) for one in parts], 1)
+        bias = torch.cat([part.to(observation.query.device) for part in parts], 1)
         bias = torch.nn.functional.pad(bias, (keys - bias.shape[1], 0))[:, None, None]
         if weights is not None and weights.distance is not None:
             bias = bias + weights.distance.to(bias.device)
             bias = bias * weights.rows.to(bias.device)
-        return _with(seen, bias.expand(-1, -1, queries, -1), self.adapter.attention)
+        return _add_bias(observation, bias.expand(-1, -1, queries, -1), self.adapter.attention)
 
 
-def _on_cache(call: Call, held: int, batch: int) -> Tensor | None:
-    """Return the weights of the `held` tokens that a call found in its cache, float32 `[B, held]`; None without any."""
-    weights: Tensor | None = getattr(call.cached.cache, _ON_CACHE, None) if call.past else None
-    if weights is None or not held:
+def _get_cached_sizes(call: Call, num_cached: int, batch: int) -> Tensor | None:
+    """Return the log sizes of the `num_cached` tokens in the call's cache, float32 `[B, num_cached]`, or None."""
+    log_sizes: Tensor | None = getattr(call.cached.cache, _CACHE_ATTRIBUTE, None) if call.past else None
+    if log_sizes is None or not num_cached:
         return None
-    if len(weights) != batch:  # answers that share a prompt
-        weights = weights.repeat_interleave(batch // len(weights), 0)
-    return torch.nn.functional.pad(weights, (0, held - weights.shape[1]))
+    if len(log_sizes) != batch:  # several answers share a prompt
+        log_sizes = log_sizes.repeat_interleave(batch // len(log_sizes), 0)
+    return torch.nn.functional.pad(log_sizes, (0, num_cached - log_sizes.shape[1]))
 
 
-def _with(seen: Observation, bias: Tensor, attention: str) -> Tensor:
-    """Return the mask of an attention call with `bias`, float32 `[B, 1, Q, K]`, in the type of its queries."""
-    mask, dtype = seen.mask, seen.query.dtype
-    if mask is None and attention == "sdpa" and seen.causal and bias.shape[2] > 1:
+def _add_bias(observation: Observation, bias: Tensor, attention: str) -> Tensor:
+    """Return the mask of an attention call plus `bias` (float32 `[B, 1, Q, K]`), in the dtype of the queries."""
+    mask, dtype = observation.mask, observation.query.dtype
+    if mask is None and attention == "sdpa" and observation.causal and bias.shape[2] > 1:
         mask = torch.ones(bias.shape[2:], dtype=torch.bool, device=bias.device).tril(bias.shape[3] - bias.shape[2])
     if mask is None:
         return bias.to(dtype)
@@ -167,23 +176,28 @@ def _with(seen: Observation, bias: Tensor, attention: str) -> Tensor:
     return (bias + mask).clamp(min=torch.finfo(dtype).min).to(dtype)
 
 
-def decay(cos: Tensor, sin: Tensor, sections: list[int] | None) -> Tensor:
-    """Return float32 `[B or 1, W, W]`, the mean over the rotary frequencies of the cosine of distance times frequency.
+def compute_decay(cos: Tensor, sin: Tensor, sections: list[int] | None) -> Tensor:
+    """Compute the mean of cos(distance * frequency) over the rotary frequencies, for all pairs of tokens.
 
-    cos, sin: float32 `[B or 1, W, D]`, or `[3, B or 1, W, D]` of three axes, of which each takes the channels of its
-    `sections`, twice over.
+    Args:
+        cos: Rotary table, float32 `[B or 1, W, D]`, or `[3, B or 1, W, D]` for three axes.
+        sin: Rotary table with the same shape.
+        sections: Number of channels of each axis in one half of the table, or None for one axis.
+
+    Returns:
+        The decay D, float32 `[B or 1, W, W]`.
     """
     if cos.ndim == 4 and sections is not None:
         parts = [*sections, *sections]
         cos, sin = (
-            torch.cat([part[number % 3] for number, part in enumerate(x.split(parts, dim=-1))], -1) for x in (cos, sin)
+            torch.cat([part[index % 3] for index, part in enumerate(x.split(parts, dim=-1))], -1) for x in (cos, sin)
         )
-    scale = (cos.square() + sin.square()).sum(-1).mean()  # 1 for each channel, but where tables are scaled
+    scale = (cos.square() + sin.square()).sum(-1).mean()  # the number of channels, unless the tables are scaled
     return (cos @ cos.transpose(1, 2) + sin @ sin.transpose(1, 2)) / scale
 
 
-def _sections(config: Any) -> list[int] | None:
+def _get_sections(config: Any) -> list[int] | None:
     for name in ("rope_parameters", "rope_scaling"):
-        if (found := (getattr(config, name, None) or {}).get("mrope_section")) is not None:
-            return list(found)
+        if (sections := (getattr(config, name, None) or {}).get("mrope_section")) is not None:
+            return list(sections)
     return None

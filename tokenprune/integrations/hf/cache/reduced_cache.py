@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Key/value caches that hold fewer tokens than the caller thinks.
+"""Key-value caches with dropped tokens.
 
-`generate` slices its inputs by `cache.get_seq_length()`, positions continue from it, and masks are sized by
-`get_mask_sizes()`. A reduced cache answers all of these with the *logical* length, the caller's, while each layer keeps
-its own *physical* slots; `Reduction` knows which logical position sits in which slot. It lives on the cache, so that
-two threads, interleaved generations, a copied and a re-used cache do not mix.
+`generate` slices its inputs by `cache.get_seq_length()`, continues positions from it, and sizes masks by
+`get_mask_sizes()`. A reduced cache reports the *logical* length of the caller, while each layer holds fewer *physical*
+slots. A `Reduction` on the cache maps slots to logical positions, so threads, interleaved generations, copied and
+reused caches do not mix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.layer_storage import is_quantized, slots_handed_out
+from tokenprune.integrations.hf.cache.layer_storage import count_slots, is_quantized
 from tokenprune.integrations.shared.attachable import restore_class, swap_class
 
 if TYPE_CHECKING:
@@ -27,15 +27,17 @@ if TYPE_CHECKING:
 
     from tokenprune.statistics import Stats
 
-    _Base: TypeAlias = Cache  # mixins are put in front of a cache's class
+    _Base: TypeAlias = Cache  # mixins are combined with the class of a cache
 else:
     _Base = object
 
 
-class Remembered(Protocol):
-    """State that a part which acts while decoding keeps on a cache.
+class DecodeMemory(Protocol):
+    """State on a cache of a method that drops tokens during decoding.
 
-    stats: of the prefill, which its steps go on. visual: long `[B]`, the visual tokens of each row.
+    Attributes:
+        stats: Statistics of the prefill. Decoding steps add to them.
+        visual: Number of visual tokens of each row, shape (batch,), int64.
     """
 
     stats: Stats
@@ -43,43 +45,46 @@ class Remembered(Protocol):
 
     @property
     def layer(self) -> int:
-        """The first layer from which on it hides tokens."""
+        """Index of the first layer with hidden tokens."""
 
     @property
     def has_hidden(self) -> bool:
-        """True if the cache holds tokens that its layers must not see."""
+        """True if the cache holds tokens that layers must not see."""
 
     def hide(self, columns: Tensor) -> Tensor:
-        """Return the logical positions `[B, K]` of a layer's keys, -1 = those it must not see."""
+        """Replace the logical positions of hidden keys by -1. columns: Shape (batch, keys)."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Follow a change of the cache's rows."""
+        """Apply a change of the cache's rows to all tensors."""
 
     def crop(self, length: int) -> None:
-        """Forget the tokens that were taken back."""
+        """Forget tokens from the logical position `length` on."""
 
 
 @dataclass
 class Reduction:
-    """Logical positions that the layers of a cache hold.
+    """Logical positions of the slots of a cache.
 
-    length: the logical length. slots: per group of layers (first layer, long `[B, n]` of logical positions, -1 = empty
-    slot); groups are ordered, each reaching to the first layer of the next. ragged: whether any slot may be empty.
-    decode: what a method that acts while decoding remembers.
+    Attributes:
+        length: Logical length.
+        slots: For each group of layers, in order, its first layer and the logical positions of its slots, shape (batch,
+            slots), int64, -1 for empty slots.
+        ragged: Whether a slot may be empty.
+        decode: State of a method that drops tokens during decoding, or None.
     """
 
     length: int
     slots: list[tuple[int, Tensor]]
     ragged: bool
-    decode: Remembered | None = None
+    decode: DecodeMemory | None = None
 
-    def of_layer(self, layer: int) -> Tensor:
-        """long `[B, n]`: the slots of the group that `layer` belongs to."""
+    def get_slots(self, layer: int) -> Tensor:
+        """Return the logical positions of the slots of `layer`, shape (batch, slots), int64."""
         return next(slots for first, slots in reversed(self.slots) if first <= layer)
 
-    def held(self, layer: int, past: int) -> Tensor:
-        """long `[B, n]`: the logical positions that `layer` holds of the `past` tokens, -1 = empty slot."""
-        return self.of_layer(layer)
+    def get_past_slots(self, layer: int, past: int) -> Tensor:
+        """Return the logical positions of the slots of `layer` that hold the `past` tokens."""
+        return self.get_slots(layer)
 
     def map(self, change) -> None:
         self.slots = [(first, change(slots)) for first, slots in self.slots]
@@ -91,7 +96,7 @@ class Reduction:
 
 
 class Reduced(_Base):
-    """Base of what is put in front of a cache's own class; see the module's docstring."""
+    """Base class of the mixins of reduced caches. See the module docstring."""
 
     tokenprune_reduction: Any
     _tokenprune_original: type[Cache]
@@ -102,7 +107,7 @@ class Reduced(_Base):
 
 
 class ReducedGrowing(Reduced):
-    """Put in front of the class of a cache that grows."""
+    """Mixin for caches that grow."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.tokenprune_reduction.length
@@ -110,13 +115,13 @@ class ReducedGrowing(Reduced):
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
-        return self.tokenprune_reduction.length + compat.query_length(query_length), 0
+        return self.tokenprune_reduction.length + compat.get_query_length(query_length), 0
 
     def reset(self) -> None:
         if not compat.RESET_EMPTIES:
             raise UnsupportedSetupError(
-                f"transformers {compat.VERSION} leaves an emptied cache as long as it was, and its layers hold "
-                "different numbers of tokens here: make a new cache instead, or take transformers 5.18 or later"
+                f"reset() of a pruned cache is not supported in transformers {compat.VERSION}. Create a new cache, or "
+                "use transformers 5.18 or later."
             )
         super().reset()
         restore(self)
@@ -131,73 +136,72 @@ class ReducedGrowing(Reduced):
         super().batch_select_indices(indices)
         self.tokenprune_reduction.map_rows(lambda slots: slots[indices.to(slots.device)])
 
-    def _refuse_quantized(self, wish: str) -> None:
-        """Raise UnsupportedSetupError for a quantized cache, of which transformers changes the last tokens only: those
-        that are not quantized yet."""
+    def _refuse_quantized(self, action: str) -> None:
+        """Raise UnsupportedSetupError for a quantized cache, of which transformers changes only the last tokens."""
         if any(is_quantized(layer) for layer in self.layers):
             raise UnsupportedSetupError(
-                f"cannot {wish} a quantized cache, of which transformers changes the last tokens only; use a dynamic "
-                "cache (for drafts, several continuations and chosen rows)"
+                f"Cannot {action} a quantized cache, because transformers changes only its last tokens. Use a dynamic "
+                "cache."
             )
 
     def crop(self, tokens_to_remove: int) -> None:
         reduction = self.tokenprune_reduction
-        # A positive number is the (deprecated) absolute length to keep.
-        removes = tokens_to_remove < 0 or (tokens_to_remove == 0 and compat.CROP_REMOVES)
-        remove = -tokens_to_remove if removes else max(0, reduction.length - tokens_to_remove)
-        if remove == 0:
-            # Layers that record their past give up what is not needed any more; older ones record none.
-            if compat.CROP_REMOVES:
+        # A positive argument is the (deprecated) absolute length to keep.
+        is_count = tokens_to_remove < 0 or (tokens_to_remove == 0 and compat.CROP_TAKES_REMOVED_COUNT)
+        num_removed = -tokens_to_remove if is_count else max(0, reduction.length - tokens_to_remove)
+        if num_removed == 0:
+            # crop(0) frees recorded past of sliding layers. Older versions record none.
+            if compat.CROP_TAKES_REMOVED_COUNT:
                 super().crop(0)
             return
         self._refuse_quantized("crop")
-        length = reduction.length - remove
+        length = reduction.length - num_removed
         for _, slots in reduction.slots:
-            rest, tail = slots[:, : max(0, slots.shape[1] - remove)], slots[:, -remove:]
-            whole = tail.shape[1] == remove and int(tail.min()) >= length
-            if not whole or (rest.numel() and int(rest.max()) >= length):
+            rest, tail = slots[:, : max(0, slots.shape[1] - num_removed)], slots[:, -num_removed:]
+            has_all = tail.shape[1] == num_removed and int(tail.min()) >= length
+            if not has_all or (rest.numel() and int(rest.max()) >= length):
                 raise UnsupportedSetupError(
-                    f"cannot crop {remove} tokens from this cache: some of them were pruned, so that rows and layers "
-                    "would lose different numbers of entries; crop no further back than the end of the prompt"
+                    f"Cannot crop {num_removed} tokens from this cache, because some of them were pruned. Crop only "
+                    "tokens after the prompt."
                 )
-        super().crop(-remove)
+        super().crop(-num_removed)
         reduction.length = length
-        reduction.map(lambda slots: slots[:, :-remove])
+        reduction.map(lambda slots: slots[:, :-num_removed])
         if reduction.decode is not None:
             reduction.decode.crop(length)
 
 
 @functools.cache
 def _reduced_class(cls: type[Cache], kind: type) -> type[Cache]:
-    # The name stays, so that messages and `type(cache).__name__` checks keep reading as before.
+    # The name is kept for messages and for checks of `type(cache).__name__`.
     return type(cls.__name__, (kind, cls), {"_tokenprune_original": cls, "__module__": cls.__module__})
 
 
-def reduction_of(cache: Cache | None) -> Reduction | None:
-    """Return the cache's `Reduction`, or None if it was never reduced."""
+def get_reduction(cache: Cache | None) -> Reduction | None:
+    """Return the `Reduction` of a cache, or None."""
     return getattr(cache, "tokenprune_reduction", None)
 
 
 def attach(cache: Any, reduction: Reduction, kind: type = ReducedGrowing) -> None:
-    """Make `cache` report logical lengths from now on, in the way of `kind`."""
+    """Make `cache` report logical lengths. kind: The mixin."""
     if not isinstance(cache, Reduced):
         swap_class(cache, _reduced_class(cache.__class__, kind))
     cache.tokenprune_reduction = reduction
 
 
 def restore(cache: Reduced) -> None:
-    """Make `cache` an ordinary one again (after it was emptied)."""
+    """Give `cache` its original class, after it was emptied."""
     del cache.tokenprune_reduction
     restore_class(cache, cache._tokenprune_original, Reduced)
 
 
-def cached_tokens(cache: Cache | None, layer: int) -> int | None:
-    """Return how many physical slots `layer` hands out (`slots_handed_out`), or None without such a layer (yet)."""
+def count_cached_slots(cache: Cache | None, layer: int) -> int | None:
+    """Return `count_slots` of `layer`, or None if the cache has no such layer yet."""
     if cache is None or layer >= len(cache.layers):
         return None
-    return slots_handed_out(cache.layers[layer])
+    return count_slots(cache.layers[layer])
 
 
-def new_positions(start: int, count: int, batch: int, device: torch.device) -> Tensor:
-    """long `[batch, count]`: logical positions of tokens that all stay."""
+def build_positions(start: int, count: int, batch: int, device: torch.device) -> Tensor:
+    """Return consecutive logical positions, shape (batch, count), int64."""
     return torch.arange(start, start + count, device=device).expand(batch, count)

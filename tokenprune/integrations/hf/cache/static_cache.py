@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static caches that hold fewer tokens than the caller thinks.
+"""Static caches with dropped tokens.
 
-The slots of a static layer are all there from its first token on. Each group of layers has a table, long `[B, P]`: the
-logical position of each slot, of the tokens that it holds and of those to come, which causality hides until they are
-there. So nothing has to be counted while decoding, and a compiled step finds a constant.
+A static layer allocates all slots at its first token. Each group of layers has a table with the logical position of
+each slot, shape (batch, slots), int64, including later tokens, which causality hides. The table is constant during
+decoding, so a decoding step can be compiled.
 """
 
 from __future__ import annotations
@@ -21,43 +21,44 @@ from tokenprune.integrations.hf.cache.reduced_cache import Reduced, Reduction, r
 
 
 class KeySpan(NamedTuple):
-    """Columns of a group that are the keys that a layer attends to: from `start` to before `stop`, and empty slots
-    after them up to `slots` in all."""
+    """Keys that a layer attends to: the group's columns from `start` to `stop`, padded by empty slots to `slots`."""
 
     start: int | None
     stop: int | None
     slots: int
 
-    def of(self, columns: Tensor) -> Tensor:
-        """long `[B, slots]`: the logical positions of a layer's keys, -1 = empty. columns: those of its group."""
-        found = columns[:, self.start : self.stop]
-        missing = self.slots - found.shape[1]
-        return found if not missing else torch.nn.functional.pad(found, (0, missing), value=-1)
+    def select(self, columns: Tensor) -> Tensor:
+        """Return the logical positions of the keys, shape (batch, slots), int64, -1 for empty slots."""
+        selected = columns[:, self.start : self.stop]
+        missing = self.slots - selected.shape[1]
+        return selected if not missing else torch.nn.functional.pad(selected, (0, missing), value=-1)
 
 
 @dataclass
 class StaticReduction(Reduction):
-    """Logical positions that the layers of a static cache hold; `slots` are the groups' tables.
+    """Logical positions of the slots of a static cache.
 
-    capacity: how many tokens the cache was made for. full: the slots that layers were made for which hold fewer.
+    Attributes:
+        capacity: Number of tokens that the cache was created for.
+        original_slots: Original number of slots of the layers that got fewer slots.
     """
 
     capacity: int = 0
-    full: dict[int, int] = field(default_factory=dict)
+    original_slots: dict[int, int] = field(default_factory=dict)
 
-    def removed(self, layer: int) -> int:
-        """Return how many tokens of the past `layer` does not hold."""
-        return self.capacity - self.of_layer(layer).shape[1]
+    def count_removed(self, layer: int) -> int:
+        """Return the number of cached tokens that `layer` does not hold."""
+        return self.capacity - self.get_slots(layer).shape[1]
 
-    def held(self, layer: int, past: int) -> Tensor:
-        return self.of_layer(layer)[:, : past - self.removed(layer)]
+    def get_past_slots(self, layer: int, past: int) -> Tensor:
+        return self.get_slots(layer)[:, : past - self.count_removed(layer)]
 
 
 class ReducedStatic(Reduced):
-    """Put in front of a static cache's own class: it tells the caller's lengths, as tensors where its own are."""
+    """Mixin for static caches. It reports logical lengths, as tensors if the original class does."""
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return super().get_seq_length(layer_idx) + self.tokenprune_reduction.removed(layer_idx)
+        return super().get_seq_length(layer_idx) + self.tokenprune_reduction.count_removed(layer_idx)
 
     get_query_offset = get_seq_length
 
@@ -69,27 +70,29 @@ class ReducedStatic(Reduced):
 
     def reset(self) -> None:
         super().reset()
-        for layer, slots in self.tokenprune_reduction.full.items():
-            give_back_slots(self.layers[layer], slots)
+        for layer, slots in self.tokenprune_reduction.original_slots.items():
+            restore_slots(self.layers[layer], slots)
         restore(self)
 
 
 def is_static(cache: Any) -> bool:
-    """Return whether a cache has slots for a number of tokens that is fixed."""
+    """Return True if a cache has a fixed number of slots."""
     return any(map(_has_slots, map(type, getattr(cache, "layers", ()))))
 
 
 @functools.cache
 def _has_slots(kind: type) -> bool:
-    return issubclass(kind, StaticLayer)  # abstract: an instance is looked up in Python each time
+    return issubclass(kind, StaticLayer)  # isinstance with an abstract class would run Python code for each instance
 
 
-def needs_masks_alone(arguments: dict[str, Any]) -> bool:
-    """Return True if a forward with `arguments` goes on with a reduced cache and brings no images: nothing but its
-    masks is another one. torch.compile traces this."""
+def needs_only_masks(arguments: dict[str, Any]) -> bool:
+    """Return True for a forward with a reduced static cache and without images, which needs only other masks.
+
+    torch.compile traces this function.
+    """
     if not isinstance(arguments.get(compat.CACHE), ReducedStatic):
         return False
-    # By name first: torch.compile would guard the shapes of all that is looked at.
+    # Arguments are filtered by name first, because torch.compile guards the shapes of all values that are read.
     images = [name for name in arguments if name.startswith(("pixel_values", "mm_encoder_outputs"))]
     return all(arguments[name] is None for name in images)
 
@@ -97,40 +100,44 @@ def needs_masks_alone(arguments: dict[str, Any]) -> bool:
 # -- the slots of a layer
 
 
-def take_fewer_slots(layer: Any, slots: int) -> int | None:
-    """Let a static layer that is not laid out yet have at most `slots`; return how many it was to have, None where
-    nothing changed."""
+def limit_slots(layer: Any, slots: int) -> int | None:
+    """Limit the slots of a static layer that is not allocated yet. Return its original number, or None if unchanged."""
     if layer.is_initialized or layer.max_cache_len <= slots:
         return None
-    full, layer.max_cache_len = layer.max_cache_len, slots
-    return full
+    original, layer.max_cache_len = layer.max_cache_len, slots
+    return original
 
 
-def give_back_slots(layer: Any, slots: int) -> None:
-    """Let a layer, which was just emptied, be laid out anew with `slots`."""
+def restore_slots(layer: Any, slots: int) -> None:
+    """Make an emptied layer allocate `slots` again."""
     layer.max_cache_len, layer.is_initialized = slots, False
     layer.keys = layer.values = None
 
 
-def span_of(layer: Any, held: int, width: int) -> KeySpan:
-    """Return which columns of its group a static layer attends to, when `width` tokens come to the `held` that its
-    group has (a sliding layer threw the oldest of them away)."""
+def find_span(layer: Any, num_held: int, width: int) -> KeySpan:
+    """Return the keys that a static layer attends to.
+
+    Args:
+        layer: The cache layer. A sliding layer has overwritten its oldest tokens.
+        num_held: Number of cached tokens of the layer's group.
+        width: Number of tokens of the call.
+    """
     slots = layer.max_cache_len
     if not layer.is_sliding:
         return KeySpan(0, slots, slots)
-    if held >= slots:
-        return KeySpan(held + 1 - slots, held + width, slots - 1 + width)
-    if held + width > slots:
-        return KeySpan(0, held + width, held + width)
+    if num_held >= slots:
+        return KeySpan(num_held + 1 - slots, num_held + width, slots - 1 + width)
+    if num_held + width > slots:
+        return KeySpan(0, num_held + width, num_held + width)
     return KeySpan(0, slots, slots)
 
 
-def filled_span(layer: Any, held: int, width: int) -> KeySpan:
-    """Return `span_of` without the slots of tokens to come."""
-    start = span_of(layer, held, width).start or 0
-    return KeySpan(start, held + width, held + width - start)
+def find_filled_span(layer: Any, num_held: int, width: int) -> KeySpan:
+    """Return `find_span` without the slots of later tokens."""
+    start = find_span(layer, num_held, width).start or 0
+    return KeySpan(start, num_held + width, num_held + width - start)
 
 
-def held_keys(keys: Tensor, held: int) -> Tensor:
-    """Return those of a static layer's keys `[B, H, slots, D]` that are tokens. held: by its group."""
-    return keys[:, :, : min(held, keys.shape[2])]
+def slice_keys(keys: Tensor, num_held: int) -> Tensor:
+    """Return the filled slots of a static layer's keys, shape (batch, heads, slots, channels)."""
+    return keys[:, :, : min(num_held, keys.shape[2])]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of the decoder's cache for one call: of a cache that grows, and of a static one."""
+"""Views of the decoder's cache for one call: a growing cache, or a static cache."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.cache import reduced_cache
-from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
-from tokenprune.integrations.hf.cache.reduced_cache import Reduction, Remembered, cached_tokens, reduction_of
+from tokenprune.integrations.hf.cache.layer_storage import count_slots
+from tokenprune.integrations.hf.cache.reduced_cache import DecodeMemory, Reduction, count_cached_slots, get_reduction
 from tokenprune.integrations.hf.cache.static_cache import (
     KeySpan,
     ReducedStatic,
     StaticReduction,
-    filled_span,
-    held_keys,
+    find_filled_span,
+    find_span,
     is_static,
-    span_of,
-    take_fewer_slots,
+    limit_slots,
+    slice_keys,
 )
 from tokenprune.integrations.hf.sequence import masks
 
@@ -30,64 +30,77 @@ Slots = list[tuple[int, Tensor]]
 
 
 class CacheView:
-    """The cache of a call, and its questions to it. Here: of a cache that grows, or of a call without a cache.
+    """The cache of a call. This class serves growing caches and calls without a cache.
 
-    past: the logical length before the call. reduction: what is missing in the cache then, None if nothing is. decode:
-    what the cache remembers for a method that acts while decoding; a call may set another one. capacity: how many
-    tokens a static cache was made for, None for one that grows.
+    Attributes:
+        cache: The cache, or None.
+        past: Logical length before the call.
+        reduction: Positions that the cache holds, or None if it is complete.
+        decode: State of a method that drops tokens during decoding, or None. A call may replace it.
+        capacity: Capacity of a static cache, or None.
     """
 
     capacity: int | None = None
 
     def __init__(self, cache: Cache | None) -> None:
         self.cache = cache
-        self.reduction: Reduction | None = reduction_of(cache)
-        self.decode: Remembered | None = None if self.reduction is None else self.reduction.decode
+        self.reduction: Reduction | None = get_reduction(cache)
+        self.decode: DecodeMemory | None = None if self.reduction is None else self.reduction.decode
         self.past = 0 if cache is None else int(cache.get_seq_length())
 
     def padding(self, mask: Any, length: int) -> Tensor | None:
-        """Return bool `[B, length]`, True at padding among the call's tokens, or None if `mask`, the caller's, tells of
+        """Return the padding mask of the call's tokens, shape (batch, length), bool, or None if the caller's `mask` has
         none."""
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             return None
         return ~mask[:, -length:].bool()
 
-    # -- keys of a layer. width: tokens of the call that it holds; shared: keys of another layer that it attends to
+    # -- keys of a layer
+    # width: Number of the call's tokens in the layer.
+    # shared: Number of another layer's keys that it attends to, or None.
 
     def key_span(self, layer: int, width: int, shared: int | None) -> KeySpan:
-        """Return which columns of its group `layer` will attend to."""
+        """Return the keys that `layer` will attend to."""
         if shared is not None:
             return KeySpan(-shared, None, shared)
-        # No cache, or a layer that has not run yet: it will see this call's tokens only.
-        cached = cached_tokens(self.cache, layer) or 0
+        # Without a cache, or before the first run of a layer, it sees only the tokens of this call.
+        cached = count_cached_slots(self.cache, layer) or 0
         if cached and self.reduction is not None:
             _check_cached(self.reduction, self.cache, layer, cached)
         keys = cached + width
         return KeySpan(-keys, None, keys)
 
     def known_span(self, layer: int, width: int, shared: int | None) -> KeySpan:
-        """Return `key_span` without the slots of tokens to come."""
+        """Return `key_span` without the slots of later tokens."""
         return self.key_span(layer, width, shared)
 
-    def past_keys(self, layer: int, width: int, keys_of: Callable[[int, Any], Tensor]) -> Tensor | None:
-        """Return the keys `[B, H, K, D]` that `layer` will attend to beside the call's own; None without any. keys_of:
-        returns all keys that a layer of a cache hands out."""
-        count = cached_tokens(self.cache, layer)
-        return keys_of(layer, self.cache)[:, :, -count:] if count else None
+    def past_keys(self, layer: int, width: int, read_keys: Callable[[int, Any], Tensor]) -> Tensor | None:
+        """Return the cached keys that `layer` will attend to, or None without any.
 
-    def filled(self, layer: int, width: int) -> int | None:
-        """Return how many of the keys that `layer` hands out are tokens; None where all are."""
+        Args:
+            layer: Index of the layer.
+            width: Number of tokens of the call that the layer holds.
+            read_keys: Returns all keys of a layer of a cache.
+
+        Returns:
+            Keys, shape (batch, heads, keys, channels).
+        """
+        count = count_cached_slots(self.cache, layer)
+        return read_keys(layer, self.cache)[:, :, -count:] if count else None
+
+    def count_filled(self, layer: int, width: int) -> int | None:
+        """Return the number of keys of `layer` that are tokens, or None if all are."""
         return None
 
-    # -- what a call changes
+    # -- changes by a call
 
     def fit_slots(self, layer: int, slots: int) -> None:
-        """Let `layer` of a static cache have at most `slots`, those that its group will fill."""
+        """Limit `layer` of a static cache to the slots that its group will fill."""
 
     def save(self, length: int, slots: Slots, ragged: bool) -> None:
-        """Note on the cache what it holds after the call; for the arguments see `Reduction`."""
-        if self.cache is None or not any(map(slots_handed_out, self.cache.layers)):
-            return  # layers that are checkpointed cache nothing
+        """Store a `Reduction` with these values on the cache after the call."""
+        if self.cache is None or not any(map(count_slots, self.cache.layers)):
+            return  # layers with gradient checkpointing cache no tokens
         self._attach(self.cache, length, slots, ragged)
 
     def _attach(self, cache: Cache, length: int, slots: Slots, ragged: bool) -> None:
@@ -95,9 +108,10 @@ class CacheView:
 
 
 class StaticView(CacheView):
-    """A static cache: its slots are there before the tokens.
+    """View of a static cache, whose slots are allocated in advance.
 
-    capacity: how many tokens it was made for. full: the slots that layers were made for which hold fewer.
+    Attributes:
+        original_slots: See `StaticReduction`.
     """
 
     capacity: int
@@ -107,55 +121,59 @@ class StaticView(CacheView):
     def __init__(self, cache: Cache) -> None:
         super().__init__(cache)
         if isinstance(cache, ReducedStatic):
-            self.capacity, self.full = cache.tokenprune_reduction.capacity, cache.tokenprune_reduction.full
+            self.capacity, self.original_slots = (
+                cache.tokenprune_reduction.capacity,
+                cache.tokenprune_reduction.original_slots,
+            )
         else:
             self.capacity = max(layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer))
-            self.full = {}
+            self.original_slots = {}
 
     def padding(self, mask: Any, length: int) -> Tensor | None:
-        return masks.padding_of(mask, self.past, length)
+        return masks.read_padding(mask, self.past, length)
 
     def _held(self, layer: int) -> int:
-        """Return how many tokens of the past the group of `layer` has."""
-        return self.past if self.reduction is None else self.past - self.reduction.removed(layer)
+        """Return the number of cached tokens of the group of `layer`."""
+        return self.past if self.reduction is None else self.past - self.reduction.count_removed(layer)
 
     def key_span(self, layer: int, width: int, shared: int | None) -> KeySpan:
-        return span_of(self.cache.layers[layer], self._held(layer), width)
+        return find_span(self.cache.layers[layer], self._held(layer), width)
 
     def known_span(self, layer: int, width: int, shared: int | None) -> KeySpan:
-        return filled_span(self.cache.layers[layer], self._held(layer), width)
+        return find_filled_span(self.cache.layers[layer], self._held(layer), width)
 
-    def past_keys(self, layer: int, width: int, keys_of: Callable[[int, Any], Tensor]) -> Tensor | None:
+    def past_keys(self, layer: int, width: int, read_keys: Callable[[int, Any], Tensor]) -> Tensor | None:
         count = self.known_span(layer, width, None).slots - width
-        return held_keys(keys_of(layer, self.cache), self._held(layer))[:, :, -count:] if count else None
+        return slice_keys(read_keys(layer, self.cache), self._held(layer))[:, :, -count:] if count else None
 
-    def filled(self, layer: int, width: int) -> int:
+    def count_filled(self, layer: int, width: int) -> int:
         return self.known_span(layer, width, None).slots
 
     def fit_slots(self, layer: int, slots: int) -> None:
-        full = take_fewer_slots(self.cache.layers[layer], slots)
-        if full is not None:
-            self.full[layer] = full
+        original = limit_slots(self.cache.layers[layer], slots)
+        if original is not None:
+            self.original_slots[layer] = original
 
     def _attach(self, cache: Cache, length: int, slots: Slots, ragged: bool) -> None:
-        found = StaticReduction(length, slots, ragged, self.decode, self.capacity, self.full)
-        reduced_cache.attach(cache, found, ReducedStatic)
+        reduction = StaticReduction(length, slots, ragged, self.decode, self.capacity, self.original_slots)
+        reduced_cache.attach(cache, reduction, ReducedStatic)
 
 
-def view_of(cache: Any) -> CacheView:
-    """Return the view of a cache, or of none."""
+def build_view(cache: Any) -> CacheView:
+    """Return the view of a cache, or of a call without a cache."""
     return StaticView(cache) if cache is not None and is_static(cache) else CacheView(cache)
 
 
 def _check_cached(reduction: Reduction, cache: Any, layer: int, cached: int) -> None:
-    """Raise UnsupportedSetupError where it matters which keys another library took out of a layer's cache."""
+    """Raise UnsupportedSetupError if another library has removed keys from a layer, and their positions are needed."""
     if getattr(cache.layers[layer], "is_sliding", False):
         return
-    missing = reduction.of_layer(layer).shape[1] - cached
+    missing = reduction.get_slots(layer).shape[1] - cached
     if missing > 0 and (reduction.ragged or reduction.decode is not None):
-        why = "methods that drop while decoding" if reduction.decode is not None else "rows of different lengths"
+        what = (
+            "Methods that drop tokens during decoding" if reduction.decode is not None else "Rows of different lengths"
+        )
         raise UnsupportedSetupError(
-            f"{missing} keys of decoder layer {layer} were taken out of the cache by something else than this "
-            f"patch, which does not know which ones: {why} cannot be combined with compression of the cache; "
-            "generate one row at a time, with methods that drop before or inside the decoder"
+            f"{what} do not support other compression of the cache, which removed {missing} keys of decoder layer "
+            f"{layer}. Generate one row at a time, with methods that act before or inside the decoder."
         )

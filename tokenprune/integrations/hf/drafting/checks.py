@@ -10,7 +10,7 @@ from torch import nn
 from transformers.generation import GenerationMixin
 
 from tokenprune.errors import OptionError, UnsupportedModelError
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 
 # What decides how many placeholders a processor writes for an image, in the config of a model or of its tower.
 _GEOMETRY = (
@@ -35,7 +35,7 @@ def writer(model: nn.Module) -> GenerationMixin:
 
 def check_target(model: nn.Module) -> None:
     """Raise UnsupportedModelError or UnsupportedSetupError where `generate` takes no drafts of this model."""
-    adapter_for(model)  # raises what it does not know
+    get_adapter(model)  # raises what it does not know
     top = writer(model)
     kind = top.config.model_type
     if type(top).generate is not GenerationMixin.generate:
@@ -64,7 +64,7 @@ def check_pair(model: nn.Module, draft: nn.Module) -> None:
             f"the model has {sizes[0]} token ids and the draft {sizes[1]}, and drafts are taken token by token: use a "
             "draft with the model's vocabulary"
         )
-    ids = [adapter_for(one).placeholders for one in (model, draft)]
+    ids = [get_adapter(one).placeholders for one in (model, draft)]
     if ids[0] != ids[1]:
         raise OptionError(f"the model's placeholders are {ids[0]} and the draft's {ids[1]}: both read one prompt")
     for name, one, other in _differences(theirs, ours):

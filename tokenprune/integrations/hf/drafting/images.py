@@ -22,7 +22,7 @@ from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.drafting.checks import writer
 from tokenprune.integrations.hf.engine.drafts import Drafts
-from tokenprune.integrations.hf.families import adapter_for
+from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.integrations.hf.sequence.record import KEY
 from tokenprune.integrations.hf.towers.attention_scores import BlockReader
 from tokenprune.integrations.hf.towers.base import TowerPart
@@ -72,7 +72,7 @@ class Target(Attachable):
 
     def __init__(self, model: nn.Module, draft: nn.Module) -> None:
         super().__init__()
-        self.base, self.drafts = adapter_for(model).base, Drafts(model)
+        self.base, self.drafts = get_adapter(model).base, Drafts(model)
         self._draft = weakref.ref(draft)
 
     def _attach(self) -> None:
@@ -105,7 +105,7 @@ class DraftImages(Attachable):
 
     def __init__(self, draft: nn.Module, shares: bool) -> None:
         super().__init__()
-        self.adapter, self.draft, self.shares = adapter_for(draft), writer(draft), shares
+        self.adapter, self.draft, self.shares = get_adapter(draft), writer(draft), shares
 
     def _attach(self) -> None:
         for module in self.draft.modules():
@@ -158,7 +158,7 @@ class _FirstInputs:
         self.__signature__ = inspect.signature(original)
 
     def __call__(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = compat.cache_in(kwargs)
+        cache = compat.get_cache(kwargs)
         # Only an assistant is handed a first forward as a later one.
         if cache is not None and not kwargs.get("is_first_iteration") and cache.get_seq_length() == 0:
             kwargs = self.images.first(input_ids, kwargs)

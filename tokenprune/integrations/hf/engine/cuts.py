@@ -1,48 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts: a method selects tokens, and the others leave the decoder's input (PRE_LLM, merges in the tower) or its hidden
-states (IN_LLM)."""
+"""Cuts: a method selects visual tokens, and the engine drops the others.
+
+Tokens are dropped from the decoder's inputs (PRE_LLM, merges in the tower) or from its hidden states (IN_LLM).
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.static_cache import KeySpan
-from tokenprune.integrations.hf.engine.method_inputs import DecoderSource
 from tokenprune.integrations.hf.families.base import STATEFUL, Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
-from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs, LayerInputs
 from tokenprune.integrations.hf.forward.part import Observations
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.forward.token_state import StageMemory
-from tokenprune.integrations.hf.sequence import masks
-from tokenprune.integrations.hf.sequence.layout import gather_tokens
+from tokenprune.integrations.hf.forward.token_state import StageMemory, TokenState, gather_token_mask, gather_tokens
 from tokenprune.integrations.hf.sequence.mask_functions import MaskFunctions
+from tokenprune.integrations.hf.towers.attention_scores import EncodedTokens
+from tokenprune.kernels.compact import partition
+from tokenprune.kernels.observation import Observation
 from tokenprune.kernels.transfer import to_device
 from tokenprune.selection.apply import merge_tokens, validate_selection
 from tokenprune.selection.method import Pruner, Selection
+from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.row_ends import keep_row_ends
+from tokenprune.selection.segments import LayerInput, Patches, Segments
+from tokenprune.selection.source import TokenSource
 from tokenprune.selection.tokens import VisualTokens
 
 
 def select_tokens(call: Call, step: Step, observed: Observations, hidden: Tensor, adapter: Adapter) -> Selection:
-    """Return the selection of the method of `step`. hidden: arrives at the cut, shape (batch, width, channels)."""
+    """Run the method of `step`. hidden: Hidden states at the cut, shape (batch, width, channels)."""
     state = call.state.to(hidden.device)
     plan, segments, memories = call.plan, state.segments, state.memories
     assert plan is not None  # only planned cuts are made
-    # An earlier method may have kept another number of tokens than its budget, so the counts are planned again.
-    arrived = plan.counts_of(segments)
-    keep = [kept for kept, count in zip(plan.stage(step, arrived).kept, arrived, strict=True) if count]
+    # An earlier method may have kept fewer or more tokens than planned, so the counts are planned again.
+    arrived = plan.match_counts(segments)
+    keep = [kept for kept, count in zip(plan.plan_step(step, arrived).kept, arrived, strict=True) if count]
     if step.owner not in memories:
         memories[step.owner] = StageMemory()
-    seen = adapter.seen(state.extras, step.layer, hidden)
-    source = DecoderSource(call, state, seen, adapter, step.method.needs, memories[step.owner], observed)
+    visible = adapter.get_method_states(state.extras, step.layer, hidden)
+    source = DecoderSource(call, state, visible, adapter, step.method.needs, memories[step.owner], observed)
     tokens = VisualTokens(segments, keep, source)
     method = cast(Pruner, step.method)
     return torch.no_grad()(method.select)(tokens) if torch.is_grad_enabled() else method.select(tokens)
@@ -61,7 +67,7 @@ def apply_selection(call: Call, step: Step, selection: Selection, hidden: Tensor
     segments = state.segments
     keep, num_kept = validate_selection(selection, segments, step.method)
     if num_kept == segments.counts:
-        return hidden  # padding leaves with the first cut that drops a visual token
+        return hidden  # padding is dropped by the first cut that drops a visual token
     if ends := call.prompt.visual_ends:
         selection = keep_row_ends(selection, segments, num_kept, ends)
         keep = selection.keep & segments.mask
@@ -80,16 +86,16 @@ def apply_selection(call: Call, step: Step, selection: Selection, hidden: Tensor
 
 def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[DecoderInputs, MaskFunctions | None]:
     """Return the inputs of a call with cuts, and its mask functions. A missing cache is created."""
-    functions, wanted = _mask_functions(call, inputs, adapter), inputs.extras.get("use_cache")
-    if inputs.cache is None and (adapter.text_config.use_cache if wanted is None else wanted):
+    functions, use_cache = _mask_functions(call, inputs, adapter), inputs.extras.get("use_cache")
+    if inputs.cache is None and (adapter.text_config.use_cache if use_cache is None else use_cache):
         cache = DynamicCache(config=adapter.text_config)
-        inputs = DecoderInputs(inputs.embeds, inputs.mask, inputs.positions, cache, inputs.extras, inputs.given)
-        call.take_cache(cache)
+        inputs = DecoderInputs(inputs.embeds, inputs.mask, inputs.positions, cache, inputs.extras, inputs.names)
+        call.cached.cache = cache  # an empty cache changes only this attribute of the view
     return inputs, functions
 
 
 def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> MaskFunctions | None:
-    """Return the functions from which the decoder builds its masks.
+    """Return the functions that build the decoder's masks.
 
     None if the masks exist already, if a static cache has slots for later tokens, or if attention takes no masks of
     query-key pairs.
@@ -109,9 +115,9 @@ def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> Mask
     if call.past or not call.prompt.placeholders or adapter.stateful or not (mask is None or mask.shape == shape):
         return functions(mask)
     # Prompts of this shape share the functions. They use the host's copy, because the caller may change its mask.
-    real = partial(to_device, call.prompt.is_real, device)
+    read_mask = partial(to_device, call.prompt.is_real, device)
     key = ("masks", dtype, mask is None, config._attn_implementation)
-    return call.state.segments.cache.get(key, lambda: functions(None if mask is None else real()))
+    return call.state.segments.cache.get(key, lambda: functions(None if mask is None else read_mask()))
 
 
 def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Adapter) -> DecoderInputs:
@@ -120,7 +126,7 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
     The first entry of `call.groups` is replaced by inputs for the kept tokens.
     """
     embeds, positions = inputs.embeds, inputs.positions
-    mask, made = _whole_mask(call, inputs, adapter)
+    mask, is_layer_mask = _uncut_mask(call, inputs, adapter)
     if positions is None:
         positions = adapter.positions(inputs.mask, call.past)
     if call.merged is not None:
@@ -129,36 +135,38 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
         selection = select_tokens(call, step, {}, embeds, adapter)
         embeds = apply_selection(call, step, selection, embeds, adapter)
     layout, index = call.state.layout, call.state.layout.index
-    functions, group = call.groups[0].functions, call.group(0) if made else None
+    functions, group = call.groups[0].functions, call.group(0) if is_layer_mask else None
     call.groups.clear()
     call.groups.append(call.group(0, functions))
-    if layout.whole and not call.maskless:  # a method that finds the count itself kept all: the decoder makes its masks
-        return DecoderInputs(embeds, inputs.mask, inputs.positions, inputs.cache, inputs.extras, inputs.given)
+    if layout.is_uncut and not call.maskless:  # a method that chooses its own count kept all tokens
+        return DecoderInputs(embeds, inputs.mask, inputs.positions, inputs.cache, inputs.extras, inputs.names)
     extras = dict(inputs.extras)
     for name, dim in adapter.family.entry_tokens.items():
         if extras.get(name) is not None:
             extras[name] = gather_tokens(extras[name], index, dim)
-    if compat.COUNTS_OUTSIDE:
-        extras.pop("cache_position", None)  # the decoder counts what is left
+    if compat.NEEDS_CACHE_POSITION:
+        extras.pop("cache_position", None)  # the decoder counts the kept tokens
     if call.maskless.issuperset(range(len(adapter.decoder.layers))):
-        mask = torch.ones_like(index)  # so that the decoder makes no dense mask that no layer reads
+        mask = torch.ones_like(index)  # the decoder then builds no dense mask, which no layer would read
     elif group is not None:
         mask = _mask_of_pairs(group, mask, embeds.dtype, adapter)
     elif mask is not None:
-        mask = masks.gather_token_mask(mask[:, -inputs.embeds.shape[1] :], index, layout.valid)
+        mask = gather_token_mask(mask[:, -inputs.embeds.shape[1] :], index, layout.valid)
     elif layout.valid is not None:
         mask = layout.valid.long()
     if mask is None and call.cached.cache is None:
-        # Without mask and cache transformers takes gaps in position_ids for borders of packed sequences.
+        # Without mask and cache, transformers takes gaps in position_ids for borders of packed samples.
         mask = torch.ones_like(index)
-    # The decoder would count the remaining tokens; they keep the positions of the full prompt.
+    # Kept tokens keep the positions of the full prompt. Without position_ids the decoder would number them anew.
     positions = index + call.past if positions is None else gather_tokens(positions, index, -1)
-    return DecoderInputs(embeds, mask, positions, inputs.cache, extras, inputs.given)
+    return DecoderInputs(embeds, mask, positions, inputs.cache, extras, inputs.names)
 
 
-def _whole_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Any, bool]:
-    """Return the mask of the whole sequence, and True if it is what layers take: as it came, or made here because a
-    mask of tokens does not say enough. Else it is of tokens."""
+def _uncut_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Any, bool]:
+    """Return the attention mask before the cut, and whether it has the form that layers take.
+
+    A 2-D mask is expanded to that form if there is a cache or a sliding window. Otherwise it stays a mask of tokens.
+    """
     mask, cached = inputs.mask, call.cached
     if isinstance(mask, dict) or (mask is not None and mask.ndim == 4):
         return mask, True
@@ -167,17 +175,137 @@ def _whole_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[An
     functions = call.groups[0].functions
     if functions is None or functions.attention is None:
         return adapter.masks(inputs.embeds, mask, cached.cache), True
-    return functions.made, True
+    return functions.built, True
 
 
 def _mask_of_pairs(group: LayerInputs, mask: Any, dtype: torch.dtype, adapter: Adapter) -> Any:
-    """Return the mask that layers take, or those by kind of layer, of the tokens that are left, those of `group`. mask:
-    of the whole sequence, with which the group starts."""
+    """Return the layers' mask of the kept tokens: a tensor, or a dictionary by kind of layer like `mask`.
+
+    Args:
+        group: Inputs of the layers after the cut.
+        mask: The mask before the cut, in the form that layers take.
+    """
     keys = KeySpan(0, None, group.columns.shape[1])
 
-    def remaining(kind: str, mask: Any) -> Any:
+    def cut_mask(kind: str, mask: Any) -> Any:
         if kind in STATEFUL:
             return group.state_mask(mask)
         return group.attention_mask(mask, keys, adapter, dtype)
 
-    return {kind: remaining(kind, one) for kind, one in mask.items()} if isinstance(mask, dict) else remaining("", mask)
+    return {kind: cut_mask(kind, part) for kind, part in mask.items()} if isinstance(mask, dict) else cut_mask("", mask)
+
+
+# -- inputs of methods
+
+
+@dataclass
+class DecoderSource(TokenSource):
+    """Values that a `VisualTokens` reads in the decoder.
+
+    Attributes:
+        call: The current call.
+        state: Tokens that reach the cut.
+        hidden: Hidden states in the layout of `state`, shape (batch, width, channels).
+        needs: Observables that the method declares.
+        carry: Memory of the method between its stages.
+        observed: Attention, inputs and records of the layers around the cut, as far as the method reads them.
+    """
+
+    call: Call
+    state: TokenState
+    hidden: Tensor
+    adapter: Adapter
+    needs: frozenset[str] = frozenset()
+    carry: StageMemory = field(default_factory=StageMemory)
+    observed: Observations = field(default_factory=dict)
+
+    def remember(self, name: str, value: Any, per_token: bool | None) -> None:
+        self.carry.remember(name, value, per_token)
+
+    def note(self, text: str) -> None:
+        if text not in self.call.notes:
+            self.call.notes.append(text)
+
+    def find_slots(self, position: Tensor, segments: Segments) -> Tensor:
+        layout = self.state.layout
+        return position if layout.is_uncut else layout.inverse[segments.row_index, position].clamp(min=0)
+
+    def gather(self, values: Tensor, position: Tensor, segments: Segments) -> Tensor:
+        return super().gather(values.to(self.hidden.device), position, segments)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        norm = getattr(self.adapter.decoder, self.adapter.family.norm_name)
+        return hidden if norm is None else norm(hidden)  # some OPT models have none
+
+    @property
+    def attention_before(self) -> Observation:
+        return _require(self.observed.get(ObservedAt.LAYER_BEFORE))
+
+    @property
+    def attention_after(self) -> Observation:
+        return _require(self.observed.get(ObservedAt.NEXT_LAYER))
+
+    @property
+    def input_before(self) -> LayerInput:
+        value = self.observed.get(ObservedAt.INPUT_BEFORE)
+        return super().input_before if value is None else value
+
+    @property
+    def unrotated_attention(self) -> Observation:
+        return _require(self.observed.get(ObservedAt.UNROTATED))
+
+    def get_recorded(self, name: str) -> list[Any]:
+        values = self.observed.get(ObservedAt.OWN, {}).get(name, [None])
+        return super().get_recorded(name) if any(value is None for value in values) else values
+
+    @property
+    def first_layer(self) -> nn.Module:
+        return self.adapter.decoder.layers[0]
+
+    def get_embeddings(self, position: Tensor, segments: Segments) -> Tensor:
+        entry = self.observed.get(ObservedAt.ENTRY)
+        if entry is None:  # the cut is at the entry
+            return self.gather(self.hidden, position, segments)
+        embeds, layout = entry
+        slots = layout.inverse.to(position.device)[segments.row_index, position].clamp(min=0)
+        return embeds.to(position.device)[segments.row_index, slots]
+
+    @cached_property
+    def encoded(self) -> EncodedTokens:
+        return EncodedTokens(self.call, self.hidden.device)
+
+    def read_tower(self, key: tuple, segments: Segments) -> Tensor:
+        return self.encoded.values(key, segments)
+
+    def patches(self, segments: Segments) -> Patches:
+        return self.encoded.patches(segments)
+
+    def get_token_mask(self) -> Tensor:
+        layout = self.state.layout
+        mask = to_device(self.call.prompt.is_real, self.hidden.device).gather(1, layout.index)
+        return mask if layout.valid is None else mask & layout.valid
+
+    def find_text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+        return segments.cache.get("text", lambda: self._text_after(segments))
+
+    def _text_after(self, segments: Segments) -> tuple[Tensor, Tensor]:
+        # The width is the same for all images of a row: the text after the row's first placeholder, known on the host.
+        text, width = self.call.prompt.text_after_image
+        text = to_device(text, self.hidden.device)
+        order, row = partition(text)[:, :width], segments.row_index.squeeze(1)
+        last = segments.position.masked_fill(~segments.mask, -1).amax(1, keepdim=True)
+        order, mask = order[row], text.gather(1, order)[row] & (order[row] > last)
+        # Padding points at a kept token, because dropped tokens lack a slot.
+        return torch.where(mask, order, segments.position[:, :1]), mask
+
+    def get_last_slot(self) -> Tensor:
+        layout, segments = self.state.layout, self.state.segments
+        device = layout.index.device
+        last = segments.cache.get("last", lambda: to_device(self.call.prompt.last_index, device)[:, None])
+        return last if layout.is_uncut else layout.inverse.gather(1, last)
+
+
+def _require(observation: Observation | None) -> Observation:
+    if observation is None:
+        raise TokenPruneError("No attention of the decoder layer at this cut was observed: the layer did not run.")
+    return observation

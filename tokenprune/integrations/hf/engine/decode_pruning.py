@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remove visual tokens while the answer is written: the site DECODE.
+"""Drop visual tokens during decoding (the site DECODE).
 
-What is needed for that lives on the cache, beside its `Reduction`, and follows it when rows are repeated, reordered or
-selected. It is made by the cut in prefill. A later call with one new token observes the layer before the cut, decides,
-and applies the decision to the layers from there on: `evict` takes keys and values out of the cache, `mask` hides them.
-Calls with several tokens (a user's next turn, drafts that are not accepted yet) decide nothing: what was kept before
-stays.
+The prefill's cut creates a `DecodeState` on the cache, which follows the rows of the cache. A later call with one new
+token observes the layer before the cut, selects tokens, and applies the selection to all later layers: `evict` removes
+keys and values from the cache, `mask` hides them. Calls with several tokens (the next turn, drafts) select nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
+from tokenprune.integrations.hf.cache.layer_storage import count_slots
+from tokenprune.integrations.hf.engine.cuts import DecoderSource
 from tokenprune.integrations.hf.engine.decode_state import DecodeState, gather_keys, right_align, sum_by_type
-from tokenprune.integrations.hf.engine.method_inputs import DecoderSource
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
 from tokenprune.integrations.hf.forward.plan import Step
@@ -39,17 +37,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """State before a cut in the prefill. row: float32 `[B, H, length]`, attention of the last
-    token. segments: the visual tokens that arrive."""
+    """State before the cut of a prefill.
+
+    Attributes:
+        row: Attention of the last token, shape (batch, heads, length), float32.
+        segments: Visual tokens that reach the cut.
+    """
 
     row: Tensor
     segments: Segments
 
 
 class DecodePruning(Part):
-    """Begins a `DecodeState` at the cut of the prefill, and goes on with it in each step of decoding.
+    """Creates a `DecodeState` at the cut of the prefill, and updates it in each decoding step.
 
-    method: the one that acts while decoding. record: True to note every cut in the statistics.
+    Args:
+        adapter: Adapter of the model.
+        method: The method.
+        record: Whether the statistics keep a record of each cut.
     """
 
     def __init__(self, adapter: Adapter, method: DecodeMethod, record: bool) -> None:
@@ -65,7 +70,7 @@ class DecodePruning(Part):
             query = DecoderSource(call, call.state, hidden, self.adapter).get_last_slot()
             row = _row(call, observed, query, call.past + call.state.layout.length)
             self._prefill[call] = _Prefill(row, call.state.segments.to(hidden.device))
-        elif (state := decides(call, self.method)) is not None:
+        elif (state := get_step_state(call, self.method)) is not None:
             _decide(call, state, observed)
 
     def after_cut(self, call: Call, layer: int, hidden: Tensor) -> None:
@@ -76,25 +81,24 @@ class DecodePruning(Part):
 # -- a call
 
 
-def decides(call: Call, method: Method) -> DecodeState | None:
-    """Return what `method` goes on with in a call that decides, a step of decoding; None in others."""
+def get_step_state(call: Call, method: Method) -> DecodeState | None:
+    """Return the state of `method` if it selects tokens in this call (a decoding step), otherwise None."""
     decode = _state(call)
-    # Another patch than the one that made the cache leaves it as it is.
+    # A cache that was filled under another patch is left unchanged.
     return decode if decode is not None and call.state.layout.length == 1 and method == decode.method else None
 
 
 def _state(call: Call) -> DecodeState | None:
-    """Return what the call's cache remembers, None without a cut of such a method."""
     decode = call.cached.decode
-    assert decode is None or isinstance(decode, DecodeState)  # nothing else is ever put there
+    assert decode is None or isinstance(decode, DecodeState)  # the only implementation of `DecodeMemory`
     return decode
 
 
 def _decide(call: Call, state: DecodeState, observed: Observations) -> None:
-    """Drop more visual tokens at the input of the cut's layer, before the layers from here on run."""
+    """Select visual tokens at the input of the cut's layer, before this layer and later layers run."""
     start, cached = time.perf_counter(), call.cached
-    row = _row(call, observed, torch.zeros_like(call.state.layout.index), call.past + 1)  # the one token of the call
-    observed.pop(ObservedAt.LAYER_BEFORE, None)  # it holds the keys that may now leave
+    row = _row(call, observed, torch.zeros_like(call.state.layout.index), call.past + 1)  # the call has a single token
+    observed.pop(ObservedAt.LAYER_BEFORE, None)  # frees the keys that may be evicted now
     changed = state.decide(row, call.past)
     if changed and state.method.mode == "evict" and cached.reduction is not None:
         _evict(cached.cache, cached.reduction, state)
@@ -102,81 +106,90 @@ def _decide(call: Call, state: DecodeState, observed: Observations) -> None:
 
 
 def _row(call: Call, observed: Observations, query: Tensor, length: int) -> Tensor:
-    """float32 `[B, H, length]`: attention of one token (slot `query`, `[B, 1]`) over logical positions, in the layer
-    before the current one."""
-    seen: Any = require(observed.get(ObservedAt.LAYER_BEFORE), "last_row_attention")
+    """Return the attention of one token over logical positions, in the layer before the current layer.
+
+    Args:
+        query: Slot of the token in each row, shape (batch, 1).
+        length: Number of logical positions.
+
+    Returns:
+        Attention weights, shape (batch, heads, length), float32.
+    """
+    attention: Any = require(observed.get(ObservedAt.LAYER_BEFORE), "last_row_attention")
     with torch.no_grad():
-        row = seen.rows(query.to(seen.query.device))[:, :, 0]
+        row = attention.rows(query.to(attention.query.device))[:, :, 0]
     columns = call.groups[-1].columns.to(row.device)[:, -row.shape[2] :]  # a sliding layer sees the last ones
     target = columns.masked_fill(columns < 0, length)[:, None].expand_as(row)
     return row.new_zeros(*row.shape[:2], length + 1).scatter_add_(2, target, row)[..., :length]
 
 
 def _begin(call: Call, method: DecodeMethod, row: Tensor, before: Segments, record: bool) -> DecodeState:
-    """Return the state after the prefill's cut. before: the visual tokens that reached it."""
+    """Return the state after the prefill's cut. before: Visual tokens that reached the cut."""
     visual = call.prompt.is_visual
     batch = len(visual)
     types = before.cache.get("types", partial(_types, visual, before.mask.device))
-    position, kept = _places(before, call.state.segments, *visual.shape)
+    position, kept = _find_kept(before, call.state.segments, *visual.shape)
     available, previous = kept, _state(call)
     if call.past:
-        # All that came before belongs to the prompt now; images of earlier turns compete with the new ones.
+        # Earlier turns belong to the prompt now. Their images compete with the new images.
         earlier = types.new_full((len(types), call.past), int(TokenType.SYS))
         if previous is not None:
             earlier[:, previous.prompt :] = TokenType.INS
             earlier[:, : previous.prompt] = previous.types
-            seen = (earlier == TokenType.IMG).any(1, keepdim=True)
-            types = types.masked_fill(seen & (types == TokenType.SYS), int(TokenType.INS))
+            has_image = (earlier == TokenType.IMG).any(1, keepdim=True)
+            types = types.masked_fill(has_image & (types == TokenType.SYS), int(TokenType.INS))
         types = torch.cat([earlier, types], dim=1)
         position = torch.where(position < 0, -1, position + call.past)
     if previous is not None:
         position = torch.cat([previous.position, position], dim=1)
         available = torch.cat([previous.available, kept], dim=1)
         kept = torch.cat([previous.kept, kept], dim=1)
-    real = torch.ones_like(types, dtype=torch.bool)
+    is_real = torch.ones_like(types, dtype=torch.bool)
     if (padding := call.padding(types.shape[1])) is not None:
-        real[:, -padding.shape[1] :] = ~padding.to(real.device)
-    # The host knows these: nothing has to be asked of the device.
-    number, count = _per_row(before, batch), _per_row(call.state.segments, batch)
+        is_real[:, -padding.shape[1] :] = ~padding.to(is_real.device)
+    # These counts are on the host, so the host does not wait for the device.
+    num_visual, count = _per_row(before, batch), _per_row(call.state.segments, batch)
     start = count
     if previous is not None:
-        number, count = number + previous.visual, count + previous.count
+        num_visual, count = num_visual + previous.visual, count + previous.count
         start = start + (previous.count if previous.method.mode == "evict" else previous.start)
     return DecodeState(
         method=method,
         stats=call.trace.stats,
         record=record,
         types=types,
-        real=real,
+        is_real=is_real,
         position=position,
         available=available,
         kept=kept,
-        visual=number,
+        visual=num_visual,
         start=start,
         count=count,
-        rate=torch.where(number > 0, 1 - count.double() / number.clamp(min=1), 0.0),
+        rate=torch.where(num_visual > 0, 1 - count.double() / num_visual.clamp(min=1), 0.0),
         masses=sum_by_type(row, types)[:, None],
         times=[],
     )
 
 
 def _types(visual: Tensor, device: torch.device) -> Tensor:
-    """Return long `[B, L]`, the type of each of the prompt's tokens. visual: bool `[B, L]`, on the host."""
+    """Return the `TokenType` of each token of the prompt, int64, from its placeholder mask. Both (batch, length)."""
     text = torch.where(visual.cumsum(1) > 0, int(TokenType.INS), int(TokenType.SYS))
     return to_device(torch.where(visual, int(TokenType.IMG), text), device)
 
 
 def _positions(segments: Segments, batch: int) -> Tensor:
-    """Return long `[B, N]`, the positions of each row's visual tokens, -1 = none."""
+    """Return the positions of each row's visual tokens, shape (batch, tokens), int64, padded with -1."""
     rows: list[list[Tensor]] = [[segments.position.new_zeros(0)] for _ in range(batch)]
     for segment, row in enumerate(segments.row):
         rows[row].append(segments.position[segment, : segments.counts[segment]])
     return torch.nn.utils.rnn.pad_sequence([torch.cat(row) for row in rows], True, -1)
 
 
-def _places(before: Segments, after: Segments, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return the positions of each row's tokens before a cut (long `[B, N]`, -1 = none), and which of them are there
-    after it, in rows of `length` tokens."""
+def _find_kept(before: Segments, after: Segments, batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return the positions of each row's visual tokens before a cut (see `_positions`), and a mask of the kept tokens.
+
+    length: Number of tokens of each row.
+    """
     position = before.cache.get("positions", partial(_positions, before, batch))
     alive = torch.zeros(batch, length + 1, dtype=torch.bool, device=position.device)
     # Padding is written to a scratch entry at the end.
@@ -185,7 +198,7 @@ def _places(before: Segments, after: Segments, batch: int, length: int) -> tuple
 
 
 def _per_row(segments: Segments, batch: int) -> Tensor:
-    """long `[B]`, on the host: the visual tokens of each row."""
+    """Return the number of visual tokens of each row, shape (batch,), int64, on the host."""
     counts = [0] * batch
     for row, count in zip(segments.row, segments.counts, strict=True):
         counts[row] += count
@@ -193,32 +206,32 @@ def _per_row(segments: Segments, batch: int) -> Tensor:
 
 
 def _evict(cache: Any, reduction: Reduction, state: DecodeState) -> None:
-    """Take the keys and values of dropped tokens out of the layers from the cut on: memory is freed.
+    """Remove the keys and values of dropped tokens from the layers after the cut, and free their memory.
 
-    Rows that hold fewer tokens than the widest are filled on the left with empty slots.
+    Rows with fewer tokens than the widest row get empty slots on the left.
     """
     ends = [*(first for first, _ in reduction.slots[1:]), len(cache.layers)]
-    groups = []  # (place in reduction.slots, which slots stay, layers)
-    for place, (first, slots) in enumerate(reduction.slots):
+    groups = []  # (index in reduction.slots, mask of kept slots, layers)
+    for index, (first, slots) in enumerate(reduction.slots):
         if first >= state.layer:
-            # Layers that attend to the keys of others keep none.
-            keeping = [layer for layer in cache.layers[first : ends[place]] if slots_handed_out(layer)]
-            groups.append((place, (slots >= 0) & ~state.pruned_mask(slots), keeping))
-    # A sliding layer holds the last slots only. Where it has lost a slot that the new slots of a short row reach back
-    # to, it gets another one there: too old for the window, and masked by it.
+            # Layers that attend to the keys of other layers hold no keys.
+            holders = [layer for layer in cache.layers[first : ends[index]] if count_slots(layer)]
+            groups.append((index, (slots >= 0) & ~state.pruned_mask(slots), holders))
+    # A sliding layer holds only the last slots. If the new slots of a short row reach back to a slot that the layer has
+    # lost, another slot replaces it. It is older than the window, so the window masks it.
     last = {
-        (place, held): stays[:, stays.shape[1] - held :]
-        for place, stays, layers in groups
-        for held in {stays.shape[1], *(layer.keys.shape[-2] for layer in layers)}
+        (index, num_slots): kept[:, kept.shape[1] - num_slots :]
+        for index, kept, layers in groups
+        for num_slots in {kept.shape[1], *(layer.keys.shape[-2] for layer in layers)}
     }
-    counts = torch.stack([stays.sum(1) for stays in last.values()]).tolist()  # one question for all of them
-    views = {key: right_align(last[key], max(left)) for key, left in zip(last, counts, strict=True)}
-    for place, stays, layers in groups:
+    counts = torch.stack([kept.sum(1) for kept in last.values()]).tolist()  # a single transfer from the device
+    views = {key: right_align(last[key], max(num_kept)) for key, num_kept in zip(last, counts, strict=True)}
+    for index, kept, layers in groups:
         for layer in layers:
-            view = views[place, layer.keys.shape[-2]][0]
+            view = views[index, layer.keys.shape[-2]][0]
             layer.keys, layer.values = gather_keys(layer.keys, view), gather_keys(layer.values, view)
-        first, slots = reduction.slots[place]
-        view, valid = views[place, stays.shape[1]]
-        reduction.slots[place] = (first, slots.gather(1, view).masked_fill(~valid, -1))
-        reduction.ragged = reduction.ragged or len(set(counts[list(last).index((place, stays.shape[1]))])) > 1
+        first, slots = reduction.slots[index]
+        view, valid = views[index, kept.shape[1]]
+        reduction.slots[index] = (first, slots.gather(1, view).masked_fill(~valid, -1))
+        reduction.ragged = reduction.ragged or len(set(counts[list(last).index((index, kept.shape[1]))])) > 1
     state.available = state.kept

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State on a cache from which visual tokens are removed step by step."""
+"""State of a method that drops visual tokens during decoding. It is stored on the cache."""
 
 from __future__ import annotations
 
@@ -20,22 +20,30 @@ from tokenprune.statistics import Cut, Stats
 
 @dataclass
 class DecodeState:
-    """Lives on a cache, beside its `Reduction`. B rows, N visual tokens in the row with most.
+    """State on a cache, stored in its `Reduction`.
 
-    stats: those of the prefill, which the steps go on. record: whether every cut is noted there.
-    types: long `[B, prompt]`, the `TokenType` of each position of the prompt. real: bool, what of it is no padding.
-    position: long `[B, N]`, logical position of each visual token, -1 = none. available: bool `[B, N]`, those whose
-    keys and values the layers from the cut on hold; kept: those that they attend to.
-    visual, start, count: long `[B]`, visual tokens of each row, kept by prefill, kept now; on the host, like
-    rate: float64 `[B]`, the rate in force.
-    masses: float32 `[B, 1 + T, H, 4]`, see `DecodeMethod.next_rate`; times: the logical position of each of T steps.
+    Attributes:
+        method: The method.
+        stats: Statistics of the prefill. Decoding steps add to them.
+        record: Whether the statistics keep a record of each cut.
+        types: `TokenType` of each position of the prompt, shape (batch, prompt), int64.
+        is_real: False at padding, shape (batch, prompt), bool.
+        position: Logical position of each visual token, shape (batch, tokens), int64, padded with -1.
+        available: Visual tokens whose keys the layers after the cut hold, shape (batch, tokens), bool.
+        kept: Visual tokens that these layers attend to, shape (batch, tokens), bool.
+        visual: Number of visual tokens of each row, shape (batch,), int64, on the host.
+        start: Number of visual tokens that the prefill kept, like `visual`.
+        count: Number of visual tokens that are kept now, like `visual`.
+        rate: Current pruning rate of each row, shape (batch,), float64, on the host.
+        masses: See `DecodeMethod.next_rate`, shape (batch, 1 + steps, heads, 4), float32.
+        times: Logical position of the token of each step.
     """
 
     method: DecodeMethod
     stats: Stats
     record: bool
     types: Tensor
-    real: Tensor
+    is_real: Tensor
     position: Tensor
     available: Tensor
     kept: Tensor
@@ -68,28 +76,33 @@ class DecodeState:
                 setattr(self, item.name, change(value))
 
     def crop(self, length: int) -> None:
-        """Forget the steps of tokens that were taken back; what these steps dropped stays dropped."""
+        """Forget the steps of removed tokens. Visual tokens that these steps dropped stay dropped."""
         self.times = [time for time in self.times if time < length]
         self.masses = self.masses[:, : 1 + len(self.times)]
 
     def hide(self, columns: Tensor) -> Tensor:
-        """Return the logical positions `[B, K]` of the keys of a layer from the cut on, -1 = those it must not see."""
+        """Replace the logical positions of hidden keys by -1. columns: Shape (batch, keys)."""
         return columns.masked_fill(self.pruned_mask(columns), -1) if self.has_hidden else columns
 
     def pruned_mask(self, columns: Tensor) -> Tensor:
-        """bool like `columns` (logical positions): those of visual tokens that are available but not kept."""
-        gone = self.available & ~self.kept
-        # What is not gone is written to a scratch entry at the end.
-        flags = gone.new_zeros(gone.shape[0], self.prompt + 1)
-        flags.scatter_(1, torch.where(gone, self.position, self.prompt), True)[:, -1] = False
+        """Return True for logical positions of visual tokens that are available but not kept."""
+        dropped = self.available & ~self.kept
+        # All other tokens are written to a scratch entry at the end.
+        flags = dropped.new_zeros(dropped.shape[0], self.prompt + 1)
+        flags.scatter_(1, torch.where(dropped, self.position, self.prompt), True)[:, -1] = False
         return flags.to(columns.device).gather(1, columns.clamp(0, self.prompt))
 
     # -- a step
 
     def decide(self, row: Tensor, time: int) -> bool:
-        """Take in a decode step; returns whether tokens are dropped (or return) by it.
+        """Process a decoding step.
 
-        row: float32 `[B, H, time + 1]`, attention of the token at the logical position `time`.
+        Args:
+            row: Attention of the step's token, shape (batch, heads, time + 1), float32.
+            time: Logical position of the token.
+
+        Returns:
+            Whether the set of kept tokens changed.
         """
         self.masses = torch.cat([self.masses, sum_by_type(row, self.types)[:, None].to(self.masses.device)], dim=1)
         self.times.append(time)
@@ -103,7 +116,7 @@ class DecodeState:
     def _choose(self, row: Tensor) -> bool:
         method, prunable = self.method, self.start < self.visual
         share = self.start.double() / self.visual.clamp(min=1)
-        # What the method makes of the attention decides how much memory is freed: the host has to wait for it.
+        # The rate decides how much memory is freed, so the host waits for it here.
         rate = method.next_rate(self.masses, to_device(share, self.masses.device))
         rate = rate.double().cpu().clamp(0, method.max_rate)
         if method.batch_policy == "shared" and bool(prunable.any()):
@@ -113,7 +126,8 @@ class DecodeState:
         self.rate = torch.where(prunable, rate, 0.0)
         count = ((1 - self.rate) * self.visual - 1e-6).ceil().long()
         count = torch.maximum(
-            count, torch.tensor([method.count_min_kept(number) for number in self.visual.tolist()], device="cpu")
+            count,
+            torch.tensor([method.count_min_kept(num_visual) for num_visual in self.visual.tolist()], device="cpu"),
         )
         count = torch.where(prunable, torch.minimum(count, self.start), self.start)
         if method.monotone:
@@ -128,8 +142,8 @@ class DecodeState:
         return method.monotone or not torch.equal(self.kept, before)
 
     def _alive(self) -> Tensor:
-        """bool `[B, prompt]`: what is left of the prompt."""
-        alive = self.real & (self.types != TokenType.IMG)
+        """Return the mask of the prompt's tokens that are kept, shape (batch, prompt), bool."""
+        alive = self.is_real & (self.types != TokenType.IMG)
         alive = torch.cat([alive, alive.new_zeros(alive.shape[0], 1)], dim=1)
         alive.scatter_(1, torch.where(self.kept, self.position, self.prompt), True)
         return alive[:, :-1]
@@ -141,21 +155,35 @@ def _add_cut(method: DecodeMethod, step: int, alive: Tensor, stats: Stats) -> No
 
 
 def sum_by_type(row: Tensor, types: Tensor) -> Tensor:
-    """float32 `[B, H, 4]`: a row of attention `[B, H, L]` summed over the types of its tokens; after the prompt all is
-    answer."""
+    """Sum attention over the types of tokens.
+
+    Args:
+        row: Attention of one token, shape (batch, heads, length).
+        types: `TokenType` of the prompt's tokens, shape (batch, prompt). Later tokens have the type RES.
+
+    Returns:
+        Sums, shape (batch, heads, 4), float32.
+    """
     types = torch.nn.functional.pad(types.to(row.device), (0, row.shape[2] - types.shape[1]), value=int(TokenType.RES))
     masses = row.new_zeros(*row.shape[:2], len(TokenType))
     return masses.scatter_add_(2, types[:, None].expand_as(row), row)
 
 
-def right_align(stays: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the slots (long `[B, width]`) that bring those that stay, `width` in a row at most, to the right end, and
-    which of them do stay."""
-    view = partition(~stays)[:, stays.shape[1] - width :]
-    return view, stays.gather(1, view)
+def right_align(kept: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return slots that move the kept slots to the right end of each row, and a mask of kept slots.
+
+    Args:
+        kept: Mask of kept slots, shape (batch, slots), bool.
+        width: Largest number of kept slots in a row.
+
+    Returns:
+        Two tensors of shape (batch, width), int64 and bool.
+    """
+    index = partition(~kept)[:, kept.shape[1] - width :]
+    return index, kept.gather(1, index)
 
 
-def gather_keys(states: Tensor, view: Tensor) -> Tensor:
-    """`[B, H, K, D]` -> `[B, H, K', D]`, in memory of its own."""
-    index = view.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-    return states.gather(2, index)
+def gather_keys(states: Tensor, slots: Tensor) -> Tensor:
+    """Gather slots of keys or values, shape (batch, heads, slots, channels), into new memory."""
+    expanded = slots.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    return states.gather(2, expanded)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Have drafts of assisted generation kept out of the forward that reads a prompt; `hf.engine.draft_prompts` does
-so, and is loaded with the first draft."""
+"""Part that keeps drafts of assisted generation out of the forward that reads a prompt (see `draft_prompts`)."""
 
 from __future__ import annotations
 
@@ -20,35 +19,38 @@ if TYPE_CHECKING:
     from transformers.generation import CandidateGenerator
 
     from tokenprune.integrations.hf.forward.call import Call
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 
 logger = logging.getLogger("tokenprune")
 
-# Private to transformers; every kind of drafting is made by it.
+# A private method of transformers that creates the generator of every kind of drafts.
 _MAKES_DRAFTS = "_get_candidate_generator"
 
 
 class Drafts(Part):
-    """Changes what the `generate` of `model`, and of models inside it, gets its drafts from.
+    """Changes the generators of drafts of a model and of its submodules.
 
-    decides: name of a method that acts while decoding, if there is one. It decides by one token after the other, so
-    that `generate` gets no drafts at all, and writes the answer token by token.
+    Args:
+        model: The patched model.
+        decides: Name of a method that drops tokens during decoding, or None. Such a method reads one token after the
+            other, so `generate` then gets no drafts.
     """
 
     def __init__(self, model: nn.Module, decides: str | None = None) -> None:
         super().__init__()
-        self.model, self.decides = model, decides
-        self.unknown = False  # whether this version of transformers makes drafts elsewhere
+        self.decides = decides
+        self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
+        # True if this version of transformers creates drafts elsewhere.
+        self.unknown = any(getattr(module, _MAKES_DRAFTS, None) is None for module in self.generating)
+        if decides is not None or self.unknown:
+            self.before_decoder = self._add_notes
 
     def _attach(self) -> None:
-        for module in self.model.modules():
-            if not isinstance(module, GenerationMixin):
-                continue
-            self.unknown = getattr(module, _MAKES_DRAFTS, None) is None
-            if not self.unknown:
+        for module in self.generating:
+            if getattr(module, _MAKES_DRAFTS, None) is not None:
                 self.wrap(module, _MAKES_DRAFTS, partial(partial, self._generator))
 
-    def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
+    def _add_notes(self, call: Call, inputs: DecoderInputs) -> None:
         drafts = get_thread_states().pop(self, None)
         if not call.has_images:
             return
@@ -56,14 +58,14 @@ class Drafts(Part):
             call.notes.append(drafts)
         if self.unknown:
             call.notes.append(
-                f"with assisted generation, drafts count as the end of the prompt: this version of transformers has no "
-                f"GenerationMixin.{_MAKES_DRAFTS} to keep them out"
+                "With assisted generation, drafts count as the end of the prompt, because this version of transformers "
+                f"lacks GenerationMixin.{_MAKES_DRAFTS}."
             )
 
     def _generator(self, original: Callable[..., CandidateGenerator], *args: Any, **kwargs: Any) -> CandidateGenerator:
         generator: Any = original(*args, **kwargs)
         if self.decides is not None:
-            note = f"{self.decides} decides by one token after the other: drafts of assisted generation are not used"
+            note = f"{self.decides} reads one token after the other, so drafts of assisted generation are not used."
             logger.warning(note)
             get_thread_states()[self] = note
         hold_back(generator, always=self.decides is not None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observe the attention of decoder layers for the cuts that read it."""
+"""Observe the attention of decoder layers for methods that read it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.checks import AFTER, BEFORE
-from tokenprune.integrations.hf.engine.decode_pruning import decides
+from tokenprune.integrations.hf.engine.decode_pruning import get_step_state
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
 from tokenprune.integrations.hf.forward.part import Observations, Part, PerCall
@@ -25,13 +25,15 @@ from tokenprune.selection.observable_registry import select_observables
 
 
 class _Stop(Exception):
-    """Ends the run of a layer of which nothing more is wanted."""
+    """Stops a layer after its attention was observed."""
 
 
 class LayerAttention(Part):
-    """Observes what attention sees in the layer before a cut, and what it would see in the layer after it.
+    """Observes the attention of the layer before a cut, and the attention that the next layer would compute.
 
-    steps: the cuts, by layer.
+    Args:
+        adapter: Adapter of the model.
+        steps: The cuts, by layer.
     """
 
     def __init__(self, adapter: Adapter, steps: Mapping[int, Step]) -> None:
@@ -41,12 +43,12 @@ class LayerAttention(Part):
         self.before = {layer for layer, needed in needs.items() if select_observables(needed, *BEFORE)}
         self.next = {layer for layer, needed in needs.items() if select_observables(needed, *AFTER)}
         self._before: PerCall[Observation] = PerCall()
-        self._trials: PerCall[list[Observation]] = PerCall()  # what a layer shows that is run for this alone
+        self._trials: PerCall[list[Observation]] = PerCall()  # observations of layers that run only to be observed
 
     def _attach(self) -> None:
         for layer in sorted({layer - 1 for layer in self.before} | self.next):
             observe = partial(eager.run_in_call, self.current, partial(self._observe, layer))
-            self.attach_part(Observer(self.adapter.attention_of(layer), observe))
+            self.attach_part(Observer(self.adapter.get_attention(layer), observe))
 
     def before_cut(self, call: Call, step: Step, observed: Observations, args: tuple, kwargs: dict[str, Any]) -> None:
         if (before := self._before.pop(call, None)) is not None:
@@ -61,40 +63,40 @@ class LayerAttention(Part):
         if (trial := self._trials.get(call)) is not None:
             trial.append(observation)
             raise _Stop
-        if (filled := call.cached.filled(layer, call.state.layout.width)) is not None:
+        if (filled := call.cached.count_filled(layer, call.state.layout.width)) is not None:
             observation = observation.first_keys(filled)
         after = layer + 1
-        if after in self.before and (call.cuts_at(after) or decides(call, self.steps[after].method)):
+        if after in self.before and (call.cuts_at(after) or get_step_state(call, self.steps[after].method)):
             self._before[call] = observation
 
     def _next(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
-        """Return what the attention of `layer` would see of the tokens that arrive at it, if none were cut."""
+        """Return the inputs of the attention of `layer` for all tokens that reach the cut."""
         cached, width = call.cached, call.state.layout.width
         shared = self.adapter.key_count(layer, kwargs)
         keys = None if layer in call.maskless else cached.known_span(layer, width, shared)
         args, kwargs = call.group(layer).arguments(layer, args, kwargs, self.adapter, keys)
-        observation = self.attention_of(call, layer, args, kwargs)
+        observation = self.observe_layer(call, layer, args, kwargs)
         if (past := cached.past_keys(layer, width, self.adapter.cached_keys)) is not None:
             past = past.to(observation.key.device)
             observation.key = torch.cat([past, observation.key], dim=2)
         return observation
 
-    def attention_of(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
-        """Return what the attention of `layer`, an observed one, called with `args` and `kwargs`, would see of this
-        call's tokens.
+    def observe_layer(self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any]) -> Observation:
+        """Run an observed layer until it calls its attention function, and return the inputs of that function.
 
-        The layer runs until its attention function is called, so its own norms, projections and rotary embedding apply,
-        whatever the family calls them; the cache is left out, and nothing after it is computed.
-        Raises UnsupportedSetupError for a layer that calls no attention function.
+        The layer's own norms, projections and rotary embedding apply. The cache is not changed.
+
+        Raises:
+            UnsupportedSetupError: If the layer calls no attention function.
         """
         kwargs = {name: None if value is call.cached.cache else value for name, value in kwargs.items()}
         trial = self._trials[call] = []
         try:
             with torch.no_grad(), suppress(_Stop):
-                # Not a call: that would enter our own hooks.
+                # `forward`, because calling the module would run our own hooks.
                 self.adapter.decoder.layers[layer].forward(*args, **kwargs)
         finally:
             del self._trials[call]
         if not trial:
-            raise UnsupportedSetupError(f"decoder layer {layer} ran without calling its attention function")
+            raise UnsupportedSetupError(f"Decoder layer {layer} ran without calling its attention function.")
         return trial[0]

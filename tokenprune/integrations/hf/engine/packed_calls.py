@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split rows that hold several samples: inside the model each sample is a row, and the output has the caller's rows."""
+"""Split rows with several samples into one row per sample, and join the output into the caller's rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call, RestoreOutput
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.sequence.packing import TELLING, PackedRows, samples_of
+from tokenprune.integrations.hf.sequence.packing import BORDER_ARGUMENTS, PackedRows, find_samples
 
 
 class PackedCalls(Part):
-    """Part of patches that may remove tokens."""
+    """Runs each sample of a packed row as its own row."""
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class PackedCalls(Part):
     def before_call(self, call: Call, arguments: dict[str, Any]) -> tuple[dict[str, Any], RestoreOutput] | None:
         if self.owner.training:
             return self._split(arguments)
-        for name in TELLING:
+        for name in BORDER_ARGUMENTS:
             if call.arguments.get(name) is not None:
                 return self._split(arguments)
         return None
 
     def _split(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], RestoreOutput] | None:
-        """Return arguments in which each sample is a row, or None if each row is one sample.
+        """Return arguments with one row per sample, or None if each row is one sample.
 
         Raises:
             UnsupportedSetupError: If an argument does not work with rows of several samples.
@@ -41,25 +41,25 @@ class PackedCalls(Part):
         base, tokens = self.adapter.base, arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         images = [arguments[name] for name in arguments if name.startswith(("pixel_values", "mm_encoder"))]
-        if tokens is None or all(one is None for one in images):  # those of Q-Formers were merged before
+        if tokens is None or all(pixels is None for pixels in images):  # Q-Formers have merged the images already
             return None
         mrope = hasattr(base, "get_rope_index")
-        sample = samples_of(arguments, (tokens.shape[0], tokens.shape[1]), mrope, base.training)
+        sample = find_samples(arguments, (tokens.shape[0], tokens.shape[1]), mrope, base.training)
         if sample is None:
             return None
         few = arguments.get("logits_to_keep")
         unmet = {
-            compat.CACHE: compat.cache_in(arguments) is not None,
+            compat.CACHE: compat.get_cache(arguments) is not None,
             "output_attentions": arguments.get("output_attentions", self.adapter.text_config.output_attentions),
-            # A base that is the head as well would make logits of the last tokens of each sample.
+            # A base with its own head would compute logits of the last tokens of each sample.
             "logits_to_keep": base.get_output_embeddings() is not None and (isinstance(few, Tensor) or bool(few)),
         }
-        for name in (name for name, given in unmet.items() if given):
+        for name in (name for name, is_set in unmet.items() if is_set):
             raise UnsupportedSetupError(
-                f"rows that hold several samples take no {name} under pruning: leave it out, or give each sample a row "
-                "of its own with padding"
+                f"{name} is not supported for rows with several samples under pruning. Leave it out, or give each "
+                "sample its own row with padding."
             )
-        rows = PackedRows.of(sample, tokens.device)
-        taken = set(self.adapter.placeholders.values())
-        text_id = next(number for number in range(len(taken) + 1) if number not in taken)
+        rows = PackedRows.from_samples(sample, tokens.device)
+        placeholders = set(self.adapter.placeholders.values())
+        text_id = next(token for token in range(len(placeholders) + 1) if token not in placeholders)
         return rows.split(arguments, text_id), rows.join

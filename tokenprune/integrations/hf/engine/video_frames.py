@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve methods that compare the frames of a video, or refuse a patch or a call."""
+"""Checks for methods that compare the frames of a video."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from functools import partial
 from tokenprune.errors import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Plan, Step
 from tokenprune.selection import observable_registry as registry
 
 
 def compares_frames(step: Step) -> bool:
-    """Return whether a step runs a method that reads which frame of a video tokens are of."""
+    """Return True if the method of a step reads the frame of each visual token."""
     return step.acts and registry.compares_frames(step.method)
 
 
 class VideoFrames(Part):
-    """Leaves images to such methods as they are, and says so; a video whose frames are not known is refused.
+    """Keeps all tokens of images for methods that compare frames, and rejects videos with unknown frames.
 
-    steps: all cuts of the patch, in order. merges: names of the methods that merge tokens before them.
-    Raises BudgetError, OptionError or UnsupportedSetupError for what does not go together with frames.
+    Args:
+        adapter: Adapter of the model.
+        steps: All cuts of the patch, in order.
+        merges: Names of methods that merge tokens in the tower.
+
+    Raises:
+        BudgetError: If a video has no single budget.
+        OptionError: If another method drops tokens before such a method.
     """
 
     def __init__(self, adapter: Adapter, steps: Sequence[Step], merges: Sequence[str]) -> None:
@@ -32,29 +38,27 @@ class VideoFrames(Part):
         self.family = adapter.config.model_type
         comparing = [step for step in steps if compares_frames(step)]
         self.names = list(dict.fromkeys(step.method.name for step in comparing))
-        # A later stage of such a method leaves images alone too, whatever it reads itself.
+        # Later stages of such a method keep all tokens of images, too.
         self.owners = {step.owner for step in comparing}
         for index, step in enumerate(steps):
             if not compares_frames(step):
                 continue
             name = step.method.name
             if step.budget.per != "image":
-                instead = (
-                    "keep= or Budget.per_second(...) alone"
+                advice = (
+                    "Use either keep= or Budget.per_second(...)."
                     if step.budget.video is not None
-                    else f'per="image" in place of per={step.budget.per!r}'
+                    else f'Use per="image" instead of per={step.budget.per!r}.'
                 )
-                raise BudgetError(
-                    f"{name} compares the frames of a video, so the whole video has one budget: say {instead}"
-                )
-            if before := [*merges, *(one.method.name for one in steps[:index] if one.acts)]:
+                raise BudgetError(f"{name} compares the frames of a video, so a video needs a single budget. {advice}")
+            if before := [*merges, *(earlier.method.name for earlier in steps[:index] if earlier.acts)]:
                 raise OptionError(
-                    f"{name} compares the frames of a video token by token, and {before[0]} removes some of them "
-                    f"before; leave {before[0]} out, or let it act after {name}"
+                    f"{name} compares the frames of a video token by token, and {before[0]} drops some of the tokens "
+                    f"before. Leave {before[0]} out, or run it after {name}."
                 )
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
-        """Refuse a video whose frames nothing tells, and note images."""
+        """Reject a video with unknown frames, and note that images keep all tokens."""
         if not call.has_images:
             return
         images = [modality == "image" for modality in call.state.segments.modality]
@@ -62,10 +66,8 @@ class VideoFrames(Part):
         if unknown := [i for i, image in enumerate(images) if not image and frames[i] is None]:
             count = call.state.segments.counts[unknown[0]]
             raise UnsupportedSetupError(
-                f"{self.names[0]} compares the frames of a video, and nothing tells which of the {count} tokens of "
-                f"this one of {self.family!r} are a frame: pass its pixels to the patched model. Frames that the "
-                "processor dropped, or joined, leave numbers that do not split; then use a method that compares no "
-                "frames, such as divprune"
+                f"{self.names[0]} compares the frames of a video, and the frames of a {self.family!r} video with "
+                f'{count} tokens are unknown. Pass its pixels to the patched model, or use a method such as "divprune".'
             )
         if any(images):
             for name in self.names:
@@ -73,11 +75,11 @@ class VideoFrames(Part):
 
     def on_plan(self, call: Call, plan: Plan) -> Plan:
         images = [modality == "image" for modality in call.state.segments.modality]
-        return plan.raised(partial(self._keep_images, images)) if any(images) else plan
+        return plan.with_floor(partial(self._keep_images, images)) if any(images) else plan
 
     def _keep_images(
-        self, images: Sequence[bool], step: Step, arrived: Sequence[int], wanted: Sequence[int]
+        self, images: Sequence[bool], step: Step, arrived: Sequence[int], kept: Sequence[int]
     ) -> list[int]:
         if step.owner not in self.owners:
-            return list(wanted)
-        return [count if image else number for count, number, image in zip(arrived, wanted, images, strict=True)]
+            return list(kept)
+        return [before if image else after for before, after, image in zip(arrived, kept, images, strict=True)]

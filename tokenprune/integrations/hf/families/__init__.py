@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.families.base import (
         Adapter,
-        how_to_add,
+        list_supported_families,
         register_adapter,
-        supported_families,
+        suggest_families,
     )
-    from tokenprune.integrations.hf.families.find import adapter_for
+    from tokenprune.integrations.hf.families.find import get_adapter
 
 _FILES = ("base", "find", "plain", "qformer", "retrieval", "special")
-__all__ = ["Adapter", "adapter_for", "how_to_add", "register_adapter", "supported_families"]
+__all__ = ["Adapter", "get_adapter", "list_supported_families", "register_adapter", "suggest_families"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.layer_storage import keys_of
+from tokenprune.integrations.hf.cache.layer_storage import read_keys
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.hf.sequence.masks import sliding_layers
+from tokenprune.integrations.hf.forward.token_state import Layout
+from tokenprune.integrations.hf.sequence.masks import find_sliding_layers
 from tokenprune.integrations.shared.towers.patch_grid import PatchSource
 from tokenprune.kernels.transfer import to_device
 from tokenprune.models.families import FAMILIES, PIXELS_ONLY, SUPPORTED, Family, get_config_family, get_family
@@ -64,21 +64,21 @@ class Adapter(PatchSource):
         self.family = get_config_family(self.config)
         self.base, self.decoder = self._find(self.model)
         self.text_config = self.decoder.config
-        self.sliding = sliding_layers(self.text_config)  # the decoder layers that attend in a window
+        self.sliding = find_sliding_layers(self.text_config)  # the decoder layers that attend in a window
         kinds = getattr(self.text_config, "layer_types", None) or ()
         unknown = set(kinds) - _ATTENDING - STATEFUL - _POINTWISE
         if unknown and self.family.name not in PIXELS_ONLY:
             raise UnsupportedModelError(
                 f"model type {self.config.model_type!r} has decoder layers of kind {', '.join(sorted(unknown))}: it is "
-                f"not known what they do with tokens that are gone. {how_to_add(self.config.model_type)}"
+                f"not known what they do with tokens that are gone. {suggest_families(self.config.model_type)}"
             )
         # Layers without keys: those that carry a state, and those that see one token at a time.
         self.stateful = frozenset(index for index, kind in enumerate(kinds) if kind not in _ATTENDING)
-        self.placeholders = placeholder_ids(self.config)
+        self.placeholders = get_placeholder_ids(self.config)
         if not self.placeholders:
             raise UnsupportedModelError(
                 f"the config of {self.config.model_type!r} names no image_token_id, image_token_index or "
-                f"video_token_id. {how_to_add(self.config.model_type)}"
+                f"video_token_id. {suggest_families(self.config.model_type)}"
             )
         row = self.family
         videos: Any = "none" if "video" not in self.placeholders else "frames" if row.has_known_frames else "whole"
@@ -101,16 +101,16 @@ class Adapter(PatchSource):
                     return base, decoder
         raise UnsupportedModelError(
             f"{type(model).__name__} has no {' or '.join(names)} with layers and {norm} where it is expected. "
-            f"{how_to_add(getattr(model.config, 'model_type', ''))}"
+            f"{suggest_families(getattr(model.config, 'model_type', ''))}"
         )
 
-    def attention_of(self, layer: int) -> nn.Module:
+    def get_attention(self, layer: int) -> nn.Module:
         """Return the self-attention module of a decoder layer."""
         return _layer_module(self, layer, "self_attn attention attn self_attention mixer", "self-attention module")
 
-    def modules_of(self, layer: int) -> tuple[nn.Module, nn.Module]:
+    def get_attention_and_mlp(self, layer: int) -> tuple[nn.Module, nn.Module]:
         """Return the self-attention module and the MLP, or what stands in its place, of a decoder layer."""
-        return self.attention_of(layer), _layer_module(
+        return self.get_attention(layer), _layer_module(
             self, layer, "mlp feed_forward block_sparse_moe ffn", "known MLP"
         )
 
@@ -173,7 +173,7 @@ class Adapter(PatchSource):
 
         config: in the place of the decoder's own, from which transformers learns the attention implementation.
         """
-        return compat.masks_for_generate(config or self.text_config, embeds, mask, cache)
+        return compat.create_masks(config or self.text_config, embeds, mask, cache)
 
     # -- per-token arguments of the decoder beyond the common ones
 
@@ -210,7 +210,7 @@ class Adapter(PatchSource):
         """Undo `flatten` after a cut. like: the input of `flatten`."""
         return flat
 
-    def seen(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
+    def get_method_states(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
         """Return what methods see as the hidden states at a cut at `layer`, `[B, W, D]`. flat: see `flatten`."""
         return flat
 
@@ -222,7 +222,7 @@ class Adapter(PatchSource):
 
     def cached_keys(self, layer: int, cache: Any) -> Tensor:
         """Return the keys that a layer's cache holds, `[B, Hkv, K, Dh]`, as its attention function gets them."""
-        return keys_of(cache, layer)
+        return read_keys(cache, layer)
 
     # -- more that has to be put right in a patched model
 
@@ -247,7 +247,7 @@ def embed_ids(base: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return rest | {"inputs_embeds": base.get_input_embeddings()(kwargs["input_ids"])}
 
 
-def placeholder_ids(config: Any) -> dict[str, int]:
+def get_placeholder_ids(config: Any) -> dict[str, int]:
     """Return the ids of placeholders in a model's config, by modality."""
     ids: dict[str, int] = {}
     for modality in ("image", "video"):
@@ -276,15 +276,15 @@ def register_adapter(*families: str | Family) -> Callable[[type[_A]], type[_A]]:
     return register
 
 
-def supported_families() -> list[str]:
+def list_supported_families() -> list[str]:
     """Return the model types that are known to work, sorted: those that the test suite covers (`SUPPORTED`), and those
     for which adapters are registered."""
     return sorted({*SUPPORTED, *ADAPTERS})
 
 
-def how_to_add(model_type: str = "") -> str:
+def suggest_families(model_type: str = "") -> str:
     """Return a sentence that names the supported types closest to `model_type`, and the page about adding one."""
-    close = difflib.get_close_matches(model_type, supported_families(), n=3, cutoff=0.0) if model_type else []
+    close = difflib.get_close_matches(model_type, list_supported_families(), n=3, cutoff=0.0) if model_type else []
     nearest = f"The closest supported types are {', '.join(map(repr, close))}; " if close else ""
     return (
         f"{nearest}docs/reference/families.md lists all types, and docs/extend/add-a-family.md shows how to add a type."

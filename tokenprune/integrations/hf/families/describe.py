@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tokenprune.errors import OptionError, UnsupportedModelError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.families.base import STATEFUL, placeholder_ids
+from tokenprune.integrations.hf.families.base import STATEFUL, get_placeholder_ids
 from tokenprune.models.families import FAMILIES, REFUSED, Family, get_tower_type
 
 _TEMPLATES = Path(__file__).parents[3] / "cli/templates/new_family"
@@ -71,7 +71,7 @@ def describe(model: str | Path) -> Description:
     config, whole, load = _built(model)
     base, decoder, path = _decoder(config, whole)
     norm = next(name for name, _ in decoder.named_children() if "norm" in name)
-    ids, kinds = placeholder_ids(config), set(getattr(decoder.config, "layer_types", None) or ())
+    ids, kinds = get_placeholder_ids(config), set(getattr(decoder.config, "layer_types", None) or ())
     tower = next((name for name in ("vision_tower", "visual", "vision_model") if hasattr(base, name)), "")
     packed = all(hasattr(getattr(base, tower, None), name) for name in ("blocks", "merger", "spatial_merge_size"))
     row = Family(

@@ -9,19 +9,19 @@ from torch import nn
 
 from tokenprune.errors import UnsupportedModelError, shorten
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, how_to_add
-from tokenprune.integrations.hf.families.retrieval import whole_model
+from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, suggest_families
+from tokenprune.integrations.hf.families.retrieval import find_outer_model
 from tokenprune.integrations.shared.versions import check_tested
 from tokenprune.models.families import PIXELS_ONLY, REFUSED, SUPPORTED
 
 
-def adapter_for(model: nn.Module) -> Adapter:
+def get_adapter(model: nn.Module) -> Adapter:
     """Return an adapter for `model`.
 
     Raises UnsupportedModelError if the model cannot be pruned, and UnsupportedSetupError if transformers is newer than
     the tested versions.
     """
-    model = whole_model(model)
+    model = find_outer_model(model)
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
         raise UnsupportedModelError(
@@ -35,17 +35,17 @@ def adapter_for(model: nn.Module) -> Adapter:
         )
     if kind is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not a transformers model: it has no config.model_type. {how_to_add()}"
+            f"{type(model).__name__} is not a transformers model: it has no config.model_type. {suggest_families()}"
         )
     check_tested("transformers", str(compat.VERSION), compat.NEWEST)
     since = SUPPORTED[kind].since if kind in SUPPORTED else None
-    if since is not None and compat.lacks(since):
+    if since is not None and compat.is_older_than(since):
         raise UnsupportedModelError(
             f"Model type {kind!r} needs transformers {since} or later, and this is transformers {compat.VERSION}. "
             f"Run pip install 'transformers>={since}'."
         )
     if kind in REFUSED and kind not in PIXELS_ONLY and kind not in ADAPTERS:
-        raise UnsupportedModelError(f"model type {kind!r} is not supported: {REFUSED[kind]}. {how_to_add(kind)}")
+        raise UnsupportedModelError(f"model type {kind!r} is not supported: {REFUSED[kind]}. {suggest_families(kind)}")
     try:
         return ADAPTERS.get(kind, Adapter)(model)
     except UnsupportedModelError:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tokenprune.integrations.hf.families.base import Adapter, register_adapter
-from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.forward.token_state import Layout
 
 
 @register_adapter("perception_lm")

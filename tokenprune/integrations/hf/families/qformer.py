@@ -22,10 +22,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.families.base import Adapter, embed_ids, register_adapter
+from tokenprune.integrations.hf.forward.call import find_module_frame, is_running
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.record import start_record
 from tokenprune.integrations.shared.attachable import get_thread_states, refuse_replica
-from tokenprune.integrations.shared.frames import find_module_frame, is_running
 
 
 @register_adapter("blip-2", "instructblip", "instructblipvideo")
@@ -58,7 +58,7 @@ class QFormerAdapter(Adapter):
         prompt, embeds = self.prompts.current_prompt(), arguments.get("inputs_embeds")
         if prompt is None or embeds is None:  # a call of the language model alone, or a step
             return arguments
-        return arguments | self._before_the_merge(prompt, embeds, compat.cache_in(arguments))
+        return arguments | self._before_the_merge(prompt, embeds, compat.get_cache(arguments))
 
     def _before_the_merge(self, prompt: PromptArguments, embeds: Tensor, cache: Any) -> dict[str, Any]:
         """Return ids or embeddings of the call's tokens as they were before the merge, and the images among them."""

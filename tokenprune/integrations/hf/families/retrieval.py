@@ -22,16 +22,16 @@ from transformers import PreTrainedModel
 
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, register_adapter
+from tokenprune.integrations.hf.forward.call import find_module_frame, is_running
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.shared.attachable import get_thread_states, refuse_replica
-from tokenprune.integrations.shared.frames import find_module_frame, is_running
 from tokenprune.statistics import Stats
 
 # Models that nothing holds: the walk over all objects takes a quarter of a second, and a model is patched many times.
 _alone: WeakSet[nn.Module] = WeakSet()
 
 
-def whole_model(model: nn.Module) -> nn.Module:
+def find_outer_model(model: nn.Module) -> nn.Module:
     """Return the retrieval model that holds `model` in its `vlm`, and `model` itself where there is none.
 
     A module does not know what holds it, and what the outer model makes of dropped tokens does not show inside. Raises
@@ -150,11 +150,11 @@ class Pages(Part):
 
     def _leave_inside(self, module: nn.Module, args: tuple, output: Any) -> None:
         ahead, call = self.ahead(), self.current()
-        if ahead is None or call is None or not call.active or (layout := call.state.layout).whole:
+        if ahead is None or call is None or not call.active or (layout := call.state.layout).is_uncut:
             return
         ahead.kept = layout.inverse >= 0
         if call.has_images:
-            counts = sum(call.prompt.tokens_per_row), sum(layout.counts)
+            counts = sum(call.prompt.tokens_per_row), sum(layout.tokens_per_row)
             call.trace.stats.defer(partial(_note_vectors, *counts))
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:

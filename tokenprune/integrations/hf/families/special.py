@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.layer_storage import keys_of, values_of
+from tokenprune.integrations.hf.cache.layer_storage import read_keys, read_values
 from tokenprune.integrations.hf.families.base import Adapter, embed_ids, register_adapter
 from tokenprune.integrations.hf.forward.part import Part
-from tokenprune.integrations.hf.sequence.layout import Layout, gather_tokens
+from tokenprune.integrations.hf.forward.token_state import Layout, gather_tokens
 
 
 @register_adapter("gemma4", "gemma4_unified")
@@ -27,13 +27,13 @@ class SharedKeysAdapter(Adapter):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         layers = range(len(self.decoder.layers))
-        sources = [layer for layer in layers if getattr(self.attention_of(layer), "store_full_length_kv", False)]
+        sources = [layer for layer in layers if getattr(self.get_attention(layer), "store_full_length_kv", False)]
         shared = [layer for layer in layers if self._shares(layer)]
         if shared and sources:
             self.last_cut = min(sources), f"layers {shared[0]} to {shared[-1]} attend to the keys of layers {sources}"
 
     def _shares(self, layer: int) -> bool:
-        return getattr(self.attention_of(layer), "is_kv_shared_layer", False)
+        return getattr(self.get_attention(layer), "is_kv_shared_layer", False)
 
     def key_count(self, layer: int, kwargs: dict[str, Any]) -> int | None:
         if not self._shares(layer):
@@ -43,7 +43,7 @@ class SharedKeysAdapter(Adapter):
 
     def _source(self, layer: int) -> Any:
         """Return the key of `shared_kv_states` that a layer reads."""
-        return self.attention_of(layer).layer_type
+        return self.get_attention(layer).layer_type
 
 
 @register_adapter("gemma3n")
@@ -52,7 +52,7 @@ class Gemma3nAdapter(SharedKeysAdapter):
 
     def _source(self, layer: int) -> Any:
         # The index of a layer in transformers 5.19, a kind of layer in later versions.
-        attention = self.attention_of(layer)
+        attention = self.get_attention(layer)
         return getattr(attention, "kv_shared_layer_index", attention.layer_type)
 
     def flatten(self, hidden: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Gemma3nAdapter(SharedKeysAdapter):
     def unflatten(self, flat: Tensor, like: Tensor) -> Tensor:
         return flat.unflatten(2, (like.shape[0], like.shape[3])).permute(2, 0, 1, 3).contiguous()
 
-    def seen(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
+    def get_method_states(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
         if layer == 0:
             return flat  # the embeddings: the decoder makes streams of them
         width, stream = self.text_config.hidden_size, self.text_config.altup_active_idx
@@ -77,8 +77,8 @@ class Llama4Adapter(Adapter):
         # create_masks_for_generate of transformers 5.19 fails on chunks.
         about = (config or self.text_config, embeds, mask, cache)
         return {
-            "full_attention": compat.mask_of("causal_mask", *about),
-            "chunked_attention": compat.mask_of("chunked_causal_mask", *about),
+            "full_attention": compat.create_mask("causal_mask", *about),
+            "chunked_attention": compat.create_mask("chunked_causal_mask", *about),
         }
 
     def parts(self) -> list[Part]:
@@ -95,7 +95,7 @@ class QueryScales(Part):
 
     def _attach(self) -> None:
         for layer in range(len(self.adapter.decoder.layers)):
-            attention: Any = self.adapter.attention_of(layer)
+            attention: Any = self.adapter.get_attention(layer)
             if not attention.use_rope:
                 # Queries are linear in their scale, and nothing else is done to them in these layers.
                 self.hook_in_call(attention.q_proj.register_forward_hook, partial(self._rescale, attention))
@@ -191,7 +191,7 @@ class GraniteAdapter(Adapter):
         features = {layer: feature[mask[..., 0]] for layer, feature in dense.items()}
         return {"vision_mask": mask, "deepstack_features": features}
 
-    def seen(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
+    def get_method_states(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
         # What makes an image's tokens at the decoder's entry are the features that come first.
         return flat if layer or not extras else flat + extras[1][min(extras[1])]
 
@@ -212,8 +212,8 @@ class LatentAdapter(Adapter):
         return None if sizes is None else [(1, h // height, w // width) for _, h, w in sizes.tolist()]
 
     def cached_keys(self, layer: int, cache: Any) -> Tensor:
-        attention: Any = self.attention_of(layer)
-        return attention.expand_kv(keys_of(cache, layer), values_of(cache, layer))[0]
+        attention: Any = self.get_attention(layer)
+        return attention.expand_kv(read_keys(cache, layer), read_values(cache, layer))[0]
 
 
 @register_adapter("nemotron_h_omni")
@@ -236,6 +236,6 @@ class NemotronAdapter(Adapter):
         # create_masks_for_generate knows no layers of experts.
         about = (config or self.text_config, embeds, mask, cache)
         return {
-            "full_attention": compat.mask_of("causal_mask", *about),
-            "linear_attention": compat.mask_of("recurrent_attention_mask", *about),
+            "full_attention": compat.create_mask("causal_mask", *about),
+            "linear_attention": compat.create_mask("recurrent_attention_mask", *about),
         }

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tokenprune.integrations.hf.sequence.record import KEY, EncoderRecord, record_of
+from tokenprune.integrations.hf.sequence.record import KEY, EncoderRecord, get_record
 from tokenprune.integrations.shared.towers.patch_grid import TracedTokens
 from tokenprune.integrations.shared.towers.tower_scores import TowerValues
 from tokenprune.kernels.transfer import AsyncValues, JoinedValues
@@ -55,7 +55,7 @@ class Whole(KeptOutput):
         values = {name: value for name, value in output.items() if name in own}
         if values.get("pooler_output") is not None:
             values.pop("last_hidden_state", None)  # else it is the features
-        return cls(type(output), values, record_of(output))
+        return cls(type(output), values, get_record(output))
 
     def output(self) -> Any:
         """Return it as the encoder did, in containers of its own."""
@@ -77,7 +77,7 @@ class OfImage(KeptOutput):
         if any(not isinstance(part, (list, tuple, Tensor)) or len(part) != images for part in parts):
             return None
         containers = [Tensor if isinstance(part, Tensor) else type(part) for part in parts]
-        counts, record = [one.shape[:-1].numel() for one in parts[0]], record_of(output)
+        counts, record = [one.shape[:-1].numel() for one in parts[0]], get_record(output)
         encoded, looks = _split(record.encoded, counts), record.looks
         if encoded is None or (looks is not None and looks.count != images):
             return None

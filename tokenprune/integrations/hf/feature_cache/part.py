@@ -28,8 +28,8 @@ from tokenprune.integrations.hf.feature_cache.content import (
 )
 from tokenprune.integrations.hf.feature_cache.kept_output import OfImage, Whole, tensors_of
 from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part
-from tokenprune.integrations.hf.towers.feature_hook import shapes_on_host
-from tokenprune.integrations.hf.towers.tiles import tiles_of
+from tokenprune.integrations.hf.towers.feature_hook import copy_sizes_to_host
+from tokenprune.integrations.hf.towers.tiles import count_tiles
 from tokenprune.statistics import Stats
 
 # One image: the arguments that are its own, cut down to what the encoder looks at; and, of those of the call, its rows.
@@ -136,7 +136,7 @@ class FeatureReuse(Part):
         """Return the encoding of some of its images alone. images: of each, its rows of the arguments."""
         given = encoding.arguments
         some = {name: torch.cat([given[name][rows[name]] for rows in images]) for name in images[0]}
-        on_host = shapes_on_host(encoding.modality, encoding.on_host | some)
+        on_host = copy_sizes_to_host(encoding.modality, encoding.on_host | some)
         return Encoding(encoding.modality, given | some, on_host)
 
     def _modules(self) -> list[nn.Module]:
@@ -166,7 +166,7 @@ class FeatureReuse(Part):
             images.append(({other: value[rows[other]] for other, value in of_images.items()}, rows))
         sizes = of_images.get("image_sizes")
         if sizes is not None and self.adapter.family.patches == "packed" and pixels.ndim == 5:
-            tiles = tiles_of(self.adapter, arguments, sizes.cpu())
+            tiles = count_tiles(self.adapter, arguments, sizes.cpu())
             for (own, _), count in zip(images, tiles, strict=True):
                 own[name] = own[name][:, :count]  # after them there is padding, as the others of the call need it
         return images

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +18,10 @@ import torch
 from torch import Tensor
 
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.view import CacheView, view_of
-from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, columns_for
+from tokenprune.integrations.hf.cache.view import CacheView, build_view
+from tokenprune.integrations.hf.forward.layer_inputs import LayerInputs, find_key_positions
 from tokenprune.integrations.hf.forward.prompt_info import PromptInfo
-from tokenprune.integrations.hf.forward.token_state import TokenState
-from tokenprune.integrations.hf.sequence.layout import Layout
-from tokenprune.integrations.shared.frames import find_module_frame, is_running
+from tokenprune.integrations.hf.forward.token_state import Layout, TokenState
 from tokenprune.selection.segments import Segments
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Call:
     busy: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        self.cached = view_of(self.arguments.get(compat.CACHE, self.arguments.get(compat.EARLIER_CACHE)))
+        self.cached = build_view(self.arguments.get(compat.CACHE, self.arguments.get(compat.EARLIER_CACHE)))
 
     @property
     def active(self) -> bool:
@@ -95,7 +95,7 @@ class Call:
     # -- the prompt
 
     def padding(self, length: int) -> Tensor | None:
-        """bool `[B, length]`, True at padding among the call's tokens, or None if the caller passed no mask."""
+        """Return the padding mask of the call's tokens, shape (batch, length), bool, or None without a mask."""
         return self.cached.padding(self.arguments.get("attention_mask"), length)
 
     # -- the cache
@@ -103,12 +103,14 @@ class Call:
     def take_cache(self, cache: Any) -> None:
         """Set the decoder's cache, which may differ from the base model's."""
         if cache is not self.cached.cache:
-            self.cached = view_of(cache)
+            self.cached = build_view(cache)
 
     def save_to_cache(self) -> None:
         """Store the positions of the cached tokens on the cache."""
         cached = self.cached
-        if self.active and (cached.reduction is not None or cached.decode is not None or not self.state.layout.whole):
+        if self.active and (
+            cached.reduction is not None or cached.decode is not None or not self.state.layout.is_uncut
+        ):
             slots = [(group.first, group.columns) for group in self.groups]
             cached.save(cached.past + self.state.layout.length, slots, self.groups[-1].ragged)
 
@@ -116,7 +118,7 @@ class Call:
 
     @property
     def cuts(self) -> frozenset[int]:
-        """The layers at whose input a method may select tokens."""
+        """Layers with a cut at their input."""
         return frozenset() if self.plan is None else self.plan.cuts
 
     def cuts_at(self, layer: int) -> bool:
@@ -125,7 +127,7 @@ class Call:
 
     @cached_property
     def starts(self) -> frozenset[int]:
-        """The layers at which the tokens in the cache change."""
+        """Layers that start a group of cached tokens."""
         reduction = self.cached.reduction
         return frozenset() if reduction is None else frozenset([first for first, _ in reduction.slots])
 
@@ -138,12 +140,14 @@ class Call:
     def group(self, layer: int, functions: MaskFunctions | None = None) -> LayerInputs:
         """Return the inputs of the layers from `layer` on, for the tokens of the current layout.
 
-        functions: Build the decoder's masks. Later groups use the functions of the first group.
+        Args:
+            layer: Index of the first layer.
+            functions: Functions that build the decoder's masks. Later groups use the first group's functions.
         """
         start, cached = self.groups[0] if self.groups else None, self.cached
         functions = functions if start is None else start.functions
         device = self.state.layout.index.device if start is None else start.columns.device
-        columns = columns_for(layer, self.state.layout, cached.past, cached.reduction, device, cached.capacity)
+        columns = find_key_positions(layer, self.state.layout, cached.past, cached.reduction, device, cached.capacity)
         ragged = bool(self.groups) and self.groups[-1].ragged
         about = (cached.past, cached.reduction, start, cached.capacity, functions)
         return LayerInputs(layer, self.state.layout, columns, ragged, *about)
@@ -151,14 +155,20 @@ class Call:
 
 # -- the stack of active calls
 
+# Frames between the call of a module and a hook of a patch: this library, and torch.compile.
+_BETWEEN = (str(Path(__file__).parents[3]), str(Path(torch.__file__).parent / "_dynamo"))
+_MODULE_CALL = torch.nn.Module.__call__.__code__.co_filename
+
 
 @dataclass(eq=False)
 class _Entry:
     """A call on the stack of a thread.
 
-    frame: The base module's call, which runs as long as `call` is active.
-    stack: All entries of the thread for the same engine, the innermost last.
-    thread: Dead once the thread has ended.
+    Attributes:
+        call: The call.
+        frame: Frame of the base module's call, which runs while `call` is active.
+        stack: All entries of the thread for the same engine, the innermost last.
+        thread: Reference that is dead after the thread has ended.
     """
 
     call: Call
@@ -168,7 +178,7 @@ class _Entry:
 
 
 class _Marker:
-    """An object that lives as long as a thread."""
+    """An object with the lifetime of a thread."""
 
 
 class _ThreadCalls(threading.local):
@@ -181,14 +191,15 @@ _thread = _ThreadCalls()
 
 
 class CallStack:
-    """The active calls of one engine. Every thread has a stack of its own.
+    """The active calls of one engine, in one stack per thread.
 
-    A call may end without notice (KeyboardInterrupt, an error during export, a thread that dies). Whatever enters the
-    model therefore asks `running`, which drops calls whose forward has ended. A copy of the model starts with an empty
-    stack.
+    A forward may end without its last hook: after a KeyboardInterrupt, an error during export, or with its thread.
+    torch skips `always_call` hooks after a BaseException and while compiling or exporting. Every hook therefore calls
+    `running`, which drops calls whose frame has left the stack. A copy of the model starts with an empty stack.
 
-    active: The calls of all threads. Compiled code reads whether the list is empty, and nothing else.
-    at_layers: The active calls that may act at a decoder layer. While it is empty, a graph continues across layers.
+    Attributes:
+        active: The calls of all threads. Compiled code only reads whether the list is empty.
+        at_layers: The active calls that may act at a decoder layer. While it is empty, a graph continues across layers.
     """
 
     def __init__(self) -> None:
@@ -248,11 +259,30 @@ class CallStack:
 
     def _drop(self, entry: _Entry) -> None:
         # Other threads change these lists too: each removal is a single step.
-        places: list[tuple[list[Any], Any]] = [
+        memberships: list[tuple[list[Any], Any]] = [
             (entry.stack, entry),
             (self.active, entry),
             (self.at_layers, entry.call),
         ]
-        for entries, item in places:
+        for entries, item in memberships:
             with suppress(ValueError):
                 entries.remove(item)
+
+
+def find_module_frame() -> FrameType:
+    """Return the frame of the module call whose hook is running."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_back is not None:
+        frame = frame.f_back
+    # `Module.__call__` consists of several functions. An error unwinds the inner ones before the last hooks run.
+    while (caller := frame.f_back) is not None and caller.f_code.co_filename == _MODULE_CALL:
+        frame = caller
+    return frame
+
+
+def is_running(frame: FrameType) -> bool:
+    """Return True if `frame` is on the stack of this thread."""
+    current: FrameType | None = sys._getframe(1)
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the parts of a patch: the engine calls each of them at named moments of a forward."""
+"""Base class of the parts of a patch. The engine calls each part at named moments of a forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenprune.selection.observable import ObservedAt
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call, RestoreOutput
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Plan, Step
     from tokenprune.statistics import Stats
 
@@ -28,8 +28,10 @@ Observations = dict[ObservedAt, Any]
 class Encoding:
     """A call of the model's encoder.
 
-    modality: "image" or "video". arguments: of `get_image_features` or `get_video_features`, by name. on_host: the
-    same, with the shapes of images on the host.
+    Attributes:
+        modality: "image" or "video".
+        arguments: Keyword arguments of `get_image_features` or `get_video_features`.
+        on_host: `arguments` with the shapes of images on the host.
     """
 
     modality: str
@@ -42,8 +44,7 @@ Encode = Callable[[Encoding], Any]
 
 
 class PerCall(WeakKeyDictionary["Call", T]):
-    """The state that a part keeps of each call under way: it ends with the call. A copy, as one of the model has, is
-    empty."""
+    """State of a part for each active call. It ends with the call. Copies (of a model) start empty."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -53,50 +54,53 @@ class PerCall(WeakKeyDictionary["Call", T]):
 
 
 class Part(Attachable):
-    """Base of everything in a patch beside the cuts themselves. A subclass defines, as methods, the moments at which it
-    acts; at all others it is None, and is not called.
+    """Base class of everything in a patch except the cuts.
 
-    current: returns the `Call` that this thread is in; the engine sets it before it attaches the part.
-    reads_text: True if the part reads the ids of a prompt with images (`PromptInfo.input_ids`).
+    A subclass defines a method for each moment that it uses. All other moments are None, and are not called.
+
+    Attributes:
+        current: Returns the active `Call` of this thread. The engine sets it before it attaches the part.
+        line: Line for `print(model)`, or an empty string.
+        reads_text: Whether the part reads the token ids of prompts with images (`PromptInfo.input_ids`).
     """
 
     current: Callable[[], Call | None]
-    line = ""  # of `print(model)`, for a part that the user should know of
+    line = ""
     reads_text = False
 
-    # -- the moments, in the order in which a call reaches them
+    # -- the moments, in the order of a call
 
-    # Returns the encoder's output; it calls `encode`, which runs the parts before it and then the encoder, or does
-    # without. `generate` encodes images before any call, so notes for later are left on the output.
+    # Returns the encoder's output. It calls `encode`, which runs earlier parts and the encoder, or replaces it.
+    # `generate` encodes images before any call, so values for later moments are stored on the output.
     around_encode: Callable[[Encode, Encoding], Any] | None = None
-    # Called for a decoding step with a reduced static cache, which is no call. torch.compile traces this.
+    # Called for a decoding step with a reduced static cache, which starts no call. torch.compile traces it.
     on_static_step: Callable[[], None] | None = None
-    # Returns changed arguments of the base model for a call with images, and a function that maps its output back to
-    # the caller's rows; or None. One part of a patch may do so.
+    # Called for calls with images. Returns None, or changed arguments of the base model and a function that maps its
+    # output back to the caller's rows. Only one part of a patch may change them.
     before_call: Callable[[Call, dict[str, Any]], tuple[dict[str, Any], RestoreOutput] | None] | None = None
-    # Returns changed inputs of the decoder, or None for the same. Segments and trace exist if the call has images.
+    # Returns changed inputs of the decoder, or None. Segments and trace exist if the call has images.
     before_decoder: Callable[[Call, DecoderInputs], DecoderInputs | None] | None = None
-    # Returns the plan of all cuts of a call with images, or another one: see `Plan.raised`.
+    # Returns the plan of a call with images, or a changed plan: see `Plan.with_floor`.
     on_plan: Callable[[Call, Plan], Plan] | None = None
-    # Adds to what the method of a step may read, before it cuts inside the decoder, or would: called where the call
-    # cuts nothing there, too. Last the layer's arguments, for the tokens that arrive.
+    # Adds observations for the method of a step inside the decoder. Called also without a cut there. The last
+    # two arguments are the layer's arguments.
     before_cut: Callable[[Call, Step, Observations, tuple, dict[str, Any]], None] | None = None
-    # Reacts after tokens left at the input of a layer; for 0, the decoder's entry, called whether any left or not. Last
-    # the hidden states, `[B, W, D]`, in the call's layout.
+    # Called after a cut at the input of a layer, and always at the decoder's entry (layer 0). The last argument is the
+    # hidden states, shape (batch, width, channels), in the call's layout.
     after_cut: Callable[[Call, int, Any], None] | None = None
-    # Reacts to the final arguments of a layer, which runs next and is the last before a step, or has one at its input.
+    # Called with the final arguments of a layer that has a step at its input, or that is the last layer before a step.
     on_layer: Callable[[Call, int, tuple, dict[str, Any]], None] | None = None
-    # Adds to the statistics that a user asks for.
+    # Adds values to the statistics when the user reads them.
     add_stats: Callable[[Stats], None] | None = None
 
     def _attach(self) -> None:
-        """Put further hooks on the model; none, where the moments are enough."""
+        """Add further hooks to the model."""
 
     def hook_in_call(self, register: Callable[..., Any], function: Callable, **options: Any) -> None:
-        """Register a hook like `hook`, of a function that does nothing where this thread is in no call."""
+        """Register a hook that runs only while this thread has an active call."""
         self.hook(register, partial(run_in_call, self.current, function), eager=False, **options)
 
 
-def acting(moments: Iterable[T | None]) -> list[T]:
-    """Return the moments of parts that are not None."""
+def select_moments(moments: Iterable[T | None]) -> list[T]:
+    """Return the moments that are defined."""
     return [moment for moment in moments if moment is not None]

@@ -45,7 +45,7 @@ class PromptInfo:
     ) -> PromptInfo:
         """Read a prompt to the host in a single transfer.
 
-        A call whose cuts need no counts from the device waits for it nowhere else.
+        This is the only wait for the device, unless a cut reads counts from it.
 
         Args:
             arguments: Arguments of the base model's forward.
@@ -90,9 +90,9 @@ class PromptInfo:
 
     @cached_property
     def padding_to_drop(self) -> Tensor | None:
-        """Padding that leaves with the first cut, shape (batch, length), bool, or None if there is none.
+        """Padding that the first cut drops, shape (batch, length), bool, or None without padding.
 
-        Visual tokens that the caller masks are not part of it, because budgets count them.
+        Masked visual tokens are not included, because budgets count them.
         """
         padding = ~self.is_real & ~self.is_visual
         return padding if bool(padding.any()) else None
@@ -126,7 +126,7 @@ class PromptInfo:
 
 
 def _split(flat: Tensor, shapes: dict[str, torch.Size], modalities: list[str]) -> PromptInfo:
-    """Split the concatenated values of a prompt into tensors of these shapes."""
+    """Split the concatenated values of a prompt into tensors with `shapes`."""
     # A copy, because the tensors outlive the staging buffer.
     parts = flat.clone().split([shape.numel() for shape in shapes.values()])
     values = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record of the cuts of one forward, from which its `Stats` are computed."""
+"""Record of the cuts of one forward. Its `Stats` are computed from the record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tokenprune.integrations.hf.sequence.layout import Layout
+from tokenprune.integrations.hf.forward.token_state import Layout
 from tokenprune.kernels.transfer import to_device
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.selection.method import Selection
@@ -74,15 +74,15 @@ class Trace:
         """Record a cut of the visual tokens `before`. layout: all tokens after the cut."""
         num_before, num_after = sum(before.counts), sum(num_kept)
         self.stats.removals.append(Removal(step.method.site, step.layer, step.method.name, num_before, num_after))
-        self.layers.append(LayerTokens(step.layer, num_after, layout.counts, layout.width))
+        self.layers.append(LayerTokens(step.layer, num_after, layout.tokens_per_row, layout.width))
         if self.record:
-            # The transfer to the device is queued now, and nothing is read from it until the statistics are.
+            # The transfer to the device is queued now. Its result is read with the statistics.
             is_real = to_device(self.prompt.is_real, layout.index.device).gather(1, layout.index)
             positions = layout.positions().masked_fill(~is_real, -1)
             build_cut = partial(Cut, step.method.site, step.layer, step.method.name)
             self.stats.defer(partial(_append_cut, build_cut, self.past, positions, selection, before))
 
-    def tokens_at(self, layer: int) -> LayerTokens:
+    def get_tokens(self, layer: int) -> LayerTokens:
         """Return the token counts of `layer`, as far as cuts are recorded."""
         return next(tokens for tokens in reversed(self.layers) if tokens.first_layer <= layer)
 
@@ -147,6 +147,6 @@ def _append_cut(
 
 
 def _normalize(weights: list[float]) -> list[float]:
-    """Scale weights to a sum of 1. If the sum is 0, each weight is 1: a single token is copied whatever its weight."""
+    """Scale weights to a sum of 1. If the sum is 0, each weight is 1, because a single token is copied."""
     total = sum(weights)
     return [weight / total for weight in weights] if total > 0 else [1.0] * len(weights)

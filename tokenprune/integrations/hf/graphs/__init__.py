@@ -15,10 +15,10 @@ from tokenprune.integrations.hf.graphs.settings import Graphs
 def graphed(model: Any, graphs: bool | Graphs = True) -> Iterator[Any]:
     """Replay the prefill of a model without a patch as graphs within a `with` block: what a pruned one is fairly
     compared with. Raises OptionError for what is no setting, and UnsupportedModelError."""
-    from tokenprune.integrations.hf.families import adapter_for
+    from tokenprune.integrations.hf.families import get_adapter
     from tokenprune.integrations.hf.graphs.prefill import graphed_prefill
 
-    parts = graphed_prefill(adapter_for(model), graphs)
+    parts = graphed_prefill(get_adapter(model), graphs)
     for part in parts:
         part.attach()
     try:

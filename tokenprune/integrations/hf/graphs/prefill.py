@@ -120,7 +120,7 @@ class GraphedPrefill(Part):
     def _without_mask(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments without a mask that is known to hide nothing: the decoder would ask the device."""
         call, mask = self.current(), kwargs.get("attention_mask")
-        if call is None or not isinstance(mask, Tensor) or mask.ndim != 2 or compat.cache_in(kwargs) is None:
+        if call is None or not isinstance(mask, Tensor) or mask.ndim != 2 or compat.get_cache(kwargs) is None:
             return kwargs
         if not call.active or not call.has_images or call.past:  # what an earlier call cached may hold padding
             return kwargs
@@ -152,7 +152,7 @@ def _wrapped(function: Callable[..., Any], forward: Callable[..., Any]) -> Calla
 def _is_step(kwargs: dict[str, Any]) -> bool:
     """Return whether a call is a step of an answer, which is no miss."""
     tokens = next((kwargs[name] for name in ("inputs_embeds", "input_ids") if kwargs.get(name) is not None), None)
-    return tokens is not None and tokens.shape[1] == 1 and compat.cache_in(kwargs) is not None
+    return tokens is not None and tokens.shape[1] == 1 and compat.get_cache(kwargs) is not None
 
 
 def _why_not(adapter: Adapter) -> str:

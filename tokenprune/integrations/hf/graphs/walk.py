@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.cache.layer_storage import slots_handed_out
+from tokenprune.integrations.hf.cache.layer_storage import count_slots
 from tokenprune.integrations.hf.cache.static_cache import is_static
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.graphs.replay import Buckets, LayerCall, NotGraphedError, States
@@ -110,7 +110,7 @@ class Walk:
         return same and get_hidden_states(args, kwargs) is self._handed
 
     def _pass_on(self, index: int, kwargs: dict[str, Any]) -> Any:
-        cache = compat.cache_in(kwargs)
+        cache = compat.get_cache(kwargs)
         if cache is not None and index in self._states:
             cache.update(*self._states.pop(index), index)
         return (self._handed,) if self.groups.returns_tuple else self._handed
@@ -133,12 +133,12 @@ class Walk:
 
     def _call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> LayerCall:
         """Return a layer's call as it can be graphed; raise NotGraphedError where it cannot."""
-        hidden, cache, most = get_hidden_states(args, kwargs), compat.cache_in(kwargs), self.buckets.graphs.most
+        hidden, cache, most = get_hidden_states(args, kwargs), compat.get_cache(kwargs), self.buckets.graphs.most
         if len(args) > 1 or hidden.ndim != 3:
             raise NotGraphedError("layers are called in a form of their own")
         if hidden.shape[1] > most:
             raise NotGraphedError(f"{hidden.shape[1]} tokens are more than most={most}")
-        if cache is not None and index < len(cache.layers) and slots_handed_out(cache.layers[index]):
+        if cache is not None and index < len(cache.layers) and count_slots(cache.layers[index]):
             raise NotGraphedError("the cache holds tokens already")
         if not (cache is None or type(cache) is DynamicCache or is_static(cache)):
             raise NotGraphedError(f"the cache is a {type(cache).__name__}")

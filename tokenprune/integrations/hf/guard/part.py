@@ -32,7 +32,7 @@ from tokenprune.statistics import Stats
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
     from tokenprune.integrations.hf.forward.plan import Plan
 
 logger = logging.getLogger("tokenprune")
@@ -143,7 +143,7 @@ class GuardPart(Part):
         verdict = Verdict(self.watch, call.trace.shape, rows, counts, self._read(call), looks)
         if self.settings.mode == "auto":
             verdict.seen = [verdict.kinds(row, value) for row, value in zip(rows, looks.read(), strict=True)]
-            plan = plan.raised(verdict.at_least)
+            plan = plan.with_floor(verdict.at_least)
         verdict.conclude(plan)
         call.trace.stats.defer(partial(self._fill, verdict))
         if self.settings.mode == "warn":

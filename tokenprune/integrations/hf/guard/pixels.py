@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.guard.images import SIDE, blocks_of, text_shares
-from tokenprune.integrations.hf.sequence.alignment import align_per_image
-from tokenprune.integrations.hf.sequence.record import record_of
-from tokenprune.integrations.hf.sequence.segments import feature_total, pieces_of
+from tokenprune.integrations.hf.sequence.record import align_per_image, get_record
+from tokenprune.integrations.hf.sequence.segments import count_features, find_pieces
 from tokenprune.kernels.transfer import AsyncValues, to_device
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def looks_of_segments(call: Call, adapter: Adapter) -> SegmentLooks:
     """Match what was seen of a call's images with its segments."""
     pieces: list[tuple[int, int, list[tuple[AsyncValues, Sequence[int]]]]] = []  # (row, first position, its looks)
     for modality, output in call.outputs.items():
-        mask, looks = call.prompt.placeholders[modality], record_of(output).looks
+        mask, looks = call.prompt.placeholders[modality], get_record(output).looks
         known = output if adapter.family.features_per_image else None
         for row, columns, which in _matched(modality, mask, output, known, looks, adapter.family.step_within_image):
             pieces.append((row, int(columns[0]), [] if which is None or looks is None else [(looks, which)]))
@@ -114,13 +113,13 @@ def _matched(modality: str, mask: Tensor, output: Any, known: Any, looks: AsyncV
     rows, columns = mask.nonzero(as_tuple=True)
     if not len(rows):
         return []
-    pieces = pieces_of(modality, rows, columns, known, step)
+    pieces = find_pieces(modality, rows, columns, known, step)
     of_rows, lengths = [piece[0] for piece in pieces], [len(piece[1]) for piece in pieces]
     which: Sequence[Any] = [None] * len(pieces)
     if looks is not None:
         which = align_per_image([[index] for index in range(looks.count)], of_rows)
         if None in which:
-            which = _tiles(of_rows, lengths, looks.count, feature_total(output))
+            which = _tiles(of_rows, lengths, looks.count, count_features(output))
         if None in which and looks.count == len(mask):  # Idefics: what belongs to a row stands in its row
             which = [[row] for row in of_rows]
     return [(row, piece[1], found) for row, piece, found in zip(of_rows, pieces, which, strict=True)]

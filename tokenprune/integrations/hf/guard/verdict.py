@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenprune.budgets import Budget
-from tokenprune.integrations.hf.forward.plan import Plan, Stage, Step, allowed
+from tokenprune.integrations.hf.forward.plan import Plan, Stage, Step, limit_budget
 from tokenprune.integrations.hf.guard.pixels import SegmentLooks
 from tokenprune.integrations.hf.guard.settings import KINDS, is_tokens
 from tokenprune.models.decoder_shape import DecoderShape
@@ -64,7 +64,7 @@ class Watched:
                 (number,) = share.resolve(
                     [count], layer=method.cut_layer, shape=shape, text_tokens=0, original=original
                 )
-                count = allowed(method, count, number)
+                count = limit_budget(method, count, number)
         return count
 
 
@@ -135,7 +135,7 @@ class Verdict:
                         self.low.setdefault((place, kind), (watched, share))
 
     def _conclude(self, watched: Watched, stage: Stage) -> None:
-        for place, (count, wanted) in enumerate(zip(self.counts, stage.wanted, strict=True)):
+        for place, (count, wanted) in enumerate(zip(self.counts, stage.requested, strict=True)):
             for kind in KINDS:
                 if wanted < self._floor(watched, kind, stage.step.layer, count):
                     share = share_of(watched.budget, count) or wanted / count

@@ -24,7 +24,7 @@ from tokenprune.selection.sites.pixels import ResizeMethod
 
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
-    from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+    from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 
 # The question of each image of the processor's call that is under way, for methods that read it.
 _QUESTIONS: ContextVar[list[str] | None] = ContextVar("tokenprune_questions", default=None)

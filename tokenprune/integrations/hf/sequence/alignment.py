@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Match what was learnt of images when they were encoded with the prompt that they stand in.
+"""Match encoded images with the placeholders of a prompt.
 
-For beams and samples `generate` repeats each row after its images were encoded, copies side by side. The features
-follow, what travels beside them on the encoder's output does not: it tells of the images of the first copies.
+For beams and samples `generate` repeats each row after its images were encoded, in adjacent copies. It repeats the
+features, but not the record on the encoder's output, which describes the images of the first copies.
 """
 
 from __future__ import annotations
@@ -10,51 +10,42 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, islice, pairwise
-from typing import Any, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenprune.errors import PlaceholderMismatchError, UnsupportedSetupError
-from tokenprune.integrations.hf.sequence.record import features_per_image, record_of
-
-T = TypeVar("T")
+from tokenprune.integrations.hf.sequence.record import get_record, list_features
 
 
-def placeholder_to_feature(modality: str, mask: Tensor, count: int) -> Tensor:
-    """long `[B, L]`: for each placeholder the number of its feature, of `count` that were encoded; -1 elsewhere.
+def index_placeholders(modality: str, mask: Tensor, count: int) -> Tensor:
+    """Return the index of each placeholder's feature.
 
-    mask: bool `[B, L]` of the placeholders, on the host, like the result. Raises UnsupportedSetupError where the two
-    cannot be matched.
+    Args:
+        modality: "image" or "video", for the error.
+        mask: Placeholder mask, shape (batch, length), bool, on the host.
+        count: Number of encoded features.
+
+    Returns:
+        Indices, shape (batch, length), int64, on the host, -1 at other tokens.
+
+    Raises:
+        UnsupportedSetupError: If placeholders and features do not match.
     """
-    found = int(mask.sum())
-    copies = max(1, found // count)
-    own = mask[::copies]
-    numbers = torch.full(own.shape, -1, device="cpu")
-    numbers[own] = torch.arange(int(own.sum()), device="cpu")
-    numbers = numbers.repeat_interleave(copies, 0)
-    if found != copies * count or not torch.equal(numbers >= 0, mask):
+    num_placeholders = int(mask.sum())
+    copies = max(1, num_placeholders // count)
+    first_copies = mask[::copies]
+    index = torch.full(first_copies.shape, -1, device="cpu")
+    index[first_copies] = torch.arange(int(first_copies.sum()), device="cpu")
+    index = index.repeat_interleave(copies, 0)
+    if num_placeholders != copies * count or not torch.equal(index >= 0, mask):
         raise UnsupportedSetupError(
-            f"the prompt holds {found} {modality} placeholders, but the vision tower's patches make {count} "
-            "tokens: the two cannot be matched"
+            f"The prompt has {num_placeholders} {modality} placeholders, but the vision tower's patches form {count} "
+            "tokens. Pass one image per image of the prompt."
         )
-    return numbers
-
-
-def align_per_image(known: Sequence[T], rows: Sequence[int]) -> list[T | None]:
-    """Return what is known of each piece of a prompt, None of each where the two cannot be matched.
-
-    known: of each image of one modality that was encoded; rows: the row of each of its pieces, in order.
-    """
-    copies, rest = divmod(len(rows), max(1, len(known)))
-    if copies and not rest:
-        left = iter(known)
-        firsts = {row: list(islice(left, rows.count(row))) for row in dict.fromkeys(rows) if row % copies == 0}
-        found: list[T | None] = [one for row in dict.fromkeys(rows) for one in firsts.get(row - row % copies, [])]
-        if len(found) == len(rows):
-            return found
-    return [None] * len(rows)
+    return index
 
 
 def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, Any]) -> None:
@@ -71,17 +62,17 @@ def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, 
         PlaceholderMismatchError: If an image spans two rows, or copies of a row have different images.
     """
     for modality, output in outputs.items():
-        features = features_per_image(output)
+        features = list_features(output)
         if features is None or modality not in placeholders:
             continue
         counts = placeholders[modality]
         row_ends = list(accumulate(counts))
         image_ends = list(accumulate(math.prod(feature.shape[:-1]) for feature in features))
         if not image_ends or image_ends[-1] != row_ends[-1]:
-            continue  # An older LLaVA-OneVision adds newlines to the features of videos after encoding.
+            continue  # older versions of LLaVA-OneVision add newlines to the features of videos after encoding
         boundaries = {0, *image_ends}
         wrong_row = next((row for row, end in enumerate(row_ends) if end not in boundaries), None)
-        copies, remainder = divmod(len(features), record_of(output).num_encoded or len(features))
+        copies, remainder = divmod(len(features), get_record(output).num_encoded or len(features))
         if wrong_row is None and copies > 1 and not remainder:
             wrong_row = _first_different_copy(features, copies, row_ends, image_ends)
         if wrong_row is not None:
@@ -95,10 +86,10 @@ def check_rows(placeholders: Mapping[str, Sequence[int]], outputs: Mapping[str, 
 def _first_different_copy(
     features: Sequence[Tensor], copies: int, row_ends: Sequence[int], image_ends: Sequence[int]
 ) -> int | None:
-    """Return the first row with other images than the row that it is a copy of.
+    """Return the first row whose images differ from the row that it is a copy of.
 
-    `generate` puts the same tensor into the list of features for each copy, so identity tells images apart. Features
-    that were moved to another device since are new tensors, and tell nothing.
+    `generate` lists the same tensor for each copy, so images are compared by identity. Return None if the features were
+    moved to another device, which creates new tensors.
     """
     identities = [id(feature) for feature in features]
     if len(row_ends) % copies or len(set(identities)) > len(features) // copies:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks of the tokens that remain, made as a decoder makes its own, in no more rows and columns than there are.
+"""Attention masks of the kept tokens, built by the decoder's own mask functions.
 
-transformers says which key a query sees by functions of their places in the full sequence, one for each kind of layer,
-and writes a mask of all pairs of places from each. Here these functions are asked about the places that are left.
+transformers defines each kind of mask by a function of query and key positions in the full sequence, and evaluates it
+for all pairs. Here the functions are evaluated only for the positions of kept tokens.
 """
 
 from __future__ import annotations
@@ -18,51 +18,62 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.sequence.masks import additive
+from tokenprune.integrations.hf.sequence.masks import to_additive
 
 _NAME = "tokenprune_functions"
-_ATTENTION = ("sdpa", "eager")  # flash attention takes masks of one axis, flex attention makes blocks of its own
+_ATTENTION = ("sdpa", "eager")  # flash attention takes 2-D masks, and flex attention builds block masks
 
 
 @dataclass(frozen=True)
 class MaskFunction:
-    """Keys that the queries of one kind of layer see.
+    """The mask function of one kind of layer.
 
-    sees: of (row, head, query, key), places in the full sequence. window: how far a query sees at most, None = all.
-    real: bool `[B, length]`, which places are no padding, None = all. length: of the full sequence. write: what writes
-    a mask in the form that the layers take, and the arguments of it that places do not change. form: what brings a mask
-    of bool into it, where `sees` takes tensors of places; None where it takes one place at a time.
+    Attributes:
+        sees: Function of (row, head, query, key) indices in the full sequence that returns whether the query sees the
+            key.
+        window: Length of the sliding window, or None.
+        is_real: False at padding, shape (batch, length), bool, or None without padding.
+        length: Length of the full sequence.
+        write: Function of transformers that writes a mask in the form that layers take.
+        form: Converts a boolean mask to that form, if `sees` accepts tensors of indices. None if it takes single
+            indices.
     """
 
     sees: Callable[..., Tensor]
     window: int | None
-    real: Tensor | None
+    is_real: Tensor | None
     length: int
     write: Callable[..., Tensor | None]
     form: Callable[[Tensor], Tensor] | None
 
-    def mask(self, queries: Tensor, keys: Tensor, whole: bool, known_real: bool = False) -> Tensor | None:
-        """Return `[B, 1, Q, K]`, bool (True = may attend) or additive float; None where the attention function needs
-        none to be causal.
+    def build_mask(self, queries: Tensor, keys: Tensor, is_uncut: bool, has_no_padding: bool = False) -> Tensor | None:
+        """Build the mask of some queries and keys.
 
-        queries: long `[B, Q]`, keys: long `[B, K]`, their places; -1 = an empty slot, hidden from all. whole: whether
-        it is known that the keys are the queries, and none is empty or padding; known_real: that none is padding.
+        Args:
+            queries: Indices in the full sequence, shape (batch, queries), int64, -1 for empty slots.
+            keys: Indices, shape (batch, keys), int64, -1 for empty slots, which no query sees.
+            is_uncut: Whether the keys are the queries, and none is empty or padding.
+            has_no_padding: Whether no key is padding.
+
+        Returns:
+            The mask, shape (batch, 1, queries, keys), bool (True: visible) or additive float. None if the attention
+            function is causal without a mask.
         """
-        queries, real, causal = queries.to(keys.device), None, self.sees is causal_mask_function
-        padding = None if whole or known_real else self.real
-        if not whole:
-            real = keys >= 0
-            if padding is not None or not causal:  # causality alone asks nothing of an empty slot
+        queries, is_real, causal = queries.to(keys.device), None, self.sees is causal_mask_function
+        padding = None if is_uncut or has_no_padding else self.is_real
+        if not is_uncut:
+            is_real = keys >= 0
+            if padding is not None or not causal:  # a causal function accepts -1
                 keys = keys.clamp(min=0)
             if padding is not None:
-                real &= padding.to(keys.device).gather(1, keys)
-        # Nothing is asked of `real` then: the host would have to wait for the device.
-        plain = whole and (self.window is None or self.length < self.window)
+                is_real &= padding.to(keys.device).gather(1, keys)
+        # `is_real` is not read in this case, because the host would wait for the device.
+        plain = is_uncut and (self.window is None or self.length < self.window)
         if self.form is not None and not plain:
             row: Any = None if causal else torch.arange(len(keys), device=keys.device)[:, None, None, None]
-            seen = self.sees(row, row if row is None else row[:1], queries[:, None, :, None], keys[:, None, None, :])
-            seen = seen if real is None else seen & real[:, None, None, :]
-            return self.form(seen.expand(len(keys), 1, queries.shape[1], keys.shape[1]))
+            visible = self.sees(row, row if row is None else row[:1], queries[:, None, :, None], keys[:, None, None, :])
+            visible = visible if is_real is None else visible & is_real[:, None, None, :]
+            return self.form(visible.expand(len(keys), 1, queries.shape[1], keys.shape[1]))
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return self.sees(row, head, queries[row, query], keys[row, key])
@@ -74,7 +85,7 @@ class MaskFunction:
             q_offset=0,
             kv_offset=0,
             mask_function=sees,
-            attention_mask=real,
+            attention_mask=is_real,
             plain=plain,
             device=keys.device,
         )
@@ -82,10 +93,13 @@ class MaskFunction:
 
 @dataclass(frozen=True)
 class MaskFunctions:
-    """Functions that a decoder's masks are made of.
+    """The mask functions of a decoder.
 
-    make: returns the masks that a decoder of a config would make for a call. config: the decoder's. length: of the full
-    sequence, with the tokens in the cache. no_padding_after_cut: whether it is known that a cut leaves no padding.
+    Attributes:
+        make: Builds the decoder's masks for a config.
+        config: Config of the decoder.
+        length: Length of the full sequence, including the tokens in the cache.
+        no_padding_after_cut: Whether no padding remains after a cut.
     """
 
     make: Callable[[Any], Any]
@@ -95,35 +109,34 @@ class MaskFunctions:
 
     @cached_property
     def attention(self) -> str | None:
-        """Name of the attention implementation; None where it takes no masks of pairs."""
+        """Name of the attention implementation, or None if it takes no masks of query-key pairs."""
         name = self.config._attn_implementation
         return name if name in _ATTENTION else None
 
     @cached_property
     def kinds(self) -> list[str] | None:
-        """The kind of each layer, None where there is but one."""
+        """Kind of each layer, or None if there is a single kind."""
         return getattr(self.config, "layer_types", None)
 
     @cached_property
-    def made(self) -> Any:
-        """The result of `make`, with a `MaskFunction` in the place of each mask of pairs."""
+    def built(self) -> Any:
+        """The result of `make`, with a `MaskFunction` instead of each mask."""
         AttentionMaskInterface.register(_NAME, _function)
         noted = copy.copy(self.config)
         noted._attn_implementation_internal = _NAME
         noted.tokenprune_original = self.config, self.length
         return self.make(noted)
 
-    def of_layer(self, layer: int, mask: Any) -> Any:
-        """Return what to make masks of for `layer`, which was handed `mask`: the function that this was made by, or
-        `mask` itself where the decoder added something of its own to it, or attention takes no masks of pairs."""
+    def select_for_layer(self, layer: int, mask: Any) -> Any:
+        """Return the `MaskFunction` of `layer`, or `mask`, its argument, if the decoder changed the default mask."""
         if self.attention is None:
             return mask
-        found = self.made
-        if isinstance(found, dict):
-            found = None if self.kinds is None else found.get(self.kinds[layer])
-        whole = isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == 1
-        own = whole and (mask.dtype == torch.bool) == (self.attention == "sdpa")
-        return found if own and isinstance(found, MaskFunction) else mask
+        function = self.built
+        if isinstance(function, dict):
+            function = None if self.kinds is None else function.get(self.kinds[layer])
+        is_pair_mask = isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == 1
+        is_default = is_pair_mask and (mask.dtype == torch.bool) == (self.attention == "sdpa")
+        return function if is_default and isinstance(function, MaskFunction) else mask
 
 
 def _function(
@@ -142,22 +155,22 @@ def _function(
     dtype: torch.dtype = torch.float32,
     **rest: Any,
 ) -> MaskFunction:
-    """Stands where transformers writes a mask."""
+    """Replace the function of transformers that writes a mask."""
     original, length = config.tokenprune_original
     eager = original._attn_implementation == "eager"
 
     def form(mask: Tensor) -> Tensor:
-        return additive(mask, dtype) if eager else mask
+        return to_additive(mask, dtype) if eager else mask
 
     def write(plain: bool, **places: Any) -> Tensor | None:
         skips = dict(
             allow_is_causal_skip=plain and allow_is_causal_skip and not eager,
             allow_is_bidirectional_skip=plain and allow_is_bidirectional_skip,
         )
-        # transformers makes eager attention's of this one too, but waits for the device to copy a zero.
+        # transformers writes the mask of eager attention like this, but synchronizes to copy a zero.
         mask = compat.write_mask(config=original, dtype=dtype, **skips, **rest | places)
         return mask if mask is None else form(mask)
 
-    real = None if attention_mask is None else attention_mask.to(torch.bool)
+    is_real = None if attention_mask is None else attention_mask.to(torch.bool)
     by_tensors = not rest.get("use_vmap", True)
-    return MaskFunction(mask_function, local_size, real, length, write, form if by_tensors else None)
+    return MaskFunction(mask_function, local_size, is_real, length, write, form if by_tensors else None)

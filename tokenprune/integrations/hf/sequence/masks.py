@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention masks for a sequence from which tokens were removed.
+"""Attention masks of sequences with dropped tokens.
 
-transformers builds masks for the caller's full ("logical") sequence, because a reduced cache reports its logical length
-(reduced_cache.py). Each decoder layer then needs the rows and columns of the tokens that this very layer still holds.
-Causality, padding, sliding windows and image-wide attention all survive such a gather exactly.
+transformers builds masks for the full (logical) sequence, because a reduced cache reports its logical length. Each
+layer needs the rows and columns of the tokens that it holds. Gathering them preserves causality, padding, sliding
+windows and bidirectional attention within images exactly.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from torch import Tensor
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.models.per_layer import get_layer_values
 
-_ROWS = 512  # of a mask that are gathered at once
+_ROWS = 512  # rows of a mask that are gathered together
 
 
 def gather_mask(mask: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
-    """Return the mask of the tokens that remain.
+    """Gather rows and columns of a mask.
 
-    mask: 2-D bool or int `[B, K]` (flash) or 4-D `[B or 1, 1 or H, Q, K]`, bool (True = may attend) or additive float.
-    rows: long `[B, Q']`, which queries remain (None = all). columns: long `[B, K']`, which keys remain, -1 = an empty
-    slot, which is masked.
+    Args:
+        mask: Mask of shape (batch, keys), bool or int (flash attention), or of shape (batch or 1, 1 or heads, queries,
+            keys), bool (True: visible) or additive float.
+        rows: Indices of queries, shape (batch, new queries), int64, or None for all.
+        columns: Indices of keys, shape (batch, new keys), int64, -1 for empty slots, which are masked.
     """
     if not isinstance(mask, Tensor):
         raise UnsupportedSetupError(
-            f"attention masks of type {type(mask).__name__} (flex attention) cannot be cut; load the model with "
-            'attn_implementation="sdpa", "eager" or "flash_attention_2"'
+            f"Attention masks of type {type(mask).__name__} (flex attention) are not supported. Load the model with "
+            'attn_implementation="sdpa", "eager" or "flash_attention_2".'
         )
     columns = columns.to(mask.device)
     empty = columns < 0
@@ -42,38 +44,29 @@ def gather_mask(mask: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
     heads = mask.shape[1]
     blocked = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
 
-    def remaining(block: Tensor) -> Tensor:
-        found = block.gather(3, columns[:, None, None, :].expand(batch, heads, block.shape[2], -1))
-        return found.masked_fill_(empty[:, None, None, :], blocked)
+    def gather_columns(block: Tensor) -> Tensor:
+        gathered = block.gather(3, columns[:, None, None, :].expand(batch, heads, block.shape[2], -1))
+        return gathered.masked_fill_(empty[:, None, None, :], blocked)
 
     if rows is None:
-        return remaining(mask)
-    # By rows, so that nothing is made of all that remain beside all keys.
-    rows, made = rows.to(mask.device), mask.new_empty(batch, heads, rows.shape[1], columns.shape[1])
+        return gather_columns(mask)
+    # Rows are gathered in blocks, to avoid a temporary mask of the new queries and all keys.
+    rows, result = rows.to(mask.device), mask.new_empty(batch, heads, rows.shape[1], columns.shape[1])
     for start in range(0, rows.shape[1], _ROWS):
-        some = rows[:, start : start + _ROWS]
-        block = mask.gather(2, some[:, None, :, None].expand(batch, heads, -1, mask.shape[3]))
-        made[:, :, start : start + _ROWS] = remaining(block)
-    return made
+        block_rows = rows[:, start : start + _ROWS]
+        block = mask.gather(2, block_rows[:, None, :, None].expand(batch, heads, -1, mask.shape[3]))
+        result[:, :, start : start + _ROWS] = gather_columns(block)
+    return result
 
 
-def gather_token_mask(mask: Tensor | None, rows: Tensor, valid: Tensor | None) -> Tensor | None:
-    """Return the mask of the tokens that remain, bool or int `[B, Q']`, where it tells of tokens alone (None = all).
+def build_causal_mask(queries: Tensor, keys: Tensor, attention: str, dtype: torch.dtype) -> Tensor:
+    """Build a causal mask, for layers to which transformers passes no mask.
 
-    mask: the same before, `[B, Q]`. rows: long `[B, Q']`, which tokens remain. valid: bool `[B, Q']`, which of these
-    are no empty slots (None = all).
-    """
-    if mask is None:
-        return valid
-    mask = mask.gather(1, rows.to(mask.device))
-    return mask if valid is None else mask.masked_fill(~valid.to(mask.device), 0)
-
-
-def causal_mask(queries: Tensor, keys: Tensor, attention: str, dtype: torch.dtype) -> Tensor:
-    """Return a causal mask, for where transformers gave none.
-
-    queries: long `[B, Q]`, keys: long `[B, K]`, their logical positions, -1 = an empty slot. attention: name of the
-    attention implementation; it decides the form (see `gather_mask`).
+    Args:
+        queries: Logical positions, shape (batch, queries), int64, -1 for empty slots.
+        keys: Logical positions, shape (batch, keys), int64, -1 for empty slots.
+        attention: Name of the attention implementation. It determines the form, see `gather_mask`.
+        dtype: Dtype of an additive mask.
     """
     queries = queries.to(keys.device)
     if "flash" in attention:
@@ -83,35 +76,40 @@ def causal_mask(queries: Tensor, keys: Tensor, attention: str, dtype: torch.dtyp
     if attention == "sdpa":
         return allowed
     if attention == "eager":
-        return additive(allowed, dtype)
+        return to_additive(allowed, dtype)
     raise UnsupportedSetupError(
-        f"attn_implementation={attention!r} cannot be used with rows that keep different numbers of tokens; load the "
-        'model with "sdpa", "eager" or "flash_attention_2"'
+        f"attn_implementation={attention!r} is not supported for rows that keep different numbers of tokens. Load the "
+        'model with "sdpa", "eager" or "flash_attention_2".'
     )
 
 
-def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask that eager attention takes: 0 where `allowed` (bool, any shape), else the least number there
-    is."""
+def to_additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a boolean mask to the additive mask of eager attention: 0 where True, else the minimum of `dtype`."""
     return torch.zeros((), dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
-def padding_of(made: Any, past: int, length: int) -> Tensor | None:
-    """bool `[B, length]`, True at padding after `past` tokens (it may not attend to itself); None without a mask.
+def read_padding(prepared: Any, past: int, length: int) -> Tensor | None:
+    """Read the padding mask from masks that `generate` prepares for a static cache. Padding does not attend to itself.
 
-    made: the mask that `generate` makes ahead for a static cache, or those by kind of layer.
+    Args:
+        prepared: A mask, or a dictionary of masks by kind of layer.
+        past: Number of tokens in the cache.
+        length: Number of tokens of the call.
+
+    Returns:
+        True at padding, shape (batch, length), bool, or None without a mask.
     """
-    mask = made.get("full_attention") if isinstance(made, dict) else made
+    mask = prepared.get("full_attention") if isinstance(prepared, dict) else prepared
     if not isinstance(mask, Tensor):
         return None
     if mask.ndim == 2:
         return ~mask[:, -length:].bool()
-    own = mask[:, 0, :, past : past + length].diagonal(dim1=1, dim2=2)
-    return ~own if own.dtype == torch.bool else own < 0
+    diagonal = mask[:, 0, :, past : past + length].diagonal(dim1=1, dim2=2)
+    return ~diagonal if diagonal.dtype == torch.bool else diagonal < 0
 
 
-def sliding_layers(config: Any) -> list[int]:
-    """Return the decoder layers that attend in a window: a sliding one, or chunks."""
+def find_sliding_layers(config: Any) -> list[int]:
+    """Return the decoder layers with a sliding window or chunked attention."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return [layer for layer, kind in enumerate(kinds) if "sliding" in kind or "chunked" in kind]

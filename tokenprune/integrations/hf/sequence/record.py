@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record of a patch about encoded images or videos, on the encoder's output itself.
+"""Record of encoded images or videos, stored on the encoder's output.
 
-`generate` encodes images before any forward, so what is found out meanwhile travels with the output to the forward that
-takes it. It is an item of the output: accelerate, which moves outputs between devices, loses attributes.
+`generate` encodes images before any forward, so the record reaches the forward together with the output. It is an item
+of the output, because accelerate drops attributes when it moves outputs between devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -19,28 +20,31 @@ if TYPE_CHECKING:
     from tokenprune.integrations.shared.towers.tower_scores import TowerValues
     from tokenprune.kernels.transfer import AsyncValues
 
+T = TypeVar("T")
+
 KEY = "tokenprune_record"
 
 
 @dataclass
 class EncoderRecord:
-    """Everything that a patch leaves on the output of one `get_image_features` or `get_video_features`.
+    """Values about one call of `get_image_features` or `get_video_features`.
 
-    Each field has one writer, and is None where that does not stand in the patch or could not tell. `owners`, `kept`
-    and `attention` are set as the vision tower ends, the others after it; counts and grids on the host.
+    Each field has one writer, and is None if the writer is not part of the patch. `owners`, `kept` and `attention` are
+    set at the end of the vision tower, the other fields later. Counts and grids are on the host.
 
-    grids: (frames, height, width) in tokens of each image or video. The engine writes it; segments.py reads it.
-    num_encoded: number of images or videos that were encoded. `generate` may repeat their features later.
-    frames: how many frames of each video reach the decoder. The engine, or an adapter that merges images itself, writes
-        it by `start_record`; segments.py (a budget for each frame) and attention/blockwise.py read it.
-    owners: the merged token that each token which entered the tower is part of: long `[T, N]` for T tiles of N tokens,
-        or one long `[N]` for each image where these are packed.
-    block_tokens: how many tokens entered each block of the tower, all images together.
-    groups: for each image, for each of its features, the first that is the same merged token, long `[features]`.
-    kept: for each image which of its features are of patches that entered the tower, bool `[features]` on the host; the
-        others are zeros.
-    attention: for each observable and block that was read, pieces of float32 `[rows, patches, C]`.
-    encoded: the same brought to the visual tokens. looks: how much each image looks like text.
+    Attributes:
+        grids: (frames, height, width) of each image or video, in tokens. Written by the engine.
+        num_encoded: Number of encoded images or videos. `generate` may repeat their features later.
+        frames: Number of decoder frames of each video. Written by the engine, or by adapters that merge images.
+        owners: Merged token of each token that entered the tower, int64, shape (tiles, tokens), or a list with one
+            tensor per packed image.
+        block_tokens: Number of tokens that entered each block of the tower, over all images.
+        groups: Index of the first feature of each feature's merged token, int64, one tensor per image.
+        kept: Mask of features whose patches entered the tower, bool, on the host, one tensor per image. The other
+            features are zeros.
+        attention: Values of each observable and block, float32, in pieces of shape (rows, patches, channels).
+        encoded: `attention` averaged over visual tokens.
+        looks: How much each image resembles text.
     """
 
     grids: list[tuple[int, int, int]] | None = None
@@ -55,36 +59,37 @@ class EncoderRecord:
     looks: AsyncValues | None = None
 
     def to(self, device: Any, non_blocking: bool = False) -> EncoderRecord:
-        """Return the record with what indexes features (owners, groups) on `device`, as accelerate asks for where it
-        moves an output. Scores and looks stay: they are moved, if at all, where they are read."""
+        """Return the record with `owners` and `groups` on `device`. accelerate calls it when it moves an output."""
 
-        def moved(tensors: Any) -> Any:
+        def move(tensors: Any) -> Any:
             if isinstance(tensors, Tensor):
                 return tensors.to(device, non_blocking=non_blocking)
-            return None if tensors is None else [moved(one) for one in tensors]
+            return None if tensors is None else [move(tensor) for tensor in tensors]
 
-        return replace(self, owners=moved(self.owners), groups=moved(self.groups))
+        return replace(self, owners=move(self.owners), groups=move(self.groups))
 
     def take_attention(self) -> dict[tuple[str, int], list[Tensor]] | None:
-        """Return `attention`, and let go of it: it is large."""
+        """Return `attention` and clear the field, which is large."""
         attention, self.attention = self.attention, None
         return attention
 
 
-def record_of(output: Any) -> EncoderRecord:
-    """Return the record that an encoder's output carries; an empty one, of which the output learns nothing, where there
-    is none: it was encoded without a patch. To write to one, see `open_record`."""
+def get_record(output: Any) -> EncoderRecord:
+    """Return the record of an encoder's output for reading. Return a new record if the output has none."""
     record = getattr(output, KEY, None)
     return EncoderRecord() if record is None else record
 
 
 def open_record(output: Any) -> EncoderRecord:
-    """Return the record that an encoder's output carries, to be written to; it gets one if it has none.
+    """Return the record of an encoder's output for writing, and create it if needed.
 
-    Raises UnsupportedSetupError for a tuple, which carries nothing.
+    Raises:
+        UnsupportedSetupError: If the output is a tuple, which cannot store a record.
     """
     if isinstance(output, tuple):
-        raise UnsupportedSetupError("the encoder must return an output object under a patch: leave out return_dict")
+        raise UnsupportedSetupError(
+            "The encoder of a patched model must return an output object. Leave return_dict out."
+        )
     record = getattr(output, KEY, None)
     if record is None:
         record = output[KEY] = EncoderRecord()
@@ -92,18 +97,35 @@ def open_record(output: Any) -> EncoderRecord:
 
 
 def start_record(output: Any, grids: list[tuple[int, int, int]] | None, frames: Sequence[int] | None) -> EncoderRecord:
-    """Write what was encoded, whatever else is in the patch; see `EncoderRecord` for the fields."""
+    """Store the grids, frames and number of images on an encoder's output. See `EncoderRecord`."""
     record = open_record(output)
     record.grids, record.frames = grids, None if frames is None else list(frames)
-    features = features_per_image(output)
+    features = list_features(output)
     record.num_encoded = None if features is None else len(features)
     return record
 
 
-def features_per_image(output: Any) -> list[Tensor] | None:
+def list_features(output: Any) -> list[Tensor] | None:
     """Return the features of each image as a list, or None if the encoder's output does not separate images."""
     features = getattr(output, "pooler_output", None)
     if features is None and (levels := getattr(output, "deepstack_features", None)):
         # Granite 4 Vision returns only pairs of a decoder layer and the features for it.
         features = levels[0][1] if isinstance(levels[0], tuple) else None
     return list(features) if isinstance(features, (list, tuple)) else None
+
+
+def align_per_image(values: Sequence[T], rows: Sequence[int]) -> list[T | None]:
+    """Return per-image values for each piece of a prompt, or a list of None if images and pieces do not match.
+
+    Args:
+        values: Values of each encoded image of a modality.
+        rows: Row of each piece of this modality, in order.
+    """
+    copies, rest = divmod(len(rows), max(1, len(values)))
+    if copies and not rest:
+        remaining = iter(values)
+        firsts = {row: list(islice(remaining, rows.count(row))) for row in dict.fromkeys(rows) if row % copies == 0}
+        aligned: list[T | None] = [value for row in dict.fromkeys(rows) for value in firsts.get(row - row % copies, [])]
+        if len(aligned) == len(rows):
+            return aligned
+    return [None] * len(rows)

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tokenprune.errors import BudgetError, OptionError, UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.families import Adapter, adapter_for
+from tokenprune.integrations.hf.families import Adapter, get_adapter
 from tokenprune.integrations.hf.guard.part import GuardPart
 from tokenprune.models.families.tested import SESSIONS, SESSIONS_IN_WINDOWS
 from tokenprune.selection.method import Site
@@ -36,11 +36,11 @@ _OTHER_WAYS = (
 def adapter_of(model: nn.Module) -> Adapter:
     """Return the adapter of a model with which a session can be held; raises UnsupportedModelError or
     UnsupportedSetupError."""
-    if compat.lacks(SINCE):
+    if compat.is_older_than(SINCE):
         raise UnsupportedSetupError(
             f"sessions need transformers {SINCE}, and this is {compat.VERSION}: pip install 'transformers>={SINCE}'"
         )
-    adapter = adapter_for(model)
+    adapter = get_adapter(model)
     kind = adapter.config.model_type
     cache = DynamicCache(config=adapter.text_config)
     kinds = {type(layer) for layer in cache.layers}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tokenprune.integrations.hf.cache.reduced_cache import reduction_of, restore
+from tokenprune.integrations.hf.cache.reduced_cache import get_reduction, restore
 from tokenprune.integrations.hf.sessions.policies.base import Policy, PolicyView, check_choice
 
 # Rows of a table; those from POSITION on are one for each axis of positions. Of text, frame and cell are -1.
@@ -54,7 +54,7 @@ class Memory:
     def entered(self, count: int) -> Tensor | None:
         """Return which of the `count` tokens of the last forward are in the cache (long `[m]`), None for all, where the
         model is patched; the cache is an ordinary one again, whose masks are of what it holds."""
-        reduction = reduction_of(self.cache)
+        reduction = get_reduction(self.cache)
         if reduction is None:
             return None
         (_, slots), *_ = reduction.slots  # one for all layers: cuts are at the decoder's entry

@@ -65,7 +65,7 @@ def observed(memory: Memory, adapter: Adapter) -> Iterator[dict[int, Tensor]]:
 
     with _OBSERVING, ExitStack() as observers:
         for layer in memory.full:
-            observers.enter_context(Observer(adapter.attention_of(layer), reader(layer)))
+            observers.enter_context(Observer(adapter.get_attention(layer), reader(layer)))
         yield found
 
 

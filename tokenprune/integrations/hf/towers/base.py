@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the parts that reduce tokens in vision towers: from the tower's output to the decoder's entry.
+"""Base of the parts that reduce tokens in a vision tower.
 
-The tower returns a feature for each patch, as always; the patches of a merged token share one feature. The groups are
-attached to the tower's output, because `generate` encodes images before any forward. At the decoder's entry the first
-visual token of each group is kept.
+The tower still returns one feature per patch. All patches of a merged token share one feature. The groups are stored in
+the record on the tower's output, because `generate` encodes images before the first forward. At the decoder's entry,
+the first visual token of each group is kept.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tokenprune.budgets import Budget
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
-from tokenprune.integrations.hf.sequence.record import open_record, record_of
+from tokenprune.integrations.hf.sequence.record import get_record, open_record
 from tokenprune.integrations.hf.towers.merge_map import keep_one_per_group, keep_units
 from tokenprune.integrations.shared.towers.reducer import TowerReducer
 from tokenprune.selection.method import Selection
@@ -28,27 +28,27 @@ from tokenprune.selection.sites.encoder import TowerMethod
 
 
 class ThreadKey:
-    """Key of a thread's facts about images that their tower does not get."""
+    """Key of thread state about images that is not among the tower's arguments."""
 
 
 class TowerPart(Part):
     """Base of the parts that reduce visual tokens in a vision tower.
 
-    A subclass owns a reducer and records in the tower's output (`EncoderRecord`) the groups of merged features, or the
-    kept ones. At the decoder's entry one token of each group is kept.
+    A subclass owns a reducer. It records the groups of merged features, or the kept features, in the tower's output
+    (`EncoderRecord`).
 
     Attributes:
-        step: The step in which the engine reports the cut.
+        step: The step under which the engine reports the cut.
         modalities: The modalities that the tower reduces.
-        merges: Whether tokens are merged; if not, they are dropped.
-        leaves: The field of the record that the cut reads.
-        reads_processor: Whether the part reads the processor given to `patch`.
+        merges: True if tokens are merged, False if they are dropped.
+        record_field: The field of the record that the cut reads.
+        reads_processor: Whether the part reads the processor passed to `patch`.
         reducer: The reducer of the tower's blocks.
     """
 
     modalities: tuple[str, ...] = ("image", "video")
     merges = True
-    leaves: Literal["groups", "kept"] = "groups"
+    record_field: Literal["groups", "kept"] = "groups"
     reads_processor = False
     reducer: TowerReducer
 
@@ -56,53 +56,50 @@ class TowerPart(Part):
         super().__init__()
         self.adapter, self.method, self.budget, self.step = adapter, method, budget, Step(method, budget)
 
-    def leave_tokens(
+    def record_tokens(
         self, output: Any, block_tokens: list[int], owners: Tensor | list[Tensor] | None = None,
         kept: list[Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """Record in a tower's output where its tokens went; see `EncoderRecord`."""
+        """Record the token counts per block, and the owners or kept units, in a tower's output (`EncoderRecord`)."""
         record = open_record(output)
         record.block_tokens, record.owners, record.kept = block_tokens, owners, kept
 
-    def leave_groups(self, output: Any, groups: list[Tensor] | None) -> None:
-        """Record in an encoder's output the groups of merged features; see `EncoderRecord`."""
+    def record_groups(self, output: Any, groups: list[Tensor] | None) -> None:
+        """Record the groups of merged features in an encoder's output (`EncoderRecord`)."""
         open_record(output).groups = groups
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         if not call.has_images:
             return
-        left: dict[str, list[Tensor]] = {}
-        counts = []  # tokens that entered each block of the tower
+        recorded: dict[str, list[Tensor]] = {}
+        counts = []  # tokens at the input of each block of the tower
         for modality, output in call.outputs.items():
-            record = record_of(output)
+            record = get_record(output)
             counts.append(record.block_tokens)
             if modality not in self.modalities:
                 continue
-            if (of_images := getattr(record, self.leaves)) is None:
+            if (image_tensors := getattr(record, self.record_field)) is None:
                 raise UnsupportedSetupError(
                     f"{self.method.name}: these {modality} features were not encoded by the patched model. Pass pixels."
                 )
-            left[modality] = of_images
-        selection = self._select(call, inputs.embeds.device, left) if left else None
+            recorded[modality] = image_tensors
+        selection = self._select(call, inputs.embeds.device, recorded) if recorded else None
         call.trace.stats.encoder_tokens_per_layer = [sum(block) for block in zip(*filter(None, counts), strict=True)]
         if selection is not None:
             call.merged = self.step, selection
 
-    def _select(self, call: Call, device: torch.device, left: dict[str, list[Tensor]]) -> Selection | None:
-        """Return the selection of a call's visual tokens, or None if all are kept.
+    def _select(self, call: Call, device: torch.device, recorded: dict[str, list[Tensor]]) -> Selection | None:
+        """Return the selection of a call's visual tokens on `device`, or None if all are kept.
 
         Args:
             call: The call.
             device: Device of the selection.
-            left: For each modality, the recorded field that `leaves` names.
+            recorded: Value of `record_field` for each modality, one tensor per image.
         """
-        if self.leaves == "groups":
-            return keep_one_per_group(
-                call.state.segments.to(device), call.prompt.placeholders, left, merges=self.merges
-            )
-        return (
-            keep_units(call.state.segments.to(device), call.prompt.placeholders, left) if self.method.removes else None
-        )
+        segments, masks = call.state.segments.to(device), call.prompt.placeholders
+        if self.record_field == "groups":
+            return keep_one_per_group(segments, masks, recorded, merges=self.merges)
+        return keep_units(segments, masks, recorded) if self.method.removes else None
 
 
 def check_bias(method: TowerMethod, config: Any, uneven: bool) -> None:
@@ -111,21 +108,21 @@ def check_bias(method: TowerMethod, config: Any, uneven: bool) -> None:
     Args:
         method: The method.
         config: Config of the tower's attention.
-        uneven: Whether rows may keep different numbers of tokens, and are then padded.
+        uneven: Whether rows may keep different numbers of tokens, so that they are padded.
     """
     attention = config._attn_implementation or "eager"
     if attention in ("eager", "sdpa") or not (method.proportional or uneven):
         return
-    why = "the padding of images that are left with fewer tokens" if uneven else "proportional attention"
-    way_out = "" if uneven else ", or pass proportional=False"
+    reason = "padding of images with fewer tokens" if uneven else "proportional attention"
+    alternative = "" if uneven else ", or pass proportional=False"
     raise UnsupportedSetupError(
-        f"{method.name}: attention {attention!r} of the vision tower takes no bias, which {why} needs. Load "
-        f'the model with attn_implementation={{"vision_config": "sdpa", ...}}{way_out}.'
+        f"{method.name}: attention {attention!r} of the vision tower does not accept a bias, which {reason} needs. "
+        f'Load the model with attn_implementation={{"vision_config": "sdpa", ...}}{alternative}.'
     )
 
 
-def not_traced(method: TowerMethod, adapter: Adapter, modality: str) -> UnsupportedSetupError:
-    """Return the error for features that cannot be matched to tokens of the tower."""
+def build_tracing_error(method: TowerMethod, adapter: Adapter, modality: str) -> UnsupportedSetupError:
+    """Build the error for features that cannot be matched to tokens of the tower."""
     return UnsupportedSetupError(
         f"{method.name}: the {modality} features of {adapter.config.model_type!r} cannot be traced to "
         "patches. Leave them out of the prompt, or use a method that acts after the tower."

@@ -14,10 +14,10 @@ from tokenprune.selection.sites.encoder import TowerMethod
 from tokenprune.selection.sites.units import UnitDropper
 
 
-def tower_part(
+def build_tower_part(
     adapter: Adapter, method: TowerMethod, budget: Budget, processor: Any = None
 ) -> RowTower | PackedTower | GridTower:
-    """Return the part for the tower of a model. For the errors see the classes."""
+    """Build the part for the vision tower of a model. The part classes list the errors."""
     if adapter.family.tower_rows == "all images":
         return PackedTower(adapter, method, budget, processor)
     if adapter.family.tower_rows == "one image" and isinstance(method, UnitDropper):

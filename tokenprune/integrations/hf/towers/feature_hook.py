@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notice what a model's vision encoder returns: it tells images apart, and `generate` calls it before any forward."""
+"""Wrap a model's `get_image_features` and `get_video_features`, and record their inputs and outputs.
+
+The encoder's output shows where each image ends, and `generate` encodes images before the first forward.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch
 from tokenprune.errors import UnsupportedSetupError
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part, acting
+from tokenprune.integrations.hf.forward.part import Encode, Encoding, Part, select_moments
 from tokenprune.integrations.hf.sequence.record import start_record
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.eager import run_eagerly
@@ -23,23 +26,26 @@ MODALITIES = ("image", "video")
 _thread = threading.local()
 
 
-def shapes_on_host(modality: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Copy the sizes of images among the encoder's `arguments` to the host once, so that later reads do not wait."""
+def copy_sizes_to_host(modality: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the encoder's arguments with image sizes on the host, so that later reads do not synchronise."""
     name = f"{modality}_grid_thw"
     sizes = arguments.get(name)
     return arguments if sizes is None else arguments | {name: torch.as_tensor(sizes, device="cpu")}
 
 
 class FeatureRecorder:
-    """Stands in for a model's `get_image_features` or `get_video_features`: has `encode` answer, which is called with
-    the arguments, and with what encodes them.
+    """Wrapper of `get_image_features` or `get_video_features` that passes each call to `encode`.
 
-    A class, not a closure, so that a deep copy of the model gets a recorder of its own.
+    A class instead of a closure, so that a deep copy of the model gets a separate recorder.
+
+    Args:
+        original: The wrapped function.
+        encode: Called with the arguments by name and with a function that runs `original`.
     """
 
     def __init__(self, original: Callable, encode: Callable[[dict[str, Any], Encode], Any]) -> None:
         self.original, self.encode = original, encode
-        # generate() reads the signature to know which of its arguments to hand over.
+        # generate() reads the signature to select the arguments that it passes.
         self.__signature__ = inspect.signature(original)
         self._names = tuple(self.__signature__.parameters)
 
@@ -47,7 +53,7 @@ class FeatureRecorder:
         return run_eagerly(self._answer, args, kwargs)
 
     def _answer(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # Qwen3-VL's get_video_features calls get_image_features: only the outermost call tells what was encoded.
+        # Qwen3-VL's get_video_features calls get_image_features. Only the outermost call has the right modality.
         if getattr(_thread, "encoding", False):
             return self.original(*args, **kwargs)
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
@@ -57,28 +63,31 @@ class FeatureRecorder:
         return output if note is None else note(output, args, kwargs)
 
     def _run(self, args: tuple, kwargs: dict[str, Any], encoding: Encoding) -> Any:
-        """Call the original with the arguments of `encoding`, which may have come by place or by name."""
+        """Call the original with the arguments of `encoding`, each passed by position or by name as in the call."""
         changed = encoding.arguments
-        placed = [changed.get(name, value) for name, value in zip(self._names, args, strict=False)]
+        positional = [changed.get(name, value) for name, value in zip(self._names, args, strict=False)]
         named = kwargs | {name: value for name, value in changed.items() if name in kwargs}
         _thread.encoding = True
         try:
-            return self.original(*placed, **named)
+            return self.original(*positional, **named)
         finally:
             _thread.encoding = False
 
     def adopt(self, output: Any, arguments: dict[str, Any]) -> Any:
-        """Return `output`, which another model of the same weights made of `arguments`, noted like one of its own."""
+        """Record and return the output that another model with the same weights computed from `arguments`."""
         return self.encode(arguments, lambda encoding: output)
 
 
 class EncoderHook(Attachable):
-    """Stands at the functions by which a model encodes images: parts act around them, and outputs get a record, since
-    `generate` hands them to a later forward.
+    """Wraps the functions that encode images and videos, lets parts act around them, and records their outputs.
 
-    parts: of the patch. current: returns the running `Call` of this thread. receive: gets a call, a modality and the
-    output that belongs to them. check: raises where the model is not as it was patched; every call did so already.
-    acts_on: returns False for arguments that run as in the unpatched model.
+    Args:
+        adapter: Adapter of the model.
+        parts: Parts of the patch.
+        current: Returns the running `Call` of this thread.
+        receive: Receives a call, a modality and the encoder's output.
+        check: Raises if hooked modules were replaced. Only called outside of a forward, which checks itself.
+        acts_on: Returns False for arguments that run as in the unpatched model.
     """
 
     def __init__(
@@ -89,7 +98,7 @@ class EncoderHook(Attachable):
         super().__init__()
         self.adapter, self.current, self.receive, self.check = adapter, current, receive, check
         self.acts_on = acts_on
-        self._around = acting(part.around_encode for part in parts)
+        self._around = select_moments(part.around_encode for part in parts)
 
     def _attach(self) -> None:
         base = self.adapter.base
@@ -99,17 +108,17 @@ class EncoderHook(Attachable):
                 self.wrap(base, name, partial(FeatureRecorder, encode=partial(self._encode, modality)))
 
     def _encode(self, modality: str, arguments: dict[str, Any], encode: Encode) -> Any:
-        """Return the output for `arguments`, which `encode` makes of them."""
+        """Run `encode` inside the `around_encode` hooks of the parts, and record its output."""
         if not self.acts_on(arguments):
             return encode(Encoding(modality, arguments, arguments))
         if (call := self.current()) is None:
             self.check()
         else:
             modality = self.adapter.modality(modality, arguments, call.arguments)
-        host_args = shapes_on_host(modality, arguments)
+        host_args = copy_sizes_to_host(modality, arguments)
         frames = self.adapter.video_frames(host_args) if modality == "video" else None
         if 0 in (frames or ()):
-            raise UnsupportedSetupError("A video of this call has no frames. Leave it out, or pass its frames.")
+            raise UnsupportedSetupError("A video of this call has 0 frames. Pass its frames, or leave the video out.")
         for around in self._around:
             encode = partial(around, encode)
         output = encode(Encoding(modality, arguments, host_args))

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge the frames of videos inside towers whose rows are frames (CLIP and SigLIP of LLaVA-OneVision and
-LLaVA-NeXT-Video).
+"""Merge video frames inside towers with one frame per row (CLIP and SigLIP in LLaVA-OneVision and LLaVA-NeXT-Video).
 
-After some blocks frames become one, and the blocks after them run on fewer rows. As the tower ends each frame of the
-video gets the features of the one that holds it, so that the model finds the number of rows that it counts on. At the
-decoder's entry the tokens of all frames but the first of each leave, and those that the method does not choose.
+Frames merge after selected blocks, and later blocks run on fewer rows. At the end of the tower, each frame gets the
+features of its merged frame, so that the model receives the expected number of rows. At the decoder's entry, only the
+tokens of the first frame of each merged frame can stay, and the method chooses among them.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from tokenprune.errors import BudgetError, TokenPruneError, UnsupportedSetupErro
 from tokenprune.integrations.hf.attention_observer import Observer
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.call import Call
-from tokenprune.integrations.hf.forward.decoder_inputs import DecoderInputs
+from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 from tokenprune.integrations.hf.forward.part import Encode, Encoding
 from tokenprune.integrations.hf.sequence.record import open_record
-from tokenprune.integrations.hf.sequence.segments import feature_total
+from tokenprune.integrations.hf.sequence.segments import count_features
 from tokenprune.integrations.hf.towers.base import TowerPart
-from tokenprune.integrations.hf.towers.blocks import attention_of, check_layer, find_blocks
+from tokenprune.integrations.hf.towers.blocks import check_layer, find_blocks, get_attention
 from tokenprune.integrations.shared.attachable import change_output, get_hidden_states, get_thread_states
 from tokenprune.integrations.shared.towers.patch_grid import trace_tokens
 from tokenprune.integrations.shared.towers.reducer import Host, TowerLayout, TowerReducer, check_checkpointing
@@ -39,40 +38,44 @@ from tokenprune.kernels.transfer import to_device
 from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.selection.sites.frames import FrameMerger, FrameMix
 
-_CLASS_TOKENS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}  # before the patches, by the class of blocks
+# Supported classes of blocks, and the number of class tokens before the patches.
+_CLASS_TOKENS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}
 
 
 @dataclass
 class FramesRun(TowerRun):
-    """One encoding of V videos, whose `sizes` are their frames; of images there are none. A unit is a frame, `width`
-    tokens.
+    """Tower state of one encoding. A unit is a frame, and `sizes` has the frames per video ([] for images).
 
-    left: frames of each video so far. groups: of each video, see `FrameMerger.groups`. received: float32 `[rows,
-    patches]`, attention in the last block that merges.
+    Attributes:
+        width: Tokens per frame.
+        num_frames: Frames of each video after the merges so far.
+        groups: Groups of frames of each video, see `FrameMerger.groups`.
+        received: Attention received in the last block that merges, float32 `[rows, patches]`.
     """
 
     width: int = 0
-    left: list[int] = field(default_factory=list)
+    num_frames: list[int] = field(default_factory=list)
     groups: list[list[int]] = field(default_factory=list)
     received: Tensor | None = None
 
     def mix(self, mixes: list[FrameMix], x: Tensor) -> Tensor:
-        """Return rows `[R, ...]`, those of all videos, as they are left by one mix for each video."""
-        pairs = zip(mixes, x.split(self.left), strict=True)
+        """Merge rows `[R, ...]` of all videos, with one mix per video."""
+        pairs = zip(mixes, x.split(self.num_frames), strict=True)
         return torch.cat([mix.apply(rows) for mix, rows in pairs])
 
     def follow(self, mixes: list[FrameMix]) -> None:
-        """Note what became of the rows after a block."""
-        rows: list[int] = []  # that hold the rows so far
-        left = [len(mix.first) for mix in mixes]
-        for number, (mix, before) in enumerate(zip(mixes, self.left, strict=True)):
-            rows += [sum(left[:number]) + own for own in mix.find_owners(before)]
-        owner = to_device(rows, self.units.owner.device)[self.units.owner]
-        self.units, self.left = replace(self.units, owner=owner, num_units=[sum(left)]), left
+        """Update the owners of rows and the frame counts after the merges of a block."""
+        rows: list[int] = []  # merged row of each row
+        num_frames = [len(mix.first) for mix in mixes]
+        for index, (mix, num_before) in enumerate(zip(mixes, self.num_frames, strict=True)):
+            rows += [sum(num_frames[:index]) + owner for owner in mix.find_owners(num_before)]
+        owners = to_device(rows, self.units.owner.device)[self.units.owner]
+        self.units = replace(self.units, owner=owners, num_units=[sum(num_frames)])
+        self.num_frames = num_frames
 
 
 class FrameLayout(TowerLayout):
-    """One frame per row. `frames` returns the number of frames of each video of a forward."""
+    """Tower layout with one frame per row. `frames` returns the number of frames of each video of a forward."""
 
     starts_at_first_block = True
 
@@ -82,14 +85,16 @@ class FrameLayout(TowerLayout):
     def begin(self, hidden: Tensor) -> TowerRun:
         frames, (rows, width) = self.frames(), hidden.shape[:2]
         units, plan = Units.from_packed(rows, 1, torch.device("cpu")), [None] * len(self.blocks)
-        return FramesRun(units, plan, sizes=frames, width=width, left=frames)
+        return FramesRun(units, plan, sizes=frames, width=width, num_frames=frames)
 
 
 class FrameMerging(TowerPart):
-    """Has `method` merge frames in the tower of `adapter`'s model, and takes what it leaves out from the prompt.
+    """Merges frames of videos in the vision tower, and records the groups of merged tokens.
 
-    Raises UnsupportedSetupError for towers whose rows are no frames, BudgetError for a budget that is not one of a
-    video by itself, OptionError for blocks that there are not.
+    Raises:
+        UnsupportedSetupError: If the rows of the tower are not frames.
+        BudgetError: If the budget depends on the prompt.
+        OptionError: If the method names a block that does not exist.
     """
 
     modalities = ("video",)
@@ -103,8 +108,8 @@ class FrameMerging(TowerPart):
                 f"{method.name} acts before the prompt is known and does not support {budget}. Use keep, "
                 'average_tokens, average_share or kv_share, with per="image".'
             )
-        knows = f"{method.name} merges frames in the towers CLIP and SigLIP"
-        self.tower, self.encoder, self.layers = find_blocks(adapter, _CLASS_TOKENS, knows)
+        supported = f"{method.name} supports the vision towers CLIP and SigLIP"
+        self.tower, self.encoder, self.layers = find_blocks(adapter, _CLASS_TOKENS, supported)
         self.protected = _CLASS_TOKENS[type(self.layers[0]).__name__]
         self.layer = getattr(adapter.config, "vision_feature_layer", -1)
         depth = self.layer if self.layer >= 0 else len(self.layers) + 1 + self.layer
@@ -112,7 +117,7 @@ class FrameMerging(TowerPart):
         self.reducer = TowerReducer(layout, Host())
         self.mixed = method.blocks(depth)
         self.shape = DecoderShape.from_config(adapter.text_config)
-        self.observer = Observer(attention_of(self.layers[self.mixed[-1]]), self._observe)
+        self.observer = Observer(get_attention(self.layers[self.mixed[-1]]), self._observe)
 
     def _attach(self) -> None:
         self.attach_part(self.observer)
@@ -130,24 +135,24 @@ class FrameMerging(TowerPart):
     # -- inside the tower
 
     def around_encode(self, encode: Encode, encoding: Encoding) -> Any:
-        self.reducer.pop_run()  # what a call that failed may have left
+        self.reducer.pop_run()  # discard the state of a failed call
         frames = self.adapter.video_frames(encoding.on_host) if encoding.modality == "video" else []
         if frames is None:
             raise UnsupportedSetupError(
-                f"{self.method.name}: the number of frames of these videos is not known. Pass the arguments of the "
-                "processor."
+                f"{self.method.name}: the number of frames per video is unknown. Pass the arguments that the "
+                "processor returns."
             )
         check_layer(self.method.name, self.layer, encoding.on_host)
-        get_thread_states()[self] = frames  # until the tower begins
+        get_thread_states()[self] = frames  # read by `_take_frames` at the first block
         try:
             output = encode(encoding)
         finally:
             get_thread_states().pop(self, None)
-        self._leave_frames(encoding, output)
+        self._record_frames(encoding, output)
         return output
 
     def _take_frames(self) -> list[int]:
-        """Return the number of frames of each video; empty if the tower is called outside of the encoder."""
+        """Return the number of frames of each video, or [] if the tower is called outside of the encoder."""
         return get_thread_states().pop(self, None) or []
 
     def _enter_mixed(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -159,16 +164,16 @@ class FrameMerging(TowerPart):
         run = self._state()
         if run is not None and run.sizes:
             with torch.no_grad():
-                shown = get_block_observable(self.method.reads).compute_per_patch(observation, self.protected)
-            run.received = shown.float().mean(1)
+                scores = get_block_observable(self.method.reads).compute_per_patch(observation, self.protected)
+            run.received = scores.float().mean(1)
 
     def _leave_mixed(self, index: int, module: nn.Module, args: tuple, output: Any) -> Any:
         run = self._state()
         if run is None or not run.sizes:
-            return None  # images, or a block that checkpointing runs again
+            return None  # images, or gradient checkpointing runs the block again
         hidden = output[0] if isinstance(output, tuple) else output
         with torch.no_grad():
-            mixes = [self.method.mix(rows[:, self.protected :]) for rows in hidden.split(run.left)]
+            mixes = [self.method.mix(rows[:, self.protected :]) for rows in hidden.split(run.num_frames)]
         mixed = run.mix(mixes, hidden)
         last = index == self.mixed[-1]
         if last:
@@ -180,7 +185,7 @@ class FrameMerging(TowerPart):
         run.follow(mixes)
         if last:
             with torch.no_grad():
-                run.groups = [self.method.groups(rows[:, self.protected :]) for rows in mixed.split(run.left)]
+                run.groups = [self.method.groups(rows[:, self.protected :]) for rows in mixed.split(run.num_frames)]
         return change_output(lambda _: mixed, output)
 
     def _leave_encoder(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -188,7 +193,7 @@ class FrameMerging(TowerPart):
         return None if run is None else change_output(run.units.expand, output)
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        open_record(output)  # raises what cannot have one
+        open_record(output)  # raises if the output cannot have a record
         run = self._state()
         if run is not None:
             run.restore_states(output)
@@ -196,49 +201,53 @@ class FrameMerging(TowerPart):
 
     # -- after the tower
 
-    def _leave_frames(self, encoding: Encoding, output: Any) -> None:
-        """Write to the encoder's output what became of frames and tokens."""
+    def _record_frames(self, encoding: Encoding, output: Any) -> None:
+        """Record the token counts and the groups of merged tokens in the encoder's output."""
         run = self._state()
         self.reducer.pop_run()
         if run is None:
             return
-        self.leave_tokens(output, [left * run.width for (left,) in run.counts])
+        self.record_tokens(output, [num_rows * run.width for (num_rows,) in run.counts])
         if not run.sizes:
             return
-        # On the host from here on: how many tokens stay is what it has to know.
-        assert run.received is not None  # see `_leave_mixed`
+        # The host needs the number of kept tokens, so the rest is computed on the CPU.
+        assert run.received is not None  # checked in `_leave_mixed`
         received = run.units.expand(run.received).cpu()
-        total = feature_total(output)
-        placed = trace_tokens(self.adapter, encoding.modality, encoding.on_host, total, [received.unsqueeze(-1)], None)
-        size = len(placed.cells) // len(run.sizes)  # videos of one call have as many frames
-        groups, pieces = [], zip(run.get_owners(), placed.cells.split(size), placed.scores.split(size), strict=True)
-        for number, (rows, cells, scores) in enumerate(pieces):
-            found = self._groups_of(rows.tolist(), cells[:, 0], scores[:, 0], run.groups[number])
-            groups.append(to_device(found, run.received.device))
-        self.leave_groups(output, groups)
+        total = count_features(output)
+        traced = trace_tokens(self.adapter, encoding.modality, encoding.on_host, total, [received.unsqueeze(-1)], None)
+        size = len(traced.cells) // len(run.sizes)  # all videos of a call have the same number of frames
+        pieces = zip(run.get_owners(), traced.cells.split(size), traced.scores.split(size), run.groups, strict=True)
+        groups = []
+        for rows, cells, scores, frame_groups in pieces:
+            token_groups = self._find_token_groups(rows.tolist(), cells[:, 0], scores[:, 0], frame_groups)
+            groups.append(to_device(token_groups, run.received.device))
+        self.record_groups(output, groups)
 
-    def _groups_of(self, rows: list[int], tile: Tensor, score: Tensor, groups: list[int]) -> Tensor:
-        """Return for each token of a video the one that stands for it, -1 for none; long `[tokens]`.
+    def _find_token_groups(self, rows: list[int], tile: Tensor, score: Tensor, groups: list[int]) -> Tensor:
+        """Return the index of the kept token that represents each token of a video, -1 if dropped, long `[tokens]`.
 
-        rows: of each frame, which of the rows left holds it. tile: long `[tokens]`, which frame each is of, -1 for what
-        is of none and stays. score: float32 `[tokens]`.
+        Args:
+            rows: Merged row of each frame.
+            tile: Frame index of each token, -1 for tokens outside of frames, which are all kept. Long `[tokens]`.
+            score: Score of each token, float32 `[tokens]`.
+            groups: Groups of the merged frames, see `FrameMerger.groups`.
         """
-        frames = len(rows)
-        inside = tile >= 0
-        position = inside.nonzero().view(frames, -1)  # [F, P]
-        held = torch.tensor(rows, device="cpu") - rows[0]
+        num_frames = len(rows)
+        in_frame = tile >= 0
+        position = in_frame.nonzero().view(num_frames, -1)  # [F, P]
+        merged_frame = torch.tensor(rows, device="cpu") - rows[0]
         first = torch.tensor([rows.index(row) for row in dict.fromkeys(rows)], device="cpu")
-        (most,) = self.budget.resolve([len(tile)], layer=0, shape=self.shape, text_tokens=0)
+        (max_tokens,) = self.budget.resolve([len(tile)], layer=0, shape=self.shape, text_tokens=0)
         received = score[position[first]]
-        keep = self.method.choose_tokens(received, groups, max(1, most - int((~inside).sum())))
+        keep = self.method.choose_tokens(received, groups, max(1, max_tokens - int((~in_frame).sum())))
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.shape != received.shape:
             raise TokenPruneError(
                 f"{self.method.name}.choose_tokens() must return a bool tensor {list(received.shape)}"
             )
-        found = torch.arange(len(tile), device="cpu")
-        stands = torch.where(keep, position[first], -1)
-        found[position] = stands[held]
-        return found
+        token_groups = torch.arange(len(tile), device="cpu")
+        kept_tokens = torch.where(keep, position[first], -1)
+        token_groups[position] = kept_tokens[merged_frame]
+        return token_groups
 
     def before_decoder(self, call: Call, inputs: DecoderInputs) -> None:
         super().before_decoder(call, inputs)

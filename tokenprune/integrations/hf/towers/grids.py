@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop units at the input of a block, in towers with one padded row per image of any shape (NaFlex)."""
+"""Drop units at the input of a block, in towers with one padded row per image and variable grids (NaFlex)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tokenprune.selection.sites.units import UnitDropper
 
 
 class GridHost(Host):
-    """NaFlex towers of transformers, whose blocks take the attention mask as an argument."""
+    """Host for the NaFlex towers of transformers. Their blocks take the attention mask as an argument."""
 
     takes_bias = True
 
@@ -37,7 +37,7 @@ class GridHost(Host):
 
 
 class GridLayout(TowerLayout):
-    """One image per row, with as many patches as its grid."""
+    """Tower layout with one image per row, padded to the longest row."""
 
     def __init__(self, method: UnitDropper, blocks: Sequence[Block]) -> None:
         self.method, self.blocks = method, blocks
@@ -47,20 +47,20 @@ class GridTower(TowerPart):
     """Drops units in a NaFlex tower, and records the kept units.
 
     Raises:
-        UnsupportedSetupError: If the tower is not supported, or dropped units should come back.
+        UnsupportedSetupError: If the tower is not supported.
         BudgetError: If the budget is not per image.
         OptionError: If the method names a block that does not exist.
     """
 
-    leaves = "kept"
+    record_field = "kept"
 
     def __init__(self, adapter: Adapter, method: UnitDropper, budget: Budget) -> None:
         super().__init__(adapter, method, budget)
-        knows = f"{method.name} knows SigLIP 2 of images of any shape"
-        self.tower, self.encoder, layers = find_blocks(adapter, ("Siglip2EncoderLayer",), knows)
+        supported = f"{method.name} supports the vision tower SigLIP 2 NaFlex"
+        self.tower, self.encoder, layers = find_blocks(adapter, ("Siglip2EncoderLayer",), supported)
         self.side = adapter.family.get_unit_side(adapter.config)
         self.decoder = DecoderShape.from_config(adapter.text_config)
-        self.blocks = [Block(one, one.get_submodule("layer_norm2"), one.get_submodule("mlp")) for one in layers]
+        self.blocks = [Block(layer, layer.get_submodule("layer_norm2"), layer.get_submodule("mlp")) for layer in layers]
         check_drops(method, budget, len(self.blocks))
         self.reducer = TowerReducer(GridLayout(method, self.blocks), GridHost())
 
@@ -74,38 +74,38 @@ class GridTower(TowerPart):
         shapes = kwargs["spatial_shapes"] if "spatial_shapes" in kwargs else args[2]
         pixels = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
         weight = next(self.encoder.parameters())
-        device = pixels.device if weight.is_meta else weight.device  # offloaded weights have no device yet
+        device = pixels.device if weight.is_meta else weight.device  # offloaded weights are on the meta device
         self.reducer.start(self._begin(shapes.tolist(), pixels.shape[1], device))
 
     def _begin(self, shapes: list[list[int]], width: int, device: torch.device) -> TowerRun:
-        """Return the state of a forward.
+        """Build the state of a forward.
 
         Args:
             shapes: (height, width) of each image, in patches.
-            width: Patches per row, with padding.
+            width: Patches per row, including padding.
             device: Device of the tower.
         """
         grids: Grids = [(1, height // self.side, width // self.side) for height, width in shapes]
         sizes, patches = [math.prod(grid) for grid in grids], self.side**2
-        most = [self.budget.resolve([size], layer=0, shape=self.decoder, text_tokens=0)[0] for size in sizes]
+        budgets = [self.budget.resolve([size], layer=0, shape=self.decoder, text_tokens=0)[0] for size in sizes]
         owner = torch.arange(width, device=device).expand(len(grids), -1)
         run = TowerRun(Units(owner, [patches * size for size in sizes]), [None] * len(self.blocks))
         run.kept = [torch.ones(size, dtype=torch.bool, device="cpu") for size in sizes]
-        run.is_active = any(left < size for left, size in zip(most, sizes, strict=True))
+        run.is_active = any(max_units < size for max_units, size in zip(budgets, sizes, strict=True))
         host = torch.device("cpu")
-        of_rows = [row * width + order_by_units(h, w, self.side, host) for row, (h, w) in enumerate(shapes)]
-        places = torch.cat(of_rows)  # flat indices of patches, unit by unit
+        row_indices = [row * width + order_by_units(h, w, self.side, host) for row, (h, w) in enumerate(shapes)]
+        patch_indices = torch.cat(row_indices)  # flat indices of patches, unit by unit
 
         def fold(hidden: Tensor) -> Tensor:
-            return hidden.flatten(0, 1)[to_device(places, hidden.device)].unflatten(0, (-1, patches))
+            return hidden.flatten(0, 1)[to_device(patch_indices, hidden.device)].unflatten(0, (-1, patches))
 
-        def choose(x: Tensor, of_each: int) -> Merge:
-            stays = choose_units(self.method, x, grids, most, of_each)
-            run.kept = list(stays.split(sizes))
-            own = torch.zeros(len(grids) * width, dtype=torch.bool, device="cpu")
-            own[places] = stays.repeat_interleave(patches)
-            left = [patches * int(image.sum()) for image in run.kept]
-            return Merge.from_kept(to_device(own.view(-1, width), x.device), left)
+        def choose(x: Tensor, patches_per_unit: int) -> Merge:
+            keep = choose_units(self.method, x, grids, budgets, patches_per_unit)
+            run.kept = list(keep.split(sizes))
+            keep_patches = torch.zeros(len(grids) * width, dtype=torch.bool, device="cpu")
+            keep_patches[patch_indices] = keep.repeat_interleave(patches)
+            num_kept = [patches * int(image.sum()) for image in run.kept]
+            return Merge.from_kept(to_device(keep_patches.view(-1, width), x.device), num_kept)
 
         run.drops = plan_drops(self.method, self.method.block(len(self.blocks)), fold, choose) if run.is_active else {}
         return run
@@ -116,7 +116,7 @@ class GridTower(TowerPart):
 
     def _leave_tower(self, module: nn.Module, args: tuple, output: Any) -> None:
         run = self.reducer.pop_run()
-        assert run is not None  # `_enter_tower` made it
-        counts = [sum(left) for left in run.counts] or [sum(run.units.num_units)] * len(self.blocks)
-        self.leave_tokens(output, counts, kept=run.kept)
+        assert run is not None  # started in `_enter_tower`
+        counts = [sum(rows) for rows in run.counts] or [sum(run.units.num_units)] * len(self.blocks)
+        self.record_tokens(output, counts, kept=run.kept)
         run.restore_states(output)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goals of tiles, for models that crop tiles after the tower and add newline tokens (LLaVA-NeXT, LLaVA-OneVision)."""
+"""Token budgets of tiles, for models that crop tiles and add newlines after the tower (LLaVA-NeXT, LLaVA-OneVision)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tokenprune.selection.sites.encoder import EncoderMethod, Tower
 
 
 class TileGoals:
-    """Computes how many patches each tile keeps, so that each image keeps the tokens of its budget.
+    """Computes the number of patches that each tile keeps, so that each image meets its budget.
 
     Attributes:
-        exact: False if the method decides the number of kept tokens; there are no goals then.
+        exact: False if the method chooses the number of kept tokens, so that tiles have no goals.
     """
 
     def __init__(self, adapter: Adapter, method: EncoderMethod, budget: Budget, shape: Tower) -> None:
@@ -32,16 +32,16 @@ class TileGoals:
         self.exact = method.inexact is None
         self.key = ThreadKey()
 
-    def note(self, encoding: Encoding) -> None:
-        """Compute the goals of an encoder call and keep them for this thread.
+    def prepare(self, encoding: Encoding) -> None:
+        """Compute the goals of an encoder call and store them for this thread.
 
         Raises:
-            BudgetError: If a tile would keep no patch beside the newlines.
+            BudgetError: If a tile would keep only newlines.
         """
         get_thread_states().pop(self.key, None)
         if encoding.modality != "image" or not self.exact or encoding.on_host.get("image_sizes") is None:
             return
-        counts, packed = pack_numbers(self.adapter, encoding.on_host, self.shape.patches)
+        counts, packed = pack_feature_indices(self.adapter, encoding.on_host, self.shape.patches)
         get_thread_states()[self.key] = [
             goal
             for count, image in zip(counts, packed.images, strict=True)
@@ -49,48 +49,62 @@ class TileGoals:
         ]
 
     def take(self, rows: int) -> list[Goal] | None:
-        """Return the goals of `rows` tiles and forget them; None if there are none."""
+        """Pop the stored goals of `rows` tiles. Return None if none are stored."""
         goals = get_thread_states().pop(self.key, None)
         return None if goals is None or len(goals) != rows else goals
 
     def _goals(self, packed: PackedFeatures, image: Tensor, tiles: int) -> list[Goal]:
-        left, asked = self.budget.resolve_keep(len(image)), f"{self.method.name}: {self.budget.format_short()}"
-        return compute_tile_goals(packed, image, tiles, left, self.shape.blocks_read, asked)
+        num_kept, description = (
+            self.budget.resolve_keep(len(image)),
+            f"{self.method.name}: {self.budget.format_short()}",
+        )
+        return compute_tile_goals(packed, image, tiles, num_kept, self.shape.blocks_read, description)
 
 
-def pack_numbers(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> tuple[list[int], PackedFeatures]:
-    """Return how many tiles each image has that `get_image_features` is called with, and how the model will pack their
-    features. tokens: features of a tile."""
+def pack_feature_indices(adapter: Adapter, arguments: dict[str, Any], tokens: int) -> tuple[list[int], PackedFeatures]:
+    """Run the model's `pack_image_features` on feature indices instead of features.
+
+    Args:
+        adapter: Adapter of the model.
+        arguments: Arguments of `get_image_features`.
+        tokens: Number of features per tile.
+
+    Returns:
+        The number of tiles per image, and the packed indices.
+    """
     base, sizes = adapter.base, torch.as_tensor(arguments["image_sizes"], device="cpu")
-    numbers, start, counts = [], 0, tiles_of(adapter, arguments, sizes)
+    indices, start, counts = [], 0, count_tiles(adapter, arguments, sizes)
     for tiles in counts:
-        numbers.append(build_feature_ids(tiles, tokens, torch.device("cpu"), start))
+        indices.append(build_feature_ids(tiles, tokens, torch.device("cpu"), start))
         start += tiles * tokens
-    given = {"image_features": numbers, "image_sizes": sizes, "image_newline": None}
+    kwargs = {"image_features": indices, "image_sizes": sizes, "image_newline": None}
     if base.image_newline is not None:
-        given["image_newline"] = build_newline_id(numbers[0].device)
+        kwargs["image_newline"] = build_newline_id(indices[0].device)
     for name in ("vision_feature_select_strategy", "vision_aspect_ratio"):
         if hasattr(adapter.config, name):
-            asked = arguments.get(name)
-            given[name] = getattr(adapter.config, name) if asked is None else asked
+            value = arguments.get(name)
+            kwargs[name] = getattr(adapter.config, name) if value is None else value
     pack = type(base).pack_image_features
-    known = inspect.signature(pack).parameters
-    given = {name: value for name, value in given.items() if name in known}
-    return counts, PackedFeatures(list(pack(base, **given)[0]), tokens)
+    parameters = inspect.signature(pack).parameters
+    kwargs = {name: value for name, value in kwargs.items() if name in parameters}
+    return counts, PackedFeatures(list(pack(base, **kwargs)[0]), tokens)
 
 
-def tiles_of(adapter: Adapter, arguments: dict[str, Any], sizes: Tensor) -> list[int]:
-    """Return how many tiles each image is cut into, of sizes long `[images, 2]` on the host."""
+def count_tiles(adapter: Adapter, arguments: dict[str, Any], sizes: Tensor) -> list[int]:
+    """Return the number of tiles of each image. `sizes`: long `[images, 2]` on the host."""
     config = adapter.config
-    in_row = arguments.get("batch_num_images")
-    # LLaVA-OneVision cuts an image into tiles only where it is the only one of its prompt.
-    in_row = [1] * len(sizes) if in_row is None else torch.as_tensor(in_row, device="cpu").tolist()
-    alone = [count == 1 for count in in_row for _ in range(count)]
-    # The model's own function; FSDP and the like put classes of their own before the model's.
+    images_per_row = arguments.get("batch_num_images")
+    # LLaVA-OneVision cuts an image into tiles only if it is the single image of its prompt.
+    if images_per_row is None:
+        images_per_row = [1] * len(sizes)
+    else:
+        images_per_row = torch.as_tensor(images_per_row, device="cpu").tolist()
+    is_tiled = [count == 1 for count in images_per_row for _ in range(count)]
+    # Search the base classes, because wrappers such as FSDP derive a class in another module.
     modules = (sys.modules.get(cls.__module__) for cls in type(adapter.base).__mro__)
-    number = next(filter(None, (getattr(module, "image_size_to_num_patches", None) for module in modules)))
+    count_patches = next(filter(None, (getattr(module, "image_size_to_num_patches", None) for module in modules)))
     side = config.vision_config.image_size
     return [
-        number(size, config.image_grid_pinpoints, side) if cut else 1
-        for size, cut in zip(sizes.tolist(), alone, strict=True)
+        count_patches(size, config.image_grid_pinpoints, side) if tiled else 1
+        for size, tiled in zip(sizes.tolist(), is_tiled, strict=True)
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and pixel values for methods that drop units at the input of a block of a tower."""
+"""Budget checks and pixel denormalisation for methods that drop units at the input of a tower block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenprune.selection.sites.units import UnitDropper
 
 
 def check_drops(method: UnitDropper, budget: Budget, depth: int) -> None:
-    """Check a method that drops units, for a tower of `depth` blocks.
+    """Check the block and the budget of a method that drops units in a tower with `depth` blocks.
 
     Raises:
         BudgetError: If the budget is not per image.
@@ -29,22 +29,23 @@ def check_drops(method: UnitDropper, budget: Budget, depth: int) -> None:
         )
 
 
-Colours = tuple[Tensor, Tensor]  # mean and standard deviation of each channel
+ColorStatistics = tuple[Tensor, Tensor]  # mean and standard deviation of each channel
 
 
-def coloured(pixels: Tensor, colours: Colours | None) -> Tensor:
-    """Undo the normalisation of `pixels`, `[patches, channels * P]`, if the processor's colours are known."""
-    if colours is None:
+def denormalize(pixels: Tensor, statistics: ColorStatistics | None) -> Tensor:
+    """Undo the normalisation of `pixels`, shape (patches, channels * pixels), unless `statistics` is None."""
+    if statistics is None:
         return pixels
-    mean, std = (to_device(of, pixels.device) for of in colours)
+    mean, std = (to_device(values, pixels.device) for values in statistics)
     return torch.addcmul(mean[:, None], pixels.view(len(pixels), len(std), -1), std[:, None]).flatten(1)
 
 
-def colours_of(processor: Any) -> Colours | None:
-    """Return the mean and standard deviation with which a processor normalises each channel, or None if unknown."""
-    for one in (processor, *(getattr(processor, name, None) for name in ("image_processor", "video_processor"))):
-        mean, std = getattr(one, "image_mean", None), getattr(one, "image_std", None)
+def get_color_statistics(processor: Any) -> ColorStatistics | None:
+    """Return the mean and standard deviation of a processor's normalisation, or None if it has none."""
+    parts = (getattr(processor, name, None) for name in ("image_processor", "video_processor"))
+    for part in (processor, *parts):
+        mean, std = getattr(part, "image_mean", None), getattr(part, "image_std", None)
         if mean is not None and std is not None:
-            colours = [mean, std] if getattr(one, "do_normalize", True) else [[0.0] * 3, [1.0] * 3]
-            return tuple(torch.tensor(colours, dtype=torch.float32, device="cpu"))
+            statistics = [mean, std] if getattr(part, "do_normalize", True) else [[0.0] * 3, [1.0] * 3]
+            return tuple(torch.tensor(statistics, dtype=torch.float32, device="cpu"))
     return None

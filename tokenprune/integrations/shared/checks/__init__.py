@@ -46,9 +46,6 @@ def find_unsupported_reason(
     Args:
         method: The method. In transformers all its stages must be supported, or all stages of its preferred variant.
         family: A model type, an architecture of vLLM, or a row of the family table. None checks the method only.
-        engine: The engine that runs the model.
-        cache: The kind of cache.
-        config: The model's config, for facts about its vision tower.
 
     Returns:
         A message for the user, or None.
@@ -76,10 +73,7 @@ def check(
     """Raise an error if a stage of a method is not supported; see `find_unsupported_reason`.
 
     Args:
-        method: The method of the stage.
         family: A model type, an architecture of vLLM, or a row of the family table.
-        engine: The engine that runs the model.
-        config: The model's config, for facts about its vision tower.
         acts: False for a stage whose budget keeps all tokens. Such a stage needs nothing from the family.
 
     Raises:

@@ -30,7 +30,6 @@ class Cache:
     """A kind of cache.
 
     Attributes:
-        name: Name for messages.
         sites: Sites at which methods may act with this cache.
         every_family: Whether every decoder supports it. If not, only families with `static_cache` in their row do.
         fix: Sentence of error messages with the remedy.

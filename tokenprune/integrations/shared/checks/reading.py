@@ -39,11 +39,8 @@ def find_reading_error(
     """Return an error if a method reads values that a family does not provide.
 
     Args:
-        method: The method.
-        row: Row of the family.
         name: Name of the family, for the user.
         tower: Further words about the vision tower if patches cannot be traced to visual tokens, else None.
-        write: Formats the value of an option.
         more: Another solution, appended to the message.
     """
     if tower is not None and reads_tower(method):

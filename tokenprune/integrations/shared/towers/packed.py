@@ -32,8 +32,6 @@ class PackedLayout(TowerLayout):
     Attention keys are `[n * patches, Dh]`, mean over the heads.
 
     Args:
-        tower: The vision tower.
-        method: The method.
         fills: Whether all units are restored before the mergers. If not, their outputs are expanded.
         keep: Budget of a method that merges.
         shape: Facts about the tower for a method that merges; by default derived from `tower`.
@@ -86,11 +84,9 @@ class PackedLayout(TowerLayout):
         """Return the state of a forward that drops units.
 
         Args:
-            method: The method.
             grids: (frames, height, width) of each image or video, in units.
             num_kept: Maximum number of kept units of each image.
             order: Returns `TowerRun.order`. Only called if units are dropped.
-            device: Device of the tower.
             chosen: Mask of the kept units, if they were chosen before the tower: shape (units,), bool, on the host, in
                 raster order.
         """

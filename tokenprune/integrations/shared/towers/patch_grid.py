@@ -25,7 +25,6 @@ class PatchSource:
 
     Args:
         base: Module that joins images and text.
-        config: Config of the model.
 
     Attributes:
         family: Row of the model type in the family table.
@@ -38,7 +37,6 @@ class PatchSource:
         """Return (frames, height, width) in tokens of each image, or None if the arguments do not contain them.
 
         Args:
-            modality: "image" or "video".
             arguments: Arguments of `get_image_features` or `get_video_features`.
         """
         sizes = arguments.get(f"{modality}_grid_thw")
@@ -53,9 +51,6 @@ def find_image_grid(row: Family, count: int, config: Any, whole_image: bool = Fa
     """Return (1, height, width) of an image without grid data, or None if it is not known.
 
     Args:
-        row: Row of the family.
-        count: Number of tokens of the image.
-        config: Config of the model.
         whole_image: See `Family.is_square`.
     """
     return square_grid(count) if row.is_square(count, config, whole_image) else None
@@ -76,7 +71,6 @@ class TracedTokens:
         scores: Mean scores of each token's patches, shape (tokens, channels), 0 for tokens without a patch.
         cells: Cell of each token, shape (tokens, 6), int64: tile or frame, row, column, height, width and size (see
             `Patches`). Tiles of all images are numbered consecutively; -1 for tokens without a patch.
-        tiles: Number of tiles.
         key: All values that determine `cells`, or None if they are not known.
     """
 
@@ -97,8 +91,6 @@ def trace_tokens(
     """Average scores of patches over the visual tokens.
 
     Args:
-        source: The model.
-        modality: "image" or "video".
         arguments: Arguments of `get_image_features` or `get_video_features`.
         total: Number of features that this function returned.
         layers: Scores of each layer that was read, shape (rows of the tower, patches, channels); they are joined along
@@ -138,11 +130,7 @@ def _grid_cells(tiles: int, height: int, width: int, size: int, device: torch.de
     """Return the cells of tiles, shape (tiles * height * width, 6), int64. Images of one size share the tensor.
 
     Args:
-        tiles: Number of tiles.
-        height: Rows of a tile.
-        width: Columns of a tile.
         size: Number of patches of a token.
-        device: Device of the cells.
         first: Number of the first tile.
     """
 
@@ -212,7 +200,6 @@ def _runs(
     """Trace the tokens of packed towers.
 
     Args:
-        source: The model.
         grids: (frames, height, width) in tokens of each image.
         layers: Scores of each layer, shape (patches or visual tokens, channels).
     """

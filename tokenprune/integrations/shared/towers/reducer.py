@@ -114,7 +114,6 @@ class TowerReducer(Attachable):
         """Call functions before and after a module.
 
         Args:
-            module: The module.
             before: Gets (module, args, kwargs) and returns changed (args, kwargs), or None.
             after: Gets (module, args, output) and returns a changed output, or None.
             last: Whether `after` runs after the hooks of others, instead of before them.

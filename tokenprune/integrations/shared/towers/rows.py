@@ -28,8 +28,6 @@ def check_method(method: TowerMethod, budget: Budget, unit: int, shows: bool) ->
     """Check a method and its budget against a tower.
 
     Args:
-        method: The method.
-        budget: Its budget.
         unit: Number of patches that become one visual token.
         shows: Whether blocks provide more observables than keys (`EncoderMethod.reads`).
 
@@ -53,9 +51,6 @@ class RowLayout(TowerLayout):
     """One image per row, `[B, n, D]`. Attention keys are `[B, H, n, Dh]`.
 
     Args:
-        method: The method.
-        budget: Its budget.
-        blocks: The blocks of the tower.
         shape: Facts about the tower; its `tokens` follow from the image size in the config.
         squares: Squares of patches that merge as one token; None if each patch is a token.
         shows: See `check_method`.

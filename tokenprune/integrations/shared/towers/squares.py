@@ -89,7 +89,6 @@ class Squares:
         """Convert a merge of units to a merge of tokens. After the merge the tokens are in order, unit by unit.
 
         Args:
-            merge: The merge of units.
             order: Result of `build_order`, or None if the tokens are already in order.
         """
         offsets = torch.arange(self.size, device=merge.keep.device)

@@ -32,7 +32,6 @@ def compute_tile_goals(
     Args:
         packed: Ids of the features after packing.
         image: Packed ids of the image, an entry of `packed.images`.
-        tiles: Number of tiles of the image.
         num_kept: Number of kept tokens of the image, including newlines.
         read: Number of blocks in which a tile can merge.
         description: The method and its budget, for messages.
@@ -63,8 +62,6 @@ def build_tile_matcher(goals: Sequence[Goal], tower: Tower, plan: Callable[[Towe
     """Return a matcher that merges the shown and the cropped patches of each tile separately.
 
     Args:
-        goals: Goal of each tile.
-        tower: Facts about the tower.
         plan: Returns the matchers of all blocks for a part of a tile, described as a tower.
 
     Raises:

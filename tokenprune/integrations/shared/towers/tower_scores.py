@@ -81,11 +81,6 @@ def find_observed_blocks(method: Pruner, depth: int, config: Any) -> BlockIndice
     If a method needs no observable of a block, the entry ("patches",) names the last block that the model reads, which
     shows the number of patches.
 
-    Args:
-        method: The method.
-        depth: Number of blocks of the tower.
-        config: Config of the model.
-
     Raises:
         OptionError: If the method names a block that does not exist.
     """
@@ -107,12 +102,7 @@ def find_pixel_observables(method: Method) -> list[TowerInput]:
 
 
 def find_options_without_tower(method: Pruner, spell: Callable[[Any], str] = repr) -> str:
-    """Return the options with which a method does not read the vision tower, or "" if there are none.
-
-    Args:
-        method: The method.
-        spell: Formats the value of an option.
-    """
+    """Return the options with which a method does not read the vision tower, or "" if there are none."""
     return method.fallback_hint(
         [observable.name for observable in select_observables(method.needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK)],
         spell,
@@ -121,10 +111,6 @@ def find_options_without_tower(method: Pruner, spell: Callable[[Any], str] = rep
 
 def get_tower_features(output: Any, config: Any) -> Tensor:
     """Return the input of the projector from the output of a tower, including class tokens.
-
-    Args:
-        output: Output of the tower.
-        config: Config of the model.
 
     Returns:
         Features, shape (rows, tokens, channels), or (tokens, channels) for packed towers.
@@ -153,10 +139,6 @@ def record_patches(
 
     Args:
         scores: Lists to append to.
-        block: Index of the block.
-        observation: Queries and keys of the block.
-        protected: Number of class tokens before the patches.
-        heads: Gathers the heads of all devices.
     """
     for name, index in scores:
         if index == block:
@@ -170,10 +152,7 @@ def find_block_index(method: Pruner, layer: int | float, depth: int, config: Any
     """Return the index of the block that a method means by `layer`; see `Pruner.encoder_layers`.
 
     Args:
-        method: The method.
         layer: Index, or share of the depth that the model reads.
-        depth: Number of blocks of the tower.
-        config: Config of the model.
 
     Raises:
         OptionError: If the block does not exist, or attends in windows.

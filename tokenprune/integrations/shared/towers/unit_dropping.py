@@ -25,7 +25,6 @@ def choose_units(method: UnitDropper, x: Tensor, grids: Grids, max_units: Sequen
     """Return the mask of the kept units of images or videos, shape (units,), bool, on the host.
 
     Args:
-        method: The method.
         x: Values that the method sees, shape (all patches, channels), unit by unit in raster order.
         grids: (frames, height, width) of each image or video, in units.
         max_units: Maximum number of kept units of each image or video.
@@ -53,7 +52,6 @@ def plan_drops(
     """Return the drops of a forward for a method that sees hidden states; see `TowerRun.drops`.
 
     Args:
-        method: The method.
         block: Index of the block at whose input units are dropped.
         fold: Groups hidden states by unit: shape (units, patches, channels), in raster order.
         choose: Returns the drop, given the values that the method sees, shape (units * k, channels), and k.
@@ -95,8 +93,6 @@ def add_restoration(run: TowerRun, method: UnitDropper, block: int, read: int, r
     """Wrap the drops of a forward so that the units dropped at `block` are restored later.
 
     Args:
-        run: State of the forward.
-        method: The method.
         block: Index of the block at whose input units are dropped.
         read: Number of blocks whose output the model reads.
         rows: Number of patches of each image or tile, in the order of the tower.
@@ -143,7 +139,6 @@ def build_drop(kept: Tensor, order: Tensor | None, device: torch.device) -> Merg
     Args:
         kept: Mask of the kept units, shape (units,), bool, on the host, in raster order.
         order: See `TowerRun.order`.
-        device: Device of the tower.
     """
     kept = kept if order is None else kept[order.cpu()]
     return Merge.from_kept(to_device(kept[None], device), [int(kept.sum())])

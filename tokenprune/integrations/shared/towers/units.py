@@ -115,7 +115,6 @@ class Units:
         In packed towers two units merge patch by patch: each patch merges with the patch at the same position.
 
         Args:
-            merge: The merge.
             hidden: Hidden states, shape (B, n, channels), or (n * patches, ...) for packed towers.
 
         Returns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line in vLLM's log when an engine starts, and `tokenprune:info` at /metrics: that the plugin is on, and as what."""
+"""The log line at the start of an engine, and the metric `tokenprune:info`: the plugin's state and setting."""
 
 from __future__ import annotations
 
@@ -10,58 +10,59 @@ from typing import Any
 
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.frontend import metrics
-from tokenprune.integrations.vllm.frontend.request import policy_of
+from tokenprune.integrations.vllm.frontend.request import get_policy
 from tokenprune.integrations.vllm.log import SERVER
-from tokenprune.integrations.vllm.settings.configuration import configured
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.configuration import get_server_setting
+from tokenprune.integrations.vllm.settings.items import get_label
+from tokenprune.integrations.vllm.settings.keys import KEY
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 
 logger = logging.getLogger(SERVER)
 NONE = "none"
 BY_AGE = " by age"
 
 
-def facts(vllm_config: Any) -> dict[str, str]:
-    """Return the labels of `tokenprune:info` but the model's name. "none" stands for a setting, profiles or
-    rules that the server does not have."""
+def collect_facts(vllm_config: Any) -> dict[str, str]:
+    """Return the labels of `tokenprune:info` except the model's name. "none" marks missing settings and profiles."""
     model_config, setting = vllm_config.model_config, NONE
-    said: dict[str, list[str]] = {"profiles": [], "policy": [], "hooks": []}
-    kinds = ["setting"]  # to look for the others imports vLLM's endpoints
-    if (server := configured(model_config)) is not None:
-        kinds, said = ["setting", "profiles", "cache"], policy_of(model_config).facts()
-        served = ServedSetting.from_json(server)
-        method, keep = served.label()
-        share = f"{served.whole_keep} tokens" if keep == "tokens" else keep
-        where = " in the language model" if served.in_llm else "" if served.ages is None else BY_AGE
-        setting = "off" if served.is_off else f"{method} {share}{where}"
-    hold = [kind for kind in kinds if not compat.missing_hooks(kind)]
+    parts: dict[str, list[str]] = {"profiles": [], "policy": [], "hooks": []}
+    kinds = ["setting"]  # checking other kinds would import vLLM's endpoints
+    if (server := get_server_setting(model_config)) is not None:
+        kinds, parts = ["setting", "profiles", "cache"], get_policy(model_config).collect_facts()
+        served = parse_setting(server)
+        method, keep = get_label(served)
+        share = f"{served.joint_keep} tokens" if keep == "tokens" else keep
+        where = " in the language model" if served.in_llm else "" if served.budget.ages is None else BY_AGE
+        setting = "off" if served.off else f"{method} {share}{where}"
+    available = [kind for kind in kinds if not compat.missing_hooks(kind)]
     return {
-        "version": sys.modules["tokenprune"].__version__,  # an import of it would close a circle
+        "version": sys.modules["tokenprune"].__version__,  # an import would be circular
         "setting": setting,
-        "profiles": ",".join(said["profiles"]) or NONE,
-        "policy": "; ".join(said["policy"]) or NONE,
+        "profiles": ",".join(parts["profiles"]) or NONE,
+        "policy": "; ".join(parts["policy"]) or NONE,
         "vllm": compat.vllm_version(),
         "runner": "v2" if getattr(vllm_config, "use_v2_model_runner", False) else "v1",
-        "hooks": ",".join(hold + said["hooks"]) or NONE,
+        "hooks": ",".join(available + parts["hooks"]) or NONE,
     }
 
 
 def announce(engine: Any) -> None:
-    """Say what an engine of vLLM's starts with, and make its counters."""
+    """Log the plugin's state for an engine that starts, and create its counters."""
     model_config = engine.vllm_config.model_config
-    found = facts(engine.vllm_config)
-    metrics.inform(model_config, found)
-    if configured(model_config) is not None:
-        policy_of(model_config).start_at_zero()
-    logger.info("%s", line(found))
+    facts = collect_facts(engine.vllm_config)
+    metrics.set_info(model_config, facts)
+    if get_server_setting(model_config) is not None:
+        get_policy(model_config).start_at_zero()
+    logger.info("%s", format_line(facts))
 
 
-def line(found: Mapping[str, str]) -> str:
-    """Return the line of the log about these facts."""
-    state = f"on: {found['setting']}, profiles: {found['profiles'].replace(',', ', ')}, policy: {found['policy']}"
-    if found["setting"] == NONE:
-        state = f"loaded, and no setting turns it on (--mm-processor-kwargs '{{\"{KEY}\": ...}}'): nothing is reduced"
-    tested = "tested" if found["vllm"] == compat.TESTED else f"tested with {compat.TESTED}"
+def format_line(facts: Mapping[str, str]) -> str:
+    """Format the facts as a log line."""
+    state = f"on: {facts['setting']}, profiles: {facts['profiles'].replace(',', ', ')}, policy: {facts['policy']}"
+    if facts["setting"] == NONE:
+        state = f"loaded without a setting (--mm-processor-kwargs '{{\"{KEY}\": ...}}'): no tokens are pruned"
+    tested = "tested" if facts["vllm"] == compat.TESTED else f"tested with {compat.TESTED}"
     return (
-        f"tokenprune {found['version']} is {state}; vLLM {found['vllm']} ({tested}), model runner {found['runner']}; "
-        f"hooks that hold: {found['hooks'].replace(',', ', ')}"
+        f"tokenprune {facts['version']} is {state}; vLLM {facts['vllm']} ({tested}), model runner {facts['runner']}; "
+        f"hooks: {facts['hooks'].replace(',', ', ')}"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image or video of a request at its place in the prompt, and what a setting makes of it."""
+"""An image or video in the prompt of a request, and its plan under a setting."""
 
 from __future__ import annotations
 
@@ -13,23 +13,30 @@ from vllm.multimodal.parse import VideoProcessorItems
 from vllm.multimodal.processing import BaseProcessingInfo
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
-from tokenprune.integrations.vllm.frontend.pixels import Shrinker, SmallerImages, kept_units
+from tokenprune.integrations.vllm.frontend.pixels import Shrinker, SmallerImages, select_units
 from tokenprune.integrations.vllm.settings import towers
 from tokenprune.integrations.vllm.settings.configuration import family_of
-from tokenprune.integrations.vllm.settings.plan import Plan, Run, runs_of
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import count_kept, get_method
+from tokenprune.integrations.vllm.settings.plan import Plan, Run, find_runs
 from tokenprune.integrations.vllm.settings.tower_items import check_tiles, crops
 from tokenprune.models.families import Family
 from tokenprune.selection.sites.encoder import TowerMethod
+from tokenprune.settings import Setting
 
 
 @dataclass
 class CountedDetails(PromptUpdateDetails):
-    """The prompt text of an item, with its numbers of visual tokens and the names of its setting in metrics.
+    """Prompt text of an item with its token counts and metrics labels.
 
-    before, after: visual tokens without and with the setting. left: tokens dropped between the vision tower and the
-    prompt. segments: how many budgets the item has. more: what the request counted. vLLM caches this object with the
-    item, so a cache hit has the numbers too.
+    vLLM caches this object with the item, so cache hits have the counts too.
+
+    Attributes:
+        before: Visual tokens before pruning.
+        after: Visual tokens after pruning.
+        left: Tokens dropped between the vision tower and the prompt.
+        label: Metrics labels of the setting.
+        segments: Number of budgets of the item.
+        more: Additional record of the request (`ServedRequest.get_shadow`).
     """
 
     before: int = 0
@@ -42,24 +49,27 @@ class CountedDetails(PromptUpdateDetails):
 
 @dataclass(frozen=True)
 class ModelItems:
-    """Facts that all items of a served model share. info: vLLM's `ProcessingInfo` of the model."""
+    """Facts shared by all items of a served model. info: vLLM's `ProcessingInfo`."""
 
     info: BaseProcessingInfo
     family: Family
     config: Any
 
     @classmethod
-    def of(cls, info: BaseProcessingInfo) -> ModelItems:
+    def from_info(cls, info: BaseProcessingInfo) -> ModelItems:
         model_config = info.ctx.model_config
         return cls(info, family_of(model_config), model_config.hf_config)
 
 
 @dataclass(frozen=True)
 class PromptItem:
-    """An item that the model's processor has processed: a plan follows from it and a setting alone.
+    """An item after the model's processor. A setting determines its plan.
 
-    content: its text in the prompt. data: what was made of it. items: of its request, before they were processed.
-    kwargs:  the request's `mm_processor_kwargs`, without ours.
+    Args:
+        content: Text of the item in the prompt.
+        data: Processed fields of the item.
+        items: All items of the request before processing.
+        kwargs: The request's `mm_processor_kwargs` without `KEY`.
     """
 
     model: ModelItems
@@ -72,12 +82,12 @@ class PromptItem:
 
     @cached_property
     def text(self) -> tuple[Run, ...]:
-        full, is_embed = self.content.full, self.content.is_embed
-        return runs_of(full, None if is_embed is None else is_embed(full))
+        text, is_embed = self.content.full, self.content.is_embed
+        return find_runs(text, None if is_embed is None else is_embed(text))
 
     @cached_property
     def frames(self) -> int:
-        """Number of frames of a video that reach the language model, 0 if it is not known; of an image 1."""
+        """Number of frames of a video in the language model, 0 if unknown. 1 for an image."""
         if self.modality == "image":
             return 1
         grid = self.data.get("video_grid_thw")
@@ -86,57 +96,62 @@ class PromptItem:
         videos = self.items["video"]
         return videos.get_num_frames(self.index) if isinstance(videos, VideoProcessorItems) else 0
 
-    def plan(self, setting: ServedSetting) -> Plan:
-        """Return the plan by which the model carries a setting out. Raises a TokenPruneError for an item that cannot
-        be served under it."""
-        acts, family = _act_of(setting), self.model.family
-        plan = Plan.make(setting, self.text, family.vllm.per_run, acts.budgets(self), family.after_video)
-        return acts.checked(plan, self)
+    def make_plan(self, setting: Setting) -> Plan:
+        """Return the plan of the item under a setting; raise a TokenPruneError if the setting does not support it."""
+        kind, family = _find_kind(setting), self.model.family
+        plan = Plan.build(setting, self.text, family.vllm.per_run, kind.count_budgets(self), family.after_video)
+        return kind.check_plan(plan, self)
 
-    def before(self, plan: Plan) -> int:
-        """Return how many visual tokens the item has as it came."""
+    def count_original(self, plan: Plan) -> int:
+        """Return the number of visual tokens of the item as received."""
         items = self.items[self.modality]
         return items.full[self.index] if isinstance(items, SmallerImages) else sum(plan.counts)
 
-    def would_keep(self, setting: ServedSetting) -> int:
-        """Return how many visual tokens a setting would leave of an item that is served in full. Raises as `plan`."""
-        if setting.pixels is not None:
+    def count_kept_under(self, setting: Setting) -> int:
+        """Return the number of visual tokens that a setting would keep; raises like `make_plan`."""
+        if setting.pixel_method is not None:
             shrinker = Shrinker(setting, self.model.info, self.kwargs)
             if self.modality != "video":
-                return setting.count(shrinker.tokens(self.items["image"], self.index))
+                return count_kept(setting, shrinker.count_tokens(self.items["image"], self.index))
             shrinker.check_videos(self.items)
-        return sum(self.plan(setting).keep)
+        return sum(self.make_plan(setting).keep)
 
 
-# -- what a setting does before the features: nothing, or merge tokens or drop units in the tower
+# -- settings by the stage of their method
 
 
 @dataclass(frozen=True)
 class _AfterTower:
-    setting: ServedSetting
+    """A setting whose method acts on features, or not at all."""
 
-    def budgets(self, item: PromptItem) -> int:
-        """Return in how many frames, or tiles, an item comes that may have a budget each."""
+    setting: Setting
+
+    def count_budgets(self, item: PromptItem) -> int:
+        """Return the number of frames or tiles of an item that may have their own budgets."""
         return item.frames
 
-    def checked(self, plan: Plan, item: PromptItem) -> Plan:
-        """Return an item's plan once it is checked. Raises a TokenPruneError for one that cannot be carried out."""
+    def check_plan(self, plan: Plan, item: PromptItem) -> Plan:
+        """Return the plan of an item after checks; raise a TokenPruneError if it cannot be carried out."""
         return plan
 
 
 class _Dropping(_AfterTower):
-    def budgets(self, item: PromptItem) -> int:
-        count = sum(number for _, embed, number in item.text if embed)
-        method = self.setting.acting
+    """A setting whose method drops units inside the tower."""
+
+    def count_budgets(self, item: PromptItem) -> int:
+        count = sum(length for _, embed, length in item.text if embed)
+        method = get_method(self.setting)
         assert isinstance(method, TowerMethod)
         return towers.tiles_of(method, item.model.config, count)
 
 
 class _Merging(_Dropping):
-    def budgets(self, item: PromptItem) -> int:
-        return item.frames if item.modality == "video" else super().budgets(item)
+    """A setting whose method merges tokens inside the tower."""
 
-    def checked(self, plan: Plan, item: PromptItem) -> Plan:
+    def count_budgets(self, item: PromptItem) -> int:
+        return item.frames if item.modality == "video" else super().count_budgets(item)
+
+    def check_plan(self, plan: Plan, item: PromptItem) -> Plan:
         towers.check_reachable(self.setting, item.model.config, plan.counts, item.modality == "video")
         if crops(item.model.config):
             check_tiles(self.setting, item.model.info, item.data, sum(plan.keep))
@@ -144,15 +159,20 @@ class _Merging(_Dropping):
 
 
 class _DroppingByPixels(_Dropping):
-    def checked(self, plan: Plan, item: PromptItem) -> Plan:
+    """A setting whose method drops units that the front end selects from pixels."""
+
+    def check_plan(self, plan: Plan, item: PromptItem) -> Plan:
         info, count = item.model.info, sum(plan.counts)
-        kept = kept_units(self.setting, item.data, item.modality, info, item.kwargs, count)
+        kept = select_units(self.setting, item.data, item.modality, info, item.kwargs, count)
         return dataclasses.replace(plan, kept=kept)
 
 
-def _act_of(setting: ServedSetting) -> _AfterTower:
-    if setting.removes_nothing:
+def _find_kind(setting: Setting) -> _AfterTower:
+    if setting.keeps_all_tokens:
         return _AfterTower(setting)
-    merges, pixels, any_of_them = towers.merges_in_tower, towers.drops_by_pixels, towers.acts_in_tower
-    kinds = {_Merging: merges, _DroppingByPixels: pixels, _Dropping: any_of_them}
-    return next((kind for kind, acts in kinds.items() if acts(setting.method)), _AfterTower)(setting)
+    kinds = {
+        _Merging: towers.merges_in_tower,
+        _DroppingByPixels: towers.drops_by_pixels,
+        _Dropping: towers.acts_in_tower,
+    }
+    return next((kind for kind, matches in kinds.items() if matches(setting.method)), _AfterTower)(setting)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters beside vLLM's own at /metrics, in the process that has the processor and answers there.
+"""Counters beside vLLM's own at /metrics, in the process of the processor.
 
-The number of labels is bounded, whatever clients send: names of methods and profiles, and shares in hundredths.
+Clients cannot add label values: the values are names of methods and profiles, and shares in hundredths.
 """
 
 from __future__ import annotations
@@ -14,47 +14,44 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from tokenprune.errors import TokenPruneError
-from tokenprune.integrations.vllm.frontend.of_workers import of_workers
-from tokenprune.integrations.vllm.frontend.served import BY_KEY, NAME, Served, is_of_input
-from tokenprune.integrations.vllm.log import tell
-from tokenprune.integrations.vllm.settings.servable import DEFAULT, REQUEST
+from tokenprune.integrations.vllm.frontend.served import BY_KEY, NAME, RequestRecord, is_input_error
+from tokenprune.integrations.vllm.frontend.worker_metrics import get_worker_metrics
+from tokenprune.integrations.vllm.log import log_event
+from tokenprune.integrations.vllm.settings.items import get_label, settings_by_age
+from tokenprune.integrations.vllm.settings.keys import DEFAULT, REQUEST
 from tokenprune.integrations.vllm.settings.server_config import get_profile_settings, get_server_config
 
 COUNTERS = {
     "tokenprune:visual_tokens": (
-        "Visual tokens of requests: what the model makes of their images and videos (in), and what is left (out).",
+        "Visual tokens of requests before pruning (in) and after it (out).",
         ("model_name", "stage", "method", "keep"),
     ),
     "tokenprune:requests": (
-        "Requests with images or videos, by the profile in force: the server's own setting is default, and one that "
-        "the request wrote is request. by: who chose it, the model's name, the request's key, the rule of "
-        "callers, the load, or nobody (default).",
+        "Requests with images or videos by profile: default is the server's own setting, request is a setting in the "
+        "request. by: selected by the model's name, the request's key, the caller, the load, or default.",
         ("model_name", "profile", "by"),
     ),
     "tokenprune:shadow_requests": (
-        "Requests of tokenprune:requests that a rollout had served in full. outcome: kept, counted in "
-        "tokenprune:shadow_tokens; failed, if the method fails on them; or input, if their prompt or images do not go "
-        "with their setting.",
+        "Requests that a rollout served unpruned. outcome: kept (counted in tokenprune:shadow_tokens), failed (the "
+        "method fails), or input (the prompt or images do not support the setting).",
         ("model_name", "profile", "outcome"),
     ),
     "tokenprune:shadow_tokens": (
-        "Visual tokens of requests that a rollout had served in full: what they had (in), and what their setting would "
-        "have left (out).",
+        "Visual tokens of requests that a rollout served unpruned: all (in), and those their setting would keep (out).",
         ("model_name", "stage", "method", "keep"),
     ),
     "tokenprune:failures": (
-        "Requests that could not be served under their setting, which is right in itself. outcome: refused, or served "
-        "in full, as on_error says, where the method failed; input where the prompt or the images do not go with it.",
+        "Requests that failed under a valid setting. outcome: refused or full (served unpruned, see on_error) if the "
+        "method failed; input if the prompt or images do not support the setting.",
         ("model_name", "profile", "outcome"),
     ),
     "tokenprune:refusals": (
-        "Requests that were refused: for a profile that is not there, a caller that may not use it, a limit of the "
-        "server's (min_keep, methods), any other fault of the setting, an input that cannot be served under it, or a "
-        "failure of its method.",
+        "Refused requests by reason: unknown profile, caller, limit (min_keep, methods), invalid setting, "
+        "unsupported input, or failure of the method.",
         ("model_name", "reason"),
     ),
     "tokenprune:reloads": (
-        "Signals (SIGHUP) to read the file of the setting again: the file was taken, or refused, and all stayed.",
+        "Reloads of the configuration file (SIGHUP), by result.",
         ("model_name", "result"),
     ),
 }
@@ -64,15 +61,15 @@ REASONS = ("profile", "caller", "limit", "setting", "input", "failure")
 FAILURES = ("refused", "full", "input")
 GAUGES = {
     "tokenprune:info": (
-        "The plugin that is loaded. 1: so it is now; 0: so it was before the setting was read again.",
+        "State of the plugin. 1: current, 0: before a reload.",
         ("model_name", "version", "setting", "profiles", "policy", "vllm", "runner", "hooks"),
     ),
     "tokenprune:keep_target": (
-        "The share that a setting of tokenprune:visual_tokens asks for: the label keep as a number.",
+        "Requested share of visual tokens, the label keep as a number.",
         ("model_name", "method", "keep"),
     ),
     "tokenprune:overload_step": (
-        "Step of the overload policy at which a request without a choice of its own is served now; 0: the default.",
+        "Current step of the overload policy. 0: the default profile.",
         ("model_name",),
     ),
 }
@@ -80,27 +77,27 @@ GAUGES = {
 
 @cache
 def _counter(name: str) -> Counter:
-    # Made when the engine has started: by then vLLM has decided whether several processes answer at /metrics together.
+    # Created after the start of the engine, when vLLM has decided whether several processes share /metrics.
     return Counter(name, *COUNTERS[name])
 
 
 @cache
 def _gauge(name: str) -> Gauge:
-    return Gauge(name, *GAUGES[name], multiprocess_mode="max")  # of several API servers, one series for all
+    return Gauge(name, *GAUGES[name], multiprocess_mode="max")  # API servers share one series
 
 
 def add(model_config: Any, name: str, *labels: str, count: int = 1) -> None:
-    """Add to one of `COUNTERS`; 0 to show it. labels: all but the model's name."""
+    """Add to one of `COUNTERS`; `count=0` creates the series. labels: label values except the model's name."""
     _counter(f"tokenprune:{name}").labels(model_config.served_model_name, *labels).inc(count)
 
 
 def add_tokens(model_config: Any, name: str, label: tuple[str, str], before: int = 0, after: int = 0) -> None:
-    """Add visual tokens of an item, without and with a setting. label: see `ServedSetting.label`."""
+    """Add the visual tokens of an item before and after pruning. label: see `get_label`."""
     for stage, tokens in (("in", before), ("out", after)):
         add(model_config, name, stage, *label, count=tokens)
 
 
-def gauge(model_config: Any, name: str, *labels: str) -> Gauge:
+def get_gauge(model_config: Any, name: str, *labels: str) -> Gauge:
     """Return a series of one of `GAUGES`."""
     return _gauge(f"tokenprune:{name}").labels(model_config.served_model_name, *labels)
 
@@ -108,48 +105,47 @@ def gauge(model_config: Any, name: str, *labels: str) -> Gauge:
 _informed: dict[str, tuple[str, ...]] = {}
 
 
-def inform(model_config: Any, facts: Mapping[str, str]) -> None:
-    """Show what the plugin does for a model. facts: values of the labels of `tokenprune:info` but `model_name`."""
+def set_info(model_config: Any, facts: Mapping[str, str]) -> None:
+    """Set `tokenprune:info` of a model. facts: label values except `model_name`."""
     name = model_config.served_model_name
     if name in _informed:
-        gauge(model_config, "info", *_informed[name]).set(0)
+        get_gauge(model_config, "info", *_informed[name]).set(0)
     _informed[name] = tuple(facts[label] for label in GAUGES["tokenprune:info"][1][1:])
-    gauge(model_config, "info", *_informed[name]).set(1)
+    get_gauge(model_config, "info", *_informed[name]).set(1)
 
 
 def start_at_zero(model_config: Any) -> None:
-    """Make the counters of a server with a setting, so that the first request is a rise that an alert can see."""
+    """Create the counters of a server, so that alerts see the first request as an increase."""
     for profile, setting in get_profile_settings(model_config).items():
-        for label in {tier.label() for tier in setting.tiers}:
-            visual(model_config, label, 0, 0)
+        for label in {get_label(tier) for _, tier in settings_by_age(setting)}:
+            add_visual_tokens(model_config, label, 0, 0)
         for by in (NAME, BY_KEY, *((DEFAULT,) if profile == DEFAULT else ())):
             add(model_config, "requests", profile, by, count=0)
-        for outcome in () if setting.is_off else FAILURES:
+        for outcome in () if setting.off else FAILURES:
             add(model_config, "failures", profile, outcome, count=0)
         if setting.method is not None and not setting.in_llm:
-            of_workers().zeros.add((model_config.served_model_name, setting.method.name))
+            get_worker_metrics().zeros.add((model_config.served_model_name, setting.method.name))
     add(model_config, "requests", REQUEST, BY_KEY, count=0)
     for name, values in (("failures", FAILURES), ("reloads", RESULTS), ("refusals", REASONS)):
         for value in values:
             add(model_config, name, *((REQUEST,) if name == "failures" else ()), value, count=0)
 
 
-def visual(model_config: Any, label: tuple[str, str], before: int, after: int) -> None:
-    """Add an item that is served, and show the share that its setting asks for; none for a whole number of tokens."""
+def add_visual_tokens(model_config: Any, label: tuple[str, str], before: int, after: int) -> None:
+    """Add the tokens of a served item, and set the gauge of its requested share unless keep is a number of tokens."""
     add_tokens(model_config, "visual_tokens", label, before, after)
     if label[1] != "tokens":
-        gauge(model_config, "keep_target", *label).set(float(label[1]))
+        get_gauge(model_config, "keep_target", *label).set(float(label[1]))
 
 
 @contextmanager
-def refusing(model_config: Any, what: str, served: Served) -> Iterator[None]:
-    """Count a request that is refused within, and log it where the server does. what: "setting" or "input", what is
-    read within."""
+def count_refusals(model_config: Any, stage: str, served: RequestRecord) -> Iterator[None]:
+    """Count and log a request that is refused in this context, while its "setting" or "input" is read."""
     try:
         yield
     except TokenPruneError as error:
-        reason = getattr(error, "reason", "failure" if what == "input" and not is_of_input(error) else what)
+        reason = getattr(error, "reason", "failure" if stage == "input" and not is_input_error(error) else stage)
         add(model_config, "refusals", reason)
         if get_server_config(model_config).log:
-            tell("refusal", **served.request_id(), reason=reason)
+            log_event("refusal", **served.request_id(), reason=reason)
         raise

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: methods that act on pixels. Images shrink before the model's own processor sees them, by the code that
-patches a processor on the Hugging Face side, so vLLM counts, hashes and positions what is left as it always does."""
+"""Methods that act on pixels, in the front end.
+
+Images are resized before the model's processor sees them, with the same code as for transformers. vLLM then counts,
+hashes and positions the smaller images as usual.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from torch import Tensor
 from vllm.multimodal.parse import ImageProcessorItems
 from vllm.multimodal.processing import BaseProcessingInfo
 
-from tokenprune.budgets import Budget
 from tokenprune.errors import BudgetError, OptionError, PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.shared.resizing import Resizer
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.models.token_counts import SettingsReader, find_rule
 from tokenprune.selection.sites.pixels import ResizeMethod
 from tokenprune.selection.sites.units import UnitDropper
+from tokenprune.settings import Setting
 
 
 class SmallerImages(ImageProcessorItems):
@@ -35,19 +38,22 @@ class SmallerImages(ImageProcessorItems):
 
 @dataclass(frozen=True)
 class Shrinker:
-    """Shrink the images of one request as a setting asks.
+    """Resizes the images of one request.
 
-    info: vLLM's `ProcessingInfo` of the model. kwargs: the request's `mm_processor_kwargs` without our key.
-    Raises OptionError if the model, or an image, does not go with the method.
+    Args:
+        setting: Setting with a `pixel_method`.
+        info: vLLM's `ProcessingInfo` of the model.
+        kwargs: The request's `mm_processor_kwargs` without `KEY`.
+
+    Methods raise OptionError if the model or an image does not support the method.
     """
 
-    setting: ServedSetting
+    setting: Setting
     info: BaseProcessingInfo
     kwargs: Mapping[str, object]
 
     def shrink(self, items: Any) -> Mapping[str, object]:
-        """Put smaller images in the place of `items["image"]`, and return the keyword arguments that the model's
-        processor needs to leave them as they are."""
+        """Replace `items["image"]`, and return arguments for the model's processor that prevent a second resize."""
         self.check_videos(items)
         images = items.get("image")
         if images is None or not len(images) or isinstance(images, SmallerImages):
@@ -63,49 +69,48 @@ class Shrinker:
                 changed[name] = changed["size"][edge]
         return kwargs | {"images_kwargs": changed}
 
-    def tokens(self, images: Any, index: int) -> int:
-        """Return how many visual tokens one of these images would have after resizing."""
+    def count_tokens(self, images: Any, index: int) -> int:
+        """Return the number of visual tokens of an image after resizing."""
         _, _, smaller, changed = self._changed(images, lambda: [images.get(index)])
         return self._count(ImageProcessorItems(smaller), changed, 0)
 
     def check_videos(self, items: Any) -> None:
-        """Raise OptionError if the method makes videos smaller and there are some."""
+        """Raise OptionError if there are videos and the method would resize them."""
         name = self._method.name
         if self._method.videos and items.get("video"):
             raise OptionError(
-                f"{name} makes the frames of videos smaller too, which this server does not: leave them as they are, "
+                f"{name} also resizes videos, which vLLM does not support. Leave videos unchanged with "
                 f'{{"method": "{name}", "videos": false}}, or use a method that acts on the features, such as uniform'
             )
 
     def _changed(self, images: Any, chosen: Callable[[], list[Any]]) -> tuple[Any, dict[str, Any], Any, dict[str, Any]]:
-        """Return the processor's keyword arguments and its options for images, then `chosen` of the images made
-        smaller, and the options that these need."""
+        """Return the processor's keyword arguments and image options, the resized images, and the options for these."""
         if not isinstance(images, ImageProcessorItems):
             raise OptionError(
-                f"{self._method.name} acts on pixels, and this request brings embeddings: switch it off for the "
-                'request, {"tokenprune": {"off": true}}'
+                f"{self._method.name} acts on pixels, and this request contains embeddings. Switch it off for the "
+                'request with {"tokenprune": {"off": true}}'
             )
-        # As the processor's call will see them: those of the server below those of the request, sorted by modality.
+        # The arguments of the processor's call: the server's merged with the request's, by modality.
         kwargs = self.info._merge_and_resolve_mm_processor_kwargs(self.kwargs)
         options = dict(kwargs.get("images_kwargs") or {})
         smaller, changed = self._patch().resize(chosen(), options)
         return kwargs, options, smaller, changed
 
     def _count(self, images: ImageProcessorItems, options: dict[str, Any], index: int) -> int:
-        """Return how many visual tokens the model's processor makes of one of these images."""
+        """Return the number of visual tokens that the model's processor makes of an image."""
         processor, size = self.info.get_hf_processor(**self.kwargs), images.get_image_size(index)
         rule = find_rule(processor)
         assert rule is not None  # `_patch` refuses processors without one
         return rule.count(SettingsReader(processor, options), size.height, size.width, 1)
 
     def check(self) -> None:
-        """Raise OptionError or BudgetError if the model cannot do what the setting says."""
+        """Raise OptionError or BudgetError if the model does not support the setting."""
         self._patch()
 
     @property
     def _method(self) -> ResizeMethod:
-        assert isinstance(self.setting.pixels, ResizeMethod)
-        return self.setting.pixels
+        assert self.setting.pixel_method is not None
+        return self.setting.pixel_method
 
     def _patch(self) -> Resizer:
         method, processor = self._method, self.info.get_hf_processor(**self.kwargs)
@@ -113,62 +118,62 @@ class Shrinker:
         if rule is None or rule.resizing != "input":
             image_processor = type(processor.image_processor).__name__
             raise OptionError(
-                f"{method.name} cannot be served with this model, whose {image_processor} makes as many tokens of a "
-                "small image as of a large one, and whose vision tower takes one size in vLLM: use a method that "
-                "acts after it, such as pool, uniform or divprune"
+                f"{method.name} cannot be served with this model: {image_processor} makes the same number of tokens of "
+                "small and large images. Use a method that acts after the tower, such as pool or divprune."
             )
         try:
-            return Resizer(method, Budget.from_number(self.setting.share), processor)
+            return Resizer(method, self.setting.pixel_budget, processor)
         except (OptionError, BudgetError):
             raise
         except TokenPruneError as error:
             raise OptionError(str(error)) from error
 
 
-# -- methods that decide by pixels which units of patches enter the tower; worker/tower_packed.py drops the others
+# -- methods that select units of patches by pixels; worker/tower_packed.py drops the other units
 
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
-def kept_units(
-    setting: ServedSetting, item: Any, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object], count: int
+def select_units(
+    setting: Setting, item: Any, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object], count: int
 ) -> tuple[bool, ...]:
-    """Return which of the `count` units of an item stay, in the order of its visual tokens.
+    """Return for each of the `count` units of an item whether it is kept, in the order of its visual tokens.
 
-    item: what the model's processor made of it. kwargs: the request's `mm_processor_kwargs`, without ours.
-    Raises OptionError for an item that brings embeddings.
+    Raises OptionError if the request contains embeddings instead of pixels.
     """
-    method, found = setting.acting, item.get(_PIXELS[modality])
+    method, pixels = get_method(setting), item.get(_PIXELS[modality])
     assert isinstance(method, UnitDropper)
-    if found is None or found.data is None:
+    if pixels is None or pixels.data is None:
         raise OptionError(
-            f"{method.name} looks at pixels, and this request brings embeddings: pass images, or switch it off for the "
-            'request, {"tokenprune": {"off": true}}'
+            f"{method.name} reads pixels, and this request contains embeddings. Pass images, or switch it off for the "
+            'request with {"tokenprune": {"off": true}}'
         )
     side = info.get_hf_config().vision_config.spatial_merge_size
     frames, height, width = item[f"{modality}_grid_thw"].data.tolist()
     grid = (frames, height // side, width // side)
-    colours = _colours(found.data, modality, info, kwargs)
+    colours = _colours(pixels.data, modality, info, kwargs)
     with torch.no_grad():
-        kept = method.keep_units(colours.reshape(*grid, -1), _most(setting, count)).flatten()
+        kept = method.keep_units(colours.reshape(*grid, -1), _count_kept(setting, count)).flatten()
     if len(kept) != count:
-        raise PlaceholderMismatchError(f"{method.name} saw {len(kept)} units of an item that has {count} tokens")
+        raise PlaceholderMismatchError(f"{method.name} returned {len(kept)} units for an item of {count} tokens")
     return tuple(kept.tolist())
 
 
-def _most(setting: ServedSetting, count: int) -> int:
-    return max(1, Budget.from_number(setting.keep).resolve_keep(count))
+def _count_kept(setting: Setting, count: int) -> int:
+    return max(1, setting.budget.resolve_keep(count))
 
 
 def _colours(pixels: Tensor, modality: str, info: BaseProcessingInfo, kwargs: Mapping[str, object]) -> Tensor:
-    """Return float32 `[patches, P]`, colours from 0 to 1: vLLM normalises them on the device, where the model can, and
-    in the model's processor elsewhere."""
+    """Return the colours of the patches from 0 to 1, float32 (patches, values per patch).
+
+    vLLM normalizes pixels on the device if the model supports it, and in the model's processor otherwise.
+    """
     processor = info.get_hf_processor(**kwargs)
-    of = getattr(processor, f"{modality}_processor", None) or processor.image_processor
+    item_processor = getattr(processor, f"{modality}_processor", None) or processor.image_processor
     if info.ctx.get_mm_config().mm_device_do_normalize:
-        return pixels.float() * getattr(of, "rescale_factor", 1 / 255)
-    if not of.do_normalize:
+        return pixels.float() * getattr(item_processor, "rescale_factor", 1 / 255)
+    if not item_processor.do_normalize:
         return pixels.float()
-    mean, std = torch.tensor([of.image_mean, of.image_std], dtype=torch.float32, device="cpu")
+    mean, std = torch.tensor([item_processor.image_mean, item_processor.image_std], dtype=torch.float32, device="cpu")
     channels = pixels.float().view(len(pixels), len(std), -1)
     return torch.addcmul(mean[:, None], channels, std[:, None]).flatten(1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between vLLM's request and the plugin: what serves a request is resolved once, and then only read.
+"""The resolution of requests: each request gets its settings once, which the later steps only read.
 
-A processor asks the policy of its server for a `ServedRequest`, and has it served. The policy of a plain setting stands
-here. Where a setting names a key of `tokenprune.integrations.vllm.gateway`, that package's policy stands in its place.
+`RequestPolicy` handles servers with a plain setting. If the configuration has a key of
+`tokenprune.integrations.vllm.gateway`, the policy of that package replaces it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from tokenprune.errors import TokenPruneError
 from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.vllm.frontend import metrics
 from tokenprune.integrations.vllm.frontend.items import CountedDetails
-from tokenprune.integrations.vllm.frontend.served import BY_KEY, Served, ServedRequest, is_of_input, selecting
-from tokenprune.integrations.vllm.log import tell
-from tokenprune.integrations.vllm.settings.configuration import checked, configured, in_llm
+from tokenprune.integrations.vllm.frontend.served import (
+    BY_KEY,
+    RequestRecord,
+    ServedRequest,
+    is_input_error,
+    wrap_method_errors,
+)
+from tokenprune.integrations.vllm.log import log_event
+from tokenprune.integrations.vllm.settings.configuration import check_request_setting, get_server_setting, runs_in_llm
+from tokenprune.integrations.vllm.settings.items import get_label, get_method
+from tokenprune.integrations.vllm.settings.keys import DEFAULT, NO_SETTING, REQUEST
+from tokenprune.integrations.vllm.settings.parse import parse_request
 from tokenprune.integrations.vllm.settings.position_checks import check_placeholders
-from tokenprune.integrations.vllm.settings.servable import DEFAULT, NOTHING, REQUEST
 from tokenprune.integrations.vllm.settings.server_config import get_server_config, needs_gateway
-from tokenprune.integrations.vllm.settings.settings import of_request
 from tokenprune.integrations.vllm.settings.tower_items import check_items
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower
 
@@ -32,9 +39,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RequestRun:
-    """A request on its way through vLLM's processor. It can be processed again, under another setting.
+    """A request in vLLM's processor. It can be processed again under another setting.
 
-    processor: a `ReducingProcessor`. inputs: vLLM's `ProcessorInputs`, without our key. args, kwargs: of its `apply`.
+    Args:
+        processor: A `ReducingProcessor`.
+        inputs: vLLM's `ProcessorInputs` without `KEY`.
+        args: Further positional arguments of `apply`.
+        kwargs: Further keyword arguments of `apply`.
     """
 
     processor: Any
@@ -47,111 +58,113 @@ class RequestRun:
         return self.inputs.mm_data_items.get_all_counts()
 
     def check(self, request: ServedRequest) -> None:
-        """Raise a TokenPruneError for a prompt, or items, that do not go with a setting. No image is read."""
-        model, setting = self.processor.of_model, request.setting
-        with selecting(setting):
-            if model.family.vllm.mrope and not setting.is_off:
-                reduces = not all(one.removes_nothing for items in request.items.values() for one in items)
+        """Raise a TokenPruneError if the prompt or an item does not support its setting. No image is read."""
+        model, setting = self.processor.model_items, request.setting
+        with wrap_method_errors(setting):
+            if model.family.vllm.mrope and not setting.off:
+                reduces = not all(item.keeps_all_tokens for items in request.items.values() for item in items)
                 check_placeholders(self.inputs.prompt, self.counts, model.config, reduces)
             if reads_tower(setting.method) or acts_in_tower(setting.method):
-                check_items(setting.acting, request.items, self.inputs.mm_data_items, model.info)
+                check_items(get_method(setting), request.items, self.inputs.mm_data_items, model.info)
 
     def process(self, request: ServedRequest) -> tuple[Any, list[CountedDetails]]:
-        """Return what vLLM makes of a request, and the numbers of each item. Raises a TokenPruneError for one that
-        cannot be served so."""
-        own = self.processor.serving(request)
-        # A copy, which a method that acts on pixels writes to.
+        """Return vLLM's result for the request, and the details of each item; raise a TokenPruneError if it fails."""
+        processor = self.processor.for_request(request)
+        # A copy, because a method that acts on pixels replaces items.
         items = type(self.inputs.mm_data_items)(self.inputs.mm_data_items)
-        made = own.apply(dataclasses.replace(self.inputs, mm_data_items=items), *self.args, **self.kwargs)
+        result = processor.apply(dataclasses.replace(self.inputs, mm_data_items=items), *self.args, **self.kwargs)
         if (promise := getattr(self.inputs.cache, "promise", None)) is not None:  # see SenderCache
             uncached = dataclasses.replace(self, inputs=dataclasses.replace(self.inputs, cache=None))
-            promise(made["mm_kwargs"], lambda: uncached.process(request)[0]["mm_kwargs"])
-        return made, own.written
+            promise(result["mm_kwargs"], lambda: uncached.process(request)[0]["mm_kwargs"])
+        return result, processor.prompt_texts
 
 
 @dataclass(frozen=True)
 class RequestPolicy:
-    """The policy of a server with a plain setting: requests are served under it, or under what they write over it."""
+    """The policy of a server with a plain setting, which requests may override."""
 
     model_config: Any
 
-    def resolve(self, asked: Any, counts: Mapping[str, int]) -> ServedRequest:
-        """Return what serves a request with so many items of each modality. asked: its value of our key. Raises a
-        TokenPruneError for a setting that is wrong, or that this server does not serve."""
-        served = Served()
-        with metrics.refusing(self.model_config, "setting", served):
-            return self._resolve(asked, counts, served)
+    def resolve(self, requested: Any, counts: Mapping[str, int]) -> ServedRequest:
+        """Resolve the settings of a request with this value of `KEY` and these numbers of items by modality.
 
-    def _resolve(self, asked: Any, counts: Mapping[str, int], served: Served) -> ServedRequest:
-        setting = of_request(configured(self.model_config) or {}, asked)
-        served.by, served.profile = (BY_KEY, REQUEST) if asked else (DEFAULT, DEFAULT)
-        return ServedRequest.of(checked(setting, self.model_config), counts, served)
+        Raises a TokenPruneError if the setting is invalid, or not allowed on this server.
+        """
+        served = RequestRecord()
+        with metrics.count_refusals(self.model_config, "setting", served):
+            return self._resolve(requested, counts, served)
+
+    def _resolve(self, requested: Any, counts: Mapping[str, int], served: RequestRecord) -> ServedRequest:
+        setting = parse_request(get_server_setting(self.model_config) or {}, requested)
+        served.by, served.profile = (BY_KEY, REQUEST) if requested else (DEFAULT, DEFAULT)
+        return ServedRequest.build(check_request_setting(setting, self.model_config), counts, served)
 
     def serve(self, request: ServedRequest, run: RequestRun) -> Any:
-        """Have a request processed, and return what vLLM makes of it. Raises a TokenPruneError for one that cannot be
-        served; all is counted and logged."""
-        with metrics.refusing(self.model_config, "input", request.served):
-            request, made, items = self._processed(request, run)
+        """Process a request, count and log it, and return vLLM's result; raise a TokenPruneError if it fails."""
+        with metrics.count_refusals(self.model_config, "input", request.served):
+            request, result, items = self._process_or_fall_back(request, run)
         self.observe(request, run, items)
-        return made
+        return result
 
-    def _processed(self, request: ServedRequest, run: RequestRun) -> tuple[ServedRequest, Any, list[CountedDetails]]:
-        """Return what served a request, and what `RequestRun.process` returns."""
+    def _process_or_fall_back(
+        self, request: ServedRequest, run: RequestRun
+    ) -> tuple[ServedRequest, Any, list[CountedDetails]]:
+        """Return the request that was served (possibly the fallback), and the result of `RequestRun.process`."""
         try:
             return request, *self._process(request, run)
         except TokenPruneError as error:
-            if (instead := request.instead) is not None:
-                logger.debug("a request is served in full: %s", error)
-                made = instead, *self._process(instead, run)
-            outcome = "input" if is_of_input(error) else "refused" if instead is None else "full"
+            if (fallback := request.fallback) is not None:
+                logger.debug("a request is served unpruned: %s", error)
+                result = fallback, *self._process(fallback, run)
+            outcome = "input" if is_input_error(error) else "refused" if fallback is None else "full"
             metrics.add(self.model_config, "failures", request.served.profile, outcome)
-            if instead is None:
+            if fallback is None:
                 raise
-            return made
+            return result
 
     def _process(self, request: ServedRequest, run: RequestRun) -> tuple[Any, list[CountedDetails]]:
         run.check(request)
         return run.process(request)
 
     def observe(self, request: ServedRequest, run: RequestRun, items: list[CountedDetails]) -> None:
-        """Write the record of a request that is served, for the answer, and count and log it."""
+        """Complete the record of a served request, count and log it."""
         served, setting, counts = request.served, request.setting, run.counts
-        served.full, served.method, served.keep = request.full, setting.label()[0], setting.whole_keep
+        served.full, served.method, served.keep = request.full, get_label(setting)[0], setting.joint_keep
         served.images, served.videos = counts.get("image", 0), counts.get("video", 0)
-        served.tokens_in, served.tokens_out = sum(one.before for one in items), sum(one.after for one in items)
-        for one in items:
-            metrics.visual(self.model_config, one.label, one.before, one.after)
+        served.tokens_in, served.tokens_out = sum(item.before for item in items), sum(item.after for item in items)
+        for item in items:
+            metrics.add_visual_tokens(self.model_config, item.label, item.before, item.after)
         metrics.add(self.model_config, "requests", served.profile, served.by)
         if get_server_config(self.model_config).log:
-            tell("request", **served.request_id(), **served.fields())
+            log_event("request", **served.request_id(), **served.fields())
 
     def check_parameters(self, params: Any) -> None:
-        """Raise an error for sampling parameters, or a request that has some, which this server cannot answer."""
-        if in_llm(self.model_config):
+        """Raise an error for sampling parameters that this server does not support."""
+        if runs_in_llm(self.model_config):
             from tokenprune.integrations.vllm.in_llm.attach import check_request
 
             check_request(params)
 
-    def facts(self) -> dict[str, list[str]]:
-        """Return what the line at the start says beside the setting (see `announce.facts`)."""
+    def collect_facts(self) -> dict[str, list[str]]:
+        """Return facts for the log line at the start (see `announce.collect_facts`)."""
         return {"profiles": [], "policy": [], "hooks": []}
 
     def start_at_zero(self) -> None:
-        """Make the counters of a server, so that the first request is a rise that an alert can see."""
+        """Create the server's counters."""
         metrics.start_at_zero(self.model_config)
 
 
-_gateway_policy: Callable[[], type[RequestPolicy]]  # set by the plugin when it registers
+_gateway_policy: Callable[[], type[RequestPolicy]]  # set when the plugin is registered
 
 
-def policy_of(model_config: Any, asked: Any = NOTHING) -> RequestPolicy:
-    """Return the policy of a server for a request. asked: the request's value of our key."""
-    if not needs_gateway(model_config, asked):
+def get_policy(model_config: Any, requested: Any = NO_SETTING) -> RequestPolicy:
+    """Return the policy for a request with this value of `KEY`."""
+    if not needs_gateway(model_config, requested):
         return RequestPolicy(model_config)
     return _gateway_policy()(model_config)
 
 
 def use_gateway(policy: Callable[[], type[RequestPolicy]]) -> None:
-    """Set the function that imports and returns the policy class for keys of the gateway."""
+    """Set the function that imports and returns the policy class of the gateway."""
     global _gateway_policy
     _gateway_policy = policy

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front end's cache of processed images, in step with the engine's.
+"""The front end's cache of processed images, synchronized with the engine's cache.
 
-vLLM's front end sends an image that it has processed before by its hash alone, and takes for granted that the engine
-still holds it. The engine may not: the request that should have taken the image along was refused, or its client left;
-or requests were sent in another order than they were processed in, or some not at all, so that the two caches let go of
-different images. vLLM answers such a request with an error, in a stream behind HTTP 200.
+vLLM's front end sends only the hash of an image that it has processed before, and assumes that the engine still holds
+the image. That may be wrong: a request with the image was refused or its client disconnected, or requests were sent
+and processed in different orders, so that the two caches evicted different images. vLLM answers such a request with an
+error, in a stream after HTTP 200.
 
-So we keep account of the engine's cache in the order in which it gets requests, and an image that is not there is
-processed once more just before its request is sent.
+This module tracks the engine's cache in the order of sent requests. It processes a missing image again just before its
+request is sent.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from vllm.utils.cache import LRUCache
 
 from tokenprune.integrations.shared.attachable import swap_class
 from tokenprune.integrations.vllm.compat import on_start
-from tokenprune.integrations.vllm.settings.configuration import configured
+from tokenprune.integrations.vllm.settings.configuration import get_server_setting
 
 logger = logging.getLogger(__name__)
-Items = Mapping[str, list[Any]]  # of a request, by modality
+Items = Mapping[str, list[Any]]  # items of a request by modality
 
 
 class EngineAccount(LRUCache):
-    """Account of the engine's cache: bytes of each item, by its hash, in the same order of eviction.
+    """Model of the engine's cache: bytes of each item by hash, with the same eviction order.
 
-    certain: hashes of the items that are there. Others of the account may be, and count as far as room goes.
+    Attributes:
+        certain: Hashes of items that the engine holds. Other items of the account may be there, and use memory.
     """
 
     def __init__(self, capacity: float) -> None:
@@ -48,43 +49,43 @@ class EngineAccount(LRUCache):
         self.certain.discard(key)
 
     def add(self, key: str, item: Any) -> None:
-        """Note an item that is sent; the engine puts it in place of what it has under its hash."""
+        """Record an item that is sent. The engine replaces an item with the same hash."""
         self.pop(key, None)
         if self.put_if_fits(key, MultiModalCache.get_item_size(item)):
             self.certain.add(key)
 
 
-class Again:
-    """The items of a request, processed once more when one of them is asked for."""
+class Reprocessing:
+    """The items of a request, processed again on first access."""
 
     def __init__(self, process: Callable[[], Items]) -> None:
         self._process = process
 
     @cached_property
     def items(self) -> Items | None:
-        """None if that fails, as for an item of which the client sent a name alone."""
+        """The items, or None if processing fails, as for an item that the client sent by name only."""
         try:
             return self._process()
         except Exception as error:
-            logger.warning("an image that the engine has lost was not processed again", exc_info=error)
+            logger.warning("cannot process an image again that the engine no longer holds", exc_info=error)
             return None
 
 
 class PromisedItem(MultiModalKwargsItem):
-    """An item that goes by its hash alone if the engine holds it when its request is sent."""
+    """An item that is sent by its hash if the engine holds it at that time."""
 
-    def __init__(self, again: Again, modality: str, index: int) -> None:
-        self._again: Again | None = again
-        self._place = modality, index
+    def __init__(self, reprocessing: Reprocessing, modality: str, index: int) -> None:
+        self._reprocessing: Reprocessing | None = reprocessing
+        self._key = modality, index
 
     def make(self) -> Any:
-        """Return the item itself; None if it cannot be made, or is no longer promised."""
-        items = None if self._again is None else self._again.items
-        return None if items is None else items[self._place[0]][self._place[1]]
+        """Return the processed item, or None if that fails or the item was released."""
+        items = None if self._reprocessing is None else self._reprocessing.items
+        return None if items is None else items[self._key[0]][self._key[1]]
 
     def forget(self) -> None:
-        """Let go of the request's images: vLLM keeps the object until the request is answered."""
-        self._again = None
+        """Release the request's images. vLLM keeps this object until the request is answered."""
+        self._reprocessing = None
 
     @property
     def data(self) -> Any:
@@ -92,29 +93,29 @@ class PromisedItem(MultiModalKwargsItem):
 
 
 class SenderCache(LruKeyReplicatedSenderCache):
-    """Mixed into vLLM's cache, which goes by the order in which requests are processed. `_held`: the account."""
+    """Mixin for vLLM's cache, which follows the order of processed requests."""
 
-    _held: EngineAccount
+    _held: EngineAccount  # items that the engine holds
 
     def promise(self, items: Any, process: Callable[[], Items]) -> None:
-        """Put a promise in place of each item of a request that would be sent by its hash alone. process: returns all
-        items of the request, processed once more."""
-        again = Again(process)
-        for modality, own in items.items():
+        """Replace items that would be sent by hash by promised items. `process` returns all items again."""
+        reprocessing = Reprocessing(process)
+        for modality, of_modality in items.items():
             items[modality] = [
-                PromisedItem(again, modality, index) if item is None else item for index, item in enumerate(own)
+                PromisedItem(reprocessing, modality, index) if item is None else item
+                for index, item in enumerate(of_modality)
             ]
 
-    def lacking(self, request: Any) -> list[PromisedItem]:
+    def find_missing(self, request: Any) -> list[PromisedItem]:
         """Return the promised items of a request that the engine does not hold now."""
         features = request.mm_features or ()
-        promised = [(one.data, _key(one)) for one in features if isinstance(one.data, PromisedItem)]
+        promised = [(feature.data, _key(feature)) for feature in features if isinstance(feature.data, PromisedItem)]
         return [item for item, key in promised if key not in self._held.certain]
 
     def settle(self, request: Any) -> None:
-        """Replace the promised items of a request that is sent now, and note what the engine holds then."""
+        """Resolve the promised items of a request that is sent now, and record the items that the engine then holds."""
         features = request.mm_features or ()
-        for feature in features:  # the engine, too, touches all before it lets go of any
+        for feature in features:  # the engine also touches all items before it evicts one
             self._held.touch(_key(feature))
         for feature in features:
             key, item = _key(feature), feature.data
@@ -127,11 +128,11 @@ class SenderCache(LruKeyReplicatedSenderCache):
                 self._held.add(key, feature.data)
 
     @contextmanager
-    def sending(self, request: Any) -> Iterator[None]:
-        """Send a settled request within. If sending fails or is interrupted, the request's items are uncertain."""
+    def track_sending(self, request: Any) -> Iterator[None]:
+        """Send a settled request in this context. If sending fails, the request's items become uncertain."""
         try:
             yield
-        except MultiModalCacheMissError:  # of an engine in this process
+        except MultiModalCacheMissError:  # raised by an engine in this process
             self.distrust()
             raise
         except BaseException:
@@ -139,14 +140,14 @@ class SenderCache(LruKeyReplicatedSenderCache):
             raise
 
     def distrust(self) -> None:
-        """Treat every item of the account as uncertain, because the engine missed an item or dropped all of them."""
+        """Mark every item of the account as uncertain, because the engine missed an item or dropped all items."""
         self._held.certain.clear()
 
     def read_misses(self, outputs: Any) -> None:
         """Distrust the account if the engine reports a miss in `outputs`, an `EngineCoreOutputs`.
 
-        vLLM's own reaction does not suffice: 0.33 calls `invalidate` only when it processes the next image, and not for
-        an item that the front end's cache has dropped.
+        vLLM's own handling is not enough: 0.33 calls `invalidate` only when it processes the next image, and not for an
+        item that the front end's cache has evicted.
         """
         if any(output.mm_cache_miss_hashes for output in outputs.outputs):
             self.distrust()
@@ -164,25 +165,22 @@ def _key(feature: Any) -> str:
     return feature.mm_hash or feature.identifier
 
 
-def keep_in_step() -> None:
-    """Make each new engine keep account in its front end's cache. A server without a setting behaves as before."""
+def sync_sender_caches() -> None:
+    """Synchronize the cache of each new engine whose server has a setting."""
     on_start(_note)
 
 
 def _note(engine: Any) -> None:
-    if configured(engine.vllm_config.model_config) is not None:
-        # Where vLLM processes images, one request at a time.
+    if get_server_setting(engine.vllm_config.model_config) is not None:
+        # vLLM processes images here, one request at a time.
         executor = getattr(engine.renderer, "_mm_executor", None)
         _follow(engine.renderer.mm_processor_cache, engine.engine_core, executor)
 
 
 def _follow(cache: Any, client: Any, executor: Executor | None = None) -> None:
-    """Keep the account of the front end's cache, by wrapping methods of the engine's client.
+    """Track the engine's cache by wrapping methods of the engine's client (an `EngineCoreClient`).
 
-    Args:
-        cache: The front end's cache. Caches of other kinds send images in full or share them, and are left alone.
-        client: Client of the engine, an `EngineCoreClient`.
-        executor: Where a server processes images; None for asyncio's default executor.
+    Other kinds of caches send or share images in full and are not tracked. A server processes images in `executor`.
     """
     if type(cache) is not LruKeyReplicatedSenderCache:
         return
@@ -195,15 +193,15 @@ def _follow(cache: Any, client: Any, executor: Executor | None = None) -> None:
     @functools.wraps(send)
     def add_request(request: Any) -> None:
         cache.settle(request)
-        with cache.sending(request):
+        with cache.track_sending(request):
             send(request)
 
     @functools.wraps(send_async)
     async def add_request_async(request: Any) -> None:
-        for item in cache.lacking(request):
+        for item in cache.find_missing(request):
             await asyncio.get_running_loop().run_in_executor(executor, item.make)
-        cache.settle(request)  # nothing else runs until the request is on its way
-        with cache.sending(request):
+        cache.settle(request)  # no other task runs until the request is sent
+        with cache.track_sending(request):
             await send_async(request)
 
     @functools.wraps(receive)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The setting of a request, resolved once; and the record of it, which metrics, the log and the answer show."""
+"""A request with its resolved settings, and its record for metrics, the log and the answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenprune.errors import OptionError, TokenPruneError
-from tokenprune.integrations.vllm.settings.servable import DEFAULT
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.items import get_cache_key, get_label, settings_of_items
+from tokenprune.integrations.vllm.settings.keys import DEFAULT, KEY
+from tokenprune.settings import Setting
 
 logger = logging.getLogger(__name__)
 
@@ -20,17 +21,21 @@ NAME, BY_KEY, CALLER, LOAD = "name", "key", "caller", "load"
 
 
 @dataclass
-class Served:
-    """The record of a request, and of what serves it.
+class RequestRecord:
+    """Record of a request and of the setting that serves it.
 
-    by:       who chose the profile: "name" (the model's, in the request), "key" (the request's own), "caller" (the
-              server's rule of callers), "load" (its overload policy) or "default".
-    request:  the request's id, None where there is none; see log.py.
-    profile, full, method, keep, images, videos, tokens_in, tokens_out: written once the request's images and videos
-              were read. full: "rollout" or "failure" if it is served in full, though its setting would reduce it;
-              else None. keep: a share, or a whole number of tokens. tokens: visual ones.
-    shadow:   visual tokens that a request would have kept without the rollout; None: it would have failed.
-    aged:     under a setting by age, images that have another keep than the newest; else None.
+    `profile` and the attributes from `method` to `tokens_out` are set after the request's items were read.
+
+    Attributes:
+        by: Who selected the profile: "name" (the model name in the request), "key" (the request's own key), "caller"
+            (the server's rule of callers), "load" (the overload policy) or "default".
+        request: Id of the request, or None (see log.py).
+        full: "rollout" or "failure" if the request is served unpruned although its setting would prune it.
+        keep: Share, or number of tokens.
+        tokens_in: Visual tokens before pruning.
+        tokens_out: Visual tokens after pruning.
+        shadow: Visual tokens that the request would have kept without the rollout. None if it would have failed.
+        aged: Under a budget by age, the number of images with another keep than the newest image.
     """
 
     by: str = DEFAULT
@@ -47,81 +52,88 @@ class Served:
     aged: int | None = None
 
     @property
-    def done(self) -> bool:
-        """True once images or videos were read."""
+    def has_items(self) -> bool:
+        """True if images or videos were read."""
         return self.images + self.videos > 0
 
     def fields(self) -> dict[str, Any]:
-        """Return names and numbers, of which a client wrote none."""
+        """Return the fields to show. They contain no text from the client."""
         names = ("profile", "by", "method", "keep", "images", "videos", "tokens_in", "tokens_out")
         more = {"aged": self.aged, "full": self.full, "shadow": self.shadow}
-        said = {name: getattr(self, name) for name in names}
-        return said | {name: value for name, value in more.items() if value is not None}
+        fields = {name: getattr(self, name) for name in names}
+        return fields | {name: value for name, value in more.items() if value is not None}
 
     def request_id(self) -> dict[str, str]:
-        """Return the field of the log that tells requests apart; none for a request without an id."""
+        """Return the log field with the request's id, or no field without an id."""
         return {} if self.request is None else {"request": self.request}
 
 
 class MethodError(OptionError):
-    """A method's own code fails on a request, whose setting and input are right as far as is known."""
+    """A method's own code failed on a request with a valid setting and input."""
 
 
-def is_of_input(error: Exception) -> bool:
-    """Return True for what is wrong with a request whose setting is right, False where its method failed: clients can
-    bring the first about at will, and nobody has to be called for it."""
+def is_input_error(error: Exception) -> bool:
+    """Return True if a request failed because of its input, False if the method failed.
+
+    Clients can cause input errors at will, so input errors should not raise alerts.
+    """
     return isinstance(error, ValueError) and not isinstance(error, MethodError)
 
 
 @contextmanager
-def selecting(setting: ServedSetting) -> Iterator[None]:
-    """Turn an error of a method's own code into ours: it is answered with HTTP 400, or by what `on_error` says. The log
-    has where it came from."""
+def wrap_method_errors(setting: Setting) -> Iterator[None]:
+    """Convert errors of a method's own code to MethodError, which is answered with HTTP 400 or handled by `on_error`.
+
+    The log shows the original traceback.
+    """
     try:
         yield
     except TokenPruneError:
         raise
     except Exception as error:
-        name = setting.label()[0]
+        name = get_label(setting)[0]
         logger.warning("%s failed on a request", name, exc_info=error)
         raise MethodError(
-            f"{KEY}: {name} failed on this request ({type(error).__name__}): switch it off, "
-            f'{{"{KEY}": {{"off": true}}}}, or ask for another profile'
+            f"{KEY}: {name} failed on this request ({type(error).__name__}). Switch it off with "
+            f'{{"{KEY}": {{"off": true}}}}, or select another profile.'
         ) from error
 
 
 @dataclass(frozen=True)
 class ServedRequest:
-    """A request as it is served.
+    """A request with its resolved settings.
 
-    setting: in force for the request. items: what it is to each of its items, by modality and in their order.
-    served:  the record of the request. full: see `Served`.
-    instead: what serves the request where this fails; None: it is refused then.
+    Args:
+        setting: Setting of the request.
+        items: Setting of each item, by modality.
+        served: Record of the request.
+        full: See `RequestRecord`.
+        fallback: Request that is served instead if this one fails. None: the request is refused.
     """
 
-    setting: ServedSetting
-    items: Mapping[str, tuple[ServedSetting, ...]]
-    served: Served
+    setting: Setting
+    items: Mapping[str, tuple[Setting, ...]]
+    served: RequestRecord
     full: str | None = None
-    instead: ServedRequest | None = None
+    fallback: ServedRequest | None = None
 
     @classmethod
-    def of(cls, setting: ServedSetting, counts: Mapping[str, int], served: Served, **more: Any) -> ServedRequest:
-        """Resolve a setting for a request with so many items of each modality."""
-        items = {modality: setting.of_items(modality, count) for modality, count in counts.items()}
+    def build(cls, setting: Setting, counts: Mapping[str, int], served: RequestRecord, **more: Any) -> ServedRequest:
+        """Resolve a setting for a request with these numbers of items by modality."""
+        items = {modality: settings_of_items(setting, modality, count) for modality, count in counts.items()}
         return cls(setting, items, served, **more)
 
     def without_cached(self, cached: Mapping[str, list[bool]]) -> ServedRequest:
-        """Return the same for those items alone that are not cached, which vLLM counts anew."""
+        """Return the request with only the uncached items. vLLM numbers these from 0."""
         items = {
-            modality: tuple(one for one, hit in zip(self.items.get(modality, ()), hits, strict=True) if not hit)
+            modality: tuple(setting for setting, hit in zip(self.items.get(modality, ()), hits, strict=True) if not hit)
             for modality, hits in cached.items()
         }
         return dataclasses.replace(self, items=items)
 
     def cache_key(self, modality: str, index: int) -> dict[str, Any]:
-        """Return what tells an item under its setting from the same item under others."""
-        return self.items[modality][index].cache_key()
+        """Return the fields that distinguish an item under its setting from the item under other settings."""
+        return dict(get_cache_key(self.items[modality][index]))
 
-    def count(self, item: Any) -> Any:
-        """Return what else is counted of a `PromptItem`: nothing, here."""
+    def get_shadow(self, item: Any) -> Any:
+        """Return the additional record of a `PromptItem`. None, except for rollouts."""

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of a vLLM server's setting beside the reduction: profiles, callers, load, limits, rollouts, budgets by age.
+"""Server keys beside the setting: profiles, callers, load, limits, rollouts and budgets by age.
 
-`tokenprune.integrations.vllm` reduces images under one setting. This package stands behind its seam, `RequestPolicy`,
-and chooses the setting of each request: by its profile (`profiles`), its caller (`callers`), the load
-(`overload`, `in_flight`), a rollout or the age of an image (`policy`). It reads a file again on SIGHUP (`reload`,
-`grace`), and says in an answer what served it (`answers`). Methods that act inside the language model are in `in_llm`.
+`tokenprune.integrations.vllm` prunes images under one setting. This package implements `RequestPolicy` and selects the
+setting of each request: by profile (`profiles`), caller (`callers`), load (`overload`, `in_flight`), rollout or the age
+of an image (`policy`). It reloads its file on SIGHUP (`reload`) and reports the setting in the answer (`answers`).
 
-It lies in the same wheel because vLLM loads one entry point, and the settings of both arrive in one key. It is imported
-where a setting or a request names one of its keys, and in the process of an HTTP server. `LLM(...)` with a plain
-setting, engines and workers run without it.
+The package is imported if a setting or a request has one of its keys, and in the process of an HTTP server.
+`LLM(...)` with a plain setting, engines and workers run without it.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of what served a request, in its answer: the header `x-tokenprune`, and beside vLLM's own usage details.
+"""The record of a request in its answer: the header `x-tokenprune`, and a field in vLLM's usage details.
 
-vLLM has no place for a plugin to do this that is there without flags: `--middleware` and endpoint plugins have to be
-asked for by the operator. So we follow the function by which it adds its own middleware, and the one that writes the
-details. Where one of them is missing its half is left out.
+vLLM's extension points for this (`--middleware` and endpoint plugins) need command-line flags. The plugin therefore
+wraps the function that adds vLLM's own middleware, and the function that writes the usage details. If one function is
+missing, its half is omitted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenprune.integrations.vllm.compat import HOOKS, is_wrapped, missing_hooks, then
-from tokenprune.integrations.vllm.frontend.served import Served
+from tokenprune.integrations.vllm.compat import HOOKS, call_after, is_wrapped, missing_hooks
+from tokenprune.integrations.vllm.frontend.served import RequestRecord
+from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.integrations.vllm.settings.server_config import HTTP
-from tokenprune.integrations.vllm.settings.settings import KEY
 
 HEADER = "x-tokenprune"
 _Message = MutableMapping[str, Any]
@@ -26,39 +26,45 @@ _Send = Callable[[_Message], Awaitable[None]]
 
 @dataclass
 class Exchange:
-    """A request over HTTP and its answer. headers: the client's, names in lower case; they may hold secrets.
-    served: of each of its prompts with images or videos; a batch has several."""
+    """An HTTP request and its answer.
+
+    Attributes:
+        headers: Headers of the client, with lower-case names. They may contain secrets.
+        records: Record of each prompt with images or videos. A batch has several prompts.
+    """
 
     headers: Sequence[tuple[bytes, bytes]] = field(default=(), repr=False)
-    served: list[Served] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
 
     @property
     def header_id(self) -> str | None:
         """The client's X-Request-Id."""
-        given = dict(self.headers).get(b"x-request-id")
-        return None if given is None else given.decode("latin-1")
+        value = dict(self.headers).get(b"x-request-id")
+        return None if value is None else value.decode("latin-1")
 
     @property
-    def only(self) -> Served | None:
-        """The record of what served the request, if that is one thing."""
-        done = [one for one in self.served if one.done]
-        return done[0] if len(done) == 1 else None
+    def single_record(self) -> RequestRecord | None:
+        """The record of the only prompt with images or videos, or None."""
+        records = [record for record in self.records if record.has_items]
+        return records[0] if len(records) == 1 else None
 
 
 _exchange: ContextVar[Exchange | None] = ContextVar("tokenprune_exchange", default=None)
 
 
-def current() -> Exchange:
-    """Return the exchange in which this runs; one that nobody reads outside of any."""
+def get_exchange() -> Exchange:
+    """Return the current exchange, or an empty one outside of a request."""
     return _exchange.get() or Exchange()
 
 
-def header(served: Served) -> str:
-    """Return the value of the header: `divprune;keep=0.25;profile=fast;by=name;in=576;out=144`, and after it
-    `;aged=3` where three images are older than the keep of the newest, and `;full=rollout;shadow=144` for a request
-    that is served in full though its setting would keep 144."""
-    said = served.fields()
-    more = "".join(f";{name}={said[name]}" for name in ("aged", "full", "shadow") if name in said)
+def format_header(served: RequestRecord) -> str:
+    """Format a record as `divprune;keep=0.25;profile=fast;by=name;in=576;out=144`.
+
+    `;aged=3` is appended if three images keep fewer tokens than the newest image, and `;full=rollout;shadow=144` if the
+    request is served unpruned although its setting would keep 144 tokens.
+    """
+    fields = served.fields()
+    more = "".join(f";{name}={fields[name]}" for name in ("aged", "full", "shadow") if name in fields)
     return (
         f"{served.method};keep={served.keep};profile={served.profile};by={served.by};in={served.tokens_in};"
         f"out={served.tokens_out}{more}"
@@ -78,8 +84,8 @@ class ServedHeader:
         exchange = Exchange(tuple(scope.get("headers") or ()))
 
         async def with_header(message: _Message) -> None:
-            if message["type"] == "http.response.start" and (served := exchange.only) is not None:
-                message["headers"] = [*message.get("headers", ()), (HEADER.encode(), header(served).encode())]
+            if message["type"] == "http.response.start" and (served := exchange.single_record) is not None:
+                message["headers"] = [*message.get("headers", ()), (HEADER.encode(), format_header(served).encode())]
             await send(message)
 
         token = _exchange.set(exchange)
@@ -95,12 +101,12 @@ def _add_middleware(result: Any, args: Any, app: Any, supported_tasks: Any) -> A
 
 
 def _add_details(details: Any, *_: Any, **__: Any) -> Any:
-    if details is not None and (served := current().only) is not None:
+    if details is not None and (served := get_exchange().single_record) is not None:
         setattr(details, KEY, served.fields())
     return details
 
 
-_PLACES: dict[str, Any] = {"header": _add_middleware, "usage": _add_details}
+_HANDLERS: dict[str, Any] = {"header": _add_middleware, "usage": _add_details}
 
 
 def is_server() -> bool:
@@ -109,21 +115,21 @@ def is_server() -> bool:
 
 
 def attach() -> None:
-    """Add the header and the usage details from now on, in the process of a server."""
+    """Add the header and the usage details in the process of a server."""
     if not is_server():
         return
-    for kind, after in _PLACES.items():
+    for kind, after in _HANDLERS.items():
         if not missing_hooks(kind):
-            then(*_place(kind), after)
+            call_after(*_find_hook(kind), after)
 
 
-def attached() -> list[str]:
-    """Return "header" and "usage", as far as they are added in this process."""
-    places = {kind: _place(kind) for kind in _PLACES}
-    return [kind for kind, (module, name) in places.items() if is_wrapped(getattr(module, name, None))]
+def list_attached() -> list[str]:
+    """Return the attached hooks of this process, a subset of "header" and "usage"."""
+    hooks = {kind: _find_hook(kind) for kind in _HANDLERS}
+    return [kind for kind, (module, name) in hooks.items() if is_wrapped(getattr(module, name, None))]
 
 
-def _place(kind: str) -> tuple[Any, str]:
-    """Return the module and the name of a hook; None for a module that nobody has imported."""
+def _find_hook(kind: str) -> tuple[Any, str]:
+    """Return the module (None if not imported) and the name of a hook."""
     module, _, name = next(iter(HOOKS[kind])).partition(":")
     return sys.modules.get(module), name

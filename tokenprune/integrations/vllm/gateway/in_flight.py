@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in flight, by which the policy under load chooses a profile: of one API server, and of all on a host.
+"""Requests in flight of one API server and of all API servers on a host, for the overload policy.
 
-The API servers of one `vllm serve --api-server-count` share a folder for their metrics, which vLLM names in
-`PROMETHEUS_MULTIPROC_DIR`. Each writes its own number into a file there, and adds those of the others to its own. A
-file is locked as long as its process runs, so that what a killed one has left counts no longer.
+The API servers of one `vllm serve --api-server-count` share a folder for metrics, `PROMETHEUS_MULTIPROC_DIR`. Each
+writes its number into a file there and adds the numbers of the others to its own. A file is locked while its process
+runs, so files of killed processes do not count.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from tokenprune.integrations.vllm.frontend import metrics
-from tokenprune.integrations.vllm.settings.overload import Overload, StepInForce
-from tokenprune.integrations.vllm.settings.servable import DEFAULT
+from tokenprune.integrations.vllm.settings.keys import DEFAULT
+from tokenprune.integrations.vllm.settings.overload import Overload, OverloadState
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig, get_server_config
 
 _PREFIX, _SUFFIX = "tokenprune-in-flight-", ".count"  # prometheus_client reads *.db there
 _BYTES = 8
-_EVERY = 0.1  # seconds after which others know of a request that has ended
+_INTERVAL = 0.1  # seconds between publications
 
 
 class SharedCount:
-    """The numbers of the API servers that share a folder. Raises OSError where this process cannot write there; later
-    faults of the disk cost no request, and what cannot be read counts as 0."""
+    """Numbers of requests of the API servers that share a folder.
+
+    The constructor raises OSError if this process cannot write there. Later disk errors affect no request, and
+    unreadable files count as 0.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._name = folder, f"{_PREFIX}{os.getpid()}{_SUFFIX}"
@@ -39,26 +42,26 @@ class SharedCount:
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self.write(0)
 
-    def write(self, number: int) -> None:
-        """Tell the others this process's own number."""
+    def write(self, count: int) -> None:
+        """Publish the number of this process."""
         with suppress(OSError):
-            os.pwrite(self._file, number.to_bytes(_BYTES), 0)
+            os.pwrite(self._file, count.to_bytes(_BYTES), 0)
 
-    def others(self) -> int:
-        """Return the sum of the numbers of the other processes that run."""
-        files = self._folder.glob(f"{_PREFIX}*{_SUFFIX}")  # none where the folder has gone
-        return sum(_of_running(file) for file in files if file.name != self._name)
+    def count_others(self) -> int:
+        """Return the sum of the numbers of the other running processes."""
+        files = self._folder.glob(f"{_PREFIX}*{_SUFFIX}")  # empty if the folder was removed
+        return sum(_read_running(file) for file in files if file.name != self._name)
 
 
-def _of_running(path: Path) -> int:
-    """Return the number in a file; 0 if its process has ended."""
+def _read_running(path: Path) -> int:
+    """Return the number in a file, or 0 if its process has ended."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:
         return 0
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # locked, so its process runs
+    except OSError:  # the file is locked, so its process runs
         return int.from_bytes(os.pread(file, _BYTES, 0))
     finally:
         os.close(file)
@@ -66,8 +69,8 @@ def _of_running(path: Path) -> int:
 
 
 @cache
-def shared_count() -> SharedCount | None:
-    """Return what this process shares with other API servers; None where there is nothing to share it by."""
+def get_shared_count() -> SharedCount | None:
+    """Return the count shared with other API servers, or None if there is no shared folder."""
     folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     try:
         return SharedCount(Path(folder)) if folder else None
@@ -77,71 +80,73 @@ def shared_count() -> SharedCount | None:
 
 @dataclass
 class RequestLoad:
-    """Requests of one of the server's front ends: being rendered, and in the engine, running or waiting."""
+    """Requests of one front end: being rendered, and running or waiting in the engine."""
 
     rendering: int = 0
-    engine: Any = None  # a weak reference, which does not keep the engine alive
-    policy: StepInForce | None = None
-    shown: Any = None  # the model's config, once the step is at /metrics
+    engine: Any = None  # weak reference, which does not keep the engine alive
+    policy: OverloadState | None = None
+    shown: Any = None  # ModelConfig, once the step is shown at /metrics
 
     @property
-    def own(self) -> int:
-        """The requests in flight that this process has taken."""
+    def num_own(self) -> int:
+        """Number of requests in flight that this process has accepted."""
         engine = self.engine and self.engine()
         return self.rendering + (engine.get_num_unfinished_requests() if engine is not None else 0)
 
     @property
     def in_flight(self) -> int:
-        """The requests in flight on this host."""
-        shared = shared_count()
-        return self.own + (shared.others() if shared is not None else 0)
+        """Number of requests in flight on this host."""
+        shared = get_shared_count()
+        return self.num_own + (shared.count_others() if shared is not None else 0)
 
     @contextmanager
-    def one_more(self) -> Iterator[None]:
-        """Count a request that is being rendered."""
+    def count_request(self) -> Iterator[None]:
+        """Count a request that is being rendered in this context."""
         self.rendering += 1
-        if (shared := shared_count()) is not None:
-            shared.write(self.own)
+        if (shared := get_shared_count()) is not None:
+            shared.write(self.num_own)
         try:
             yield
         finally:
             self.rendering -= 1
 
-    def keep_telling(self) -> None:
-        """Tell the other API servers this one's number from now on, if there may be others: requests come by endpoints
-        that count none, and end in the engine. It goes on as long as the event loop in which it is called."""
-        if (shared := shared_count()) is None:
+    def share_count(self) -> None:
+        """Publish this server's number periodically as long as the current event loop runs.
+
+        A single write per request is not enough: other endpoints also add requests, and requests end in the engine.
+        """
+        if (shared := get_shared_count()) is None:
             return
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # no server
+        except RuntimeError:  # not in a server
             return
-        shared.write(self.own)
+        shared.write(self.num_own)
         if self.shown is not None:
-            metrics.gauge(self.shown, "overload_step").set(self.step())
-        loop.call_later(_EVERY, self.keep_telling)
+            metrics.get_gauge(self.shown, "overload_step").set(self.step())
+        loop.call_later(_INTERVAL, self.share_count)
 
-    def show(self, model_config: Any) -> None:
-        """Show the step in force at /metrics from now on, of a server that has or had a policy."""
+    def show_step(self, model_config: Any) -> None:
+        """Show the current step at /metrics from now on, for a server that has or had an overload policy."""
         if self.shown is None and get_server_config(model_config).overload is not None:
-            self.shown, gauge = model_config, metrics.gauge(model_config, "overload_step")
-            # Prometheus' client calls no function where several processes answer at /metrics together.
-            gauge.set_function(self.step) if shared_count() is None else gauge.set(self.step())
+            self.shown, gauge = model_config, metrics.get_gauge(model_config, "overload_step")
+            # The Prometheus client does not support functions in multiprocess mode.
+            gauge.set_function(self.step) if get_shared_count() is None else gauge.set(self.step())
 
     def step(self) -> int:
-        """Return the step at which a request that chooses nothing would be served now. Nothing changes."""
+        """Return the step for a new request that selects no profile, without entering it."""
         policy = self._policy(get_server_config(self.shown).overload)
-        return 0 if policy is None else policy.at(self.in_flight, time.monotonic())
+        return 0 if policy is None else policy.get_step(self.in_flight, time.monotonic())
 
     def profile(self, server: ServerConfig) -> str:
-        """Return the profile for a request that chooses none, which puts its step in force."""
+        """Return the profile of a new request that selects none, and enter its step."""
         if (policy := self._policy(server.overload)) is None:
             return DEFAULT
         step = policy.take(self.in_flight, time.monotonic())
         return policy.rule.profiles[step - 1] if step else DEFAULT
 
-    def _policy(self, rule: Overload | None) -> StepInForce | None:
-        """Return the rule at work; None without a rule. Another rule begins anew."""
+    def _policy(self, rule: Overload | None) -> OverloadState | None:
+        """Return the state of a rule, or None without a rule. A changed rule starts anew."""
         if self.policy is None or self.policy.rule != rule:
-            self.policy = None if rule is None else StepInForce(rule)
+            self.policy = None if rule is None else OverloadState(rule)
         return self.policy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of requests that choose among the profiles of the server (see settings/server_config.py)."""
+"""The policy of servers whose requests select profiles (see settings/server_config.py)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 from tokenprune.integrations.vllm.frontend import metrics
 from tokenprune.integrations.vllm.frontend.items import CountedDetails
 from tokenprune.integrations.vllm.frontend.request import RequestPolicy, RequestRun
-from tokenprune.integrations.vllm.frontend.served import BY_KEY, CALLER, LOAD, Served, ServedRequest
-from tokenprune.integrations.vllm.gateway.answers import attached
+from tokenprune.integrations.vllm.frontend.served import BY_KEY, CALLER, LOAD, RequestRecord, ServedRequest
+from tokenprune.integrations.vllm.gateway.answers import list_attached
 from tokenprune.integrations.vllm.gateway.choice import KEPT, SHADOWS, Choice, HeldBack, check_age
-from tokenprune.integrations.vllm.settings.configuration import checked
-from tokenprune.integrations.vllm.settings.servable import DEFAULT, PROFILE
+from tokenprune.integrations.vllm.settings.configuration import check_request_setting
+from tokenprune.integrations.vllm.settings.items import get_label, settings_by_age
+from tokenprune.integrations.vllm.settings.keys import DEFAULT, PROFILE
 from tokenprune.integrations.vllm.settings.server_config import (
     find_server_config,
     get_profile_settings,
@@ -24,54 +25,57 @@ from tokenprune.integrations.vllm.settings.server_config import (
 
 @dataclass(frozen=True)
 class ServePolicy(RequestPolicy):
-    """The policy of a server whose requests choose among what it offers."""
+    """The policy of a server with keys of the gateway."""
 
-    def _resolve(self, asked: Any, counts: Mapping[str, int], served: Served) -> ServedRequest:
-        if isinstance(asked, Choice):
-            return asked.resolve(counts)
-        # It came from `LLM(...)` in Python, or by an endpoint that knows the key alone.
+    def _resolve(self, requested: Any, counts: Mapping[str, int], served: RequestRecord) -> ServedRequest:
+        if isinstance(requested, Choice):
+            return requested.resolve(counts)
+        # The request came from `LLM(...)` in Python, or from an endpoint that supports only the key.
         server = find_server_config(
-            self.model_config, lambda _: asked.get(PROFILE) if isinstance(asked, Mapping) else None
+            self.model_config, lambda _: requested.get(PROFILE) if isinstance(requested, Mapping) else None
         )
-        setting = checked(server.setting(asked), self.model_config)
-        served.by = BY_KEY if asked else DEFAULT
-        return Choice(asked, server, setting, served).resolve(counts)
+        setting = check_request_setting(server.setting(requested), self.model_config)
+        served.by = BY_KEY if requested else DEFAULT
+        return Choice(requested, server, setting, served).resolve(counts)
 
     def _process(self, request: ServedRequest, run: RequestRun) -> tuple[Any, list[CountedDetails]]:
         check_age(request.setting, run.counts)
-        made, items = super()._process(request, run)
-        check_age(request.setting, run.counts, (one.segments for one in items))
-        return made, items
+        result, items = super()._process(request, run)
+        check_age(request.setting, run.counts, (item.segments for item in items))
+        return result, items
 
     def observe(self, request: ServedRequest, run: RequestRun, items: list[CountedDetails]) -> None:
         served, setting = request.served, request.setting
-        if setting.ages is not None:
-            served.aged = sum(one != setting.tiers[0] for one in request.items.get("image", ()))
+        if setting.budget.ages is not None:
+            (_, newest), *_ = settings_by_age(setting)
+            served.aged = sum(item != newest for item in request.items.get("image", ()))
         if isinstance(request, HeldBack):
             outcome = request.outcome(run, items)
             metrics.add(self.model_config, "shadow_requests", served.profile, outcome)
             if outcome == KEPT:
-                served.shadow = sum(one.more.tokens for one in items)
-                for one in items:
-                    metrics.add_tokens(self.model_config, "shadow_tokens", one.more.label, one.before, one.more.tokens)
+                served.shadow = sum(item.more.tokens for item in items)
+                for item in items:
+                    metrics.add_tokens(
+                        self.model_config, "shadow_tokens", item.more.label, item.before, item.more.tokens
+                    )
         super().observe(request, run, items)
 
-    def facts(self) -> dict[str, list[str]]:
+    def collect_facts(self) -> dict[str, list[str]]:
         server = get_server_config(self.model_config)
-        policy = server.policy()
-        return {"profiles": server.names, "policy": [policy] if policy else [], "hooks": attached()}
+        policy = server.describe_rules()
+        return {"profiles": server.names, "policy": [policy] if policy else [], "hooks": list_attached()}
 
     def start_at_zero(self) -> None:
         super().start_at_zero()
         server = get_server_config(self.model_config)
         under_load = () if server.overload is None else server.overload.profiles
-        own = set() if server.callers is None else server.callers.own - {DEFAULT}
-        for profile, by in (*((one, LOAD) for one in under_load), *((one, CALLER) for one in own)):
+        by_caller = set() if server.callers is None else server.callers.default_profiles - {DEFAULT}
+        for profile, by in (*((name, LOAD) for name in under_load), *((name, CALLER) for name in by_caller)):
             metrics.add(self.model_config, "requests", profile, by, count=0)
         for profile, setting in get_profile_settings(self.model_config).items():
-            if server.rollout(profile) == 1 or setting.is_off:
+            if server.rollout(profile) == 1 or setting.off:
                 continue
             for outcome in SHADOWS:
                 metrics.add(self.model_config, "shadow_requests", profile, outcome, count=0)
-            for label in {tier.label() for tier in setting.tiers}:
+            for label in {get_label(tier) for _, tier in settings_by_age(setting)}:
                 metrics.add_tokens(self.model_config, "shadow_tokens", label)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of a request's profile: by the model name it asks for (`NAME:PROFILE`), by its own key, by who calls, or by
-the number of requests in flight. None of these needs --trust-request-mm-kwargs.
+"""Selection of a request's profile: by its model name (`NAME:PROFILE`), its key, its caller, or the load.
 
-vLLM offers a plugin no place between a request and its processor, and the processor sees neither the model's name nor
-a key that vLLM does not trust. So we wrap `OnlineRenderer.preprocess_chat`, which handles chat completions, responses
-and messages, and read the profile before it runs. `AsyncLLM` gives the number of requests in flight. Other endpoints
-with images refuse a model name that asks for a profile.
+The selection works without --trust-request-mm-kwargs. vLLM does not let plugins act between a request and its
+processor, and the processor sees neither the model's name nor an untrusted key. The plugin therefore wraps
+`OnlineRenderer.preprocess_chat`, which handles chat completions, responses and messages. `AsyncLLM` provides the number
+of requests in flight. Other endpoints with images refuse model names that select a profile.
 """
 
 from __future__ import annotations
@@ -20,30 +19,29 @@ from typing import Any
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.compat import missing_hooks, on_start, require_hooks, wrap
 from tokenprune.integrations.vllm.frontend import metrics
-from tokenprune.integrations.vllm.frontend.served import BY_KEY, CALLER, LOAD, NAME, Served
+from tokenprune.integrations.vllm.frontend.served import BY_KEY, CALLER, LOAD, NAME, RequestRecord
 from tokenprune.integrations.vllm.gateway import answers
-from tokenprune.integrations.vllm.gateway.choice import Choice, lot_of
+from tokenprune.integrations.vllm.gateway.choice import Choice, draw_lot
 from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad
 from tokenprune.integrations.vllm.gateway.policy import ServePolicy
 from tokenprune.integrations.vllm.log import clean_id
-from tokenprune.integrations.vllm.settings.configuration import checked, configured
-from tokenprune.integrations.vllm.settings.servable import DEFAULT, PROFILE
+from tokenprune.integrations.vllm.settings.configuration import check_request_setting, get_server_setting
+from tokenprune.integrations.vllm.settings.keys import DEFAULT, KEY, PROFILE
 from tokenprune.integrations.vllm.settings.server_config import ServerConfig, find_server_config
-from tokenprune.integrations.vllm.settings.settings import KEY
 
 logger = logging.getLogger(__name__)
 _LOAD = f"{KEY}_load"
 
 
-def load_of(renderer: Any) -> RequestLoad:
-    """Return the load of a front end by vLLM's `BaseRenderer`, of which it has one."""
+def get_load(renderer: Any) -> RequestLoad:
+    """Return the load of a front end, which has one `BaseRenderer`."""
     if not hasattr(renderer, _LOAD):
         setattr(renderer, _LOAD, RequestLoad())
     return getattr(renderer, _LOAD)
 
 
 def check_hooks(server: ServerConfig) -> None:
-    """Raise UnsupportedSetupError if there are profiles or callers, but the installed vLLM lacks the hooks."""
+    """Raise UnsupportedSetupError if there are profiles or callers and the installed vLLM lacks the hooks."""
     if server.names or server.callers is not None:
         require_hooks(missing_hooks("profiles"))
     if server.callers is not None and answers.is_server():
@@ -51,7 +49,7 @@ def check_hooks(server: ServerConfig) -> None:
 
 
 def attach(server: ServerConfig) -> None:
-    """Let requests choose a profile from now on. Raises UnsupportedSetupError as `check_hooks` does."""
+    """Let requests select profiles; raises UnsupportedSetupError like `check_hooks`."""
     check_hooks(server)
     if problems := missing_hooks("profiles"):
         logger.debug("requests cannot choose profiles in this vLLM: %s", "; ".join(problems))
@@ -67,33 +65,33 @@ def attach(server: ServerConfig) -> None:
 
 
 def watch(engine: Any) -> None:
-    """Follow the load of an engine that has started."""
-    load, model_config = load_of(engine.renderer), engine.vllm_config.model_config
+    """Track the load of an engine that has started."""
+    load, model_config = get_load(engine.renderer), engine.vllm_config.model_config
     load.engine = weakref.ref(engine)
-    if configured(model_config) is not None:
-        load.show(model_config)
-    load.keep_telling()
+    if get_server_setting(model_config) is not None:
+        load.show_step(model_config)
+    load.share_count()
 
 
 def _with_profiles(preprocess: Any) -> Any:
-    """Return what processes a chat, with the profile of its request."""
+    """Wrap the function that processes a chat, to add the profile of its request."""
 
     async def preprocess_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if configured(self.model_config) is None:
+        if get_server_setting(self.model_config) is None:
             return await preprocess(self, request, *args, **kwargs)
-        load = load_of(self.renderer)
+        load = get_load(self.renderer)
         renderer = _with_profile(self, request, load)
-        with load.one_more():
+        with load.count_request():
             return await preprocess(renderer, request, *args, **kwargs)
 
     return preprocess_chat
 
 
 def _without_profiles(check: Any) -> Any:
-    """Return the check of a request's model, for endpoints whose requests cannot be given a profile."""
+    """Wrap the check of a request's model, for endpoints that do not support profiles."""
 
     async def check_model(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if configured(self.model_config) is not None:
+        if get_server_setting(self.model_config) is not None:
             _check_no_profile(self.model_config, request)
         return await check(self, request, *args, **kwargs)
 
@@ -101,116 +99,121 @@ def _without_profiles(check: Any) -> Any:
 
 
 def _check_no_profile(model_config: Any, request: Any) -> None:
-    """Raise OptionError for a request whose model's name or caller asks for a profile other than the server's own
-    setting, and for one whose key asks for a profile that its caller may not use."""
-    given = (getattr(request, "mm_processor_kwargs", None) or {}).get(KEY, {})
-    asked = given if isinstance(given, Mapping) else {}
-    name = functools.partial(_asked_for, given, request, model_config)
-    by, server = NAME, find_server_config(model_config, name)
-    with metrics.refusing(model_config, "setting", Served()):
-        may = _may_use(server)
-        profile = name(server)
-        if profile is None and may is not None:
-            by, profile = CALLER, may[0]
-        setting = server.profile(DEFAULT if profile is None else profile, may if by == NAME else None)
-        if PROFILE not in asked and setting != server.profile(DEFAULT):
+    """Raise OptionError if a request of an endpoint without profiles selects one.
+
+    The model name and the caller must select the server's own setting, and the key only a profile that the caller may
+    use.
+    """
+    requested = (getattr(request, "mm_processor_kwargs", None) or {}).get(KEY, {})
+    keys = requested if isinstance(requested, Mapping) else {}
+    find_name = functools.partial(_find_profile, requested, request, model_config)
+    by, server = NAME, find_server_config(model_config, find_name)
+    with metrics.count_refusals(model_config, "setting", RequestRecord()):
+        allowed = _get_allowed(server)
+        profile = find_name(server)
+        if profile is None and allowed is not None:
+            by, profile = CALLER, allowed[0]
+        setting = server.profile(DEFAULT if profile is None else profile, allowed if by == NAME else None)
+        if PROFILE not in keys and setting != server.profile(DEFAULT):
             who = repr(request.model) if by == NAME else "this caller"
             raise OptionError(
-                f"{KEY}: {who} asks for profile {profile!r}, and this endpoint knows the server's own setting alone: "
-                f"ask for {model_config.served_model_name!r}"
+                f"{KEY}: {who} selects profile {profile!r}, and this endpoint supports only the server's own setting. "
+                f"Use the model name {model_config.served_model_name!r}."
             )
-        checked(server.setting(given), model_config)  # a wrong setting is refused beside text alone, too
+        check_request_setting(server.setting(requested), model_config)  # also for requests with text only
 
 
-def _may_use(server: ServerConfig) -> tuple[str, ...] | None:
-    """Return the profiles that the caller of this request may use; None on a server without a rule of callers."""
-    return None if server.callers is None else server.callers.may_use(answers.current().headers)
+def _get_allowed(server: ServerConfig) -> tuple[str, ...] | None:
+    """Return the profiles that the caller of the current request may use. None without a rule of callers."""
+    return None if server.callers is None else server.callers.may_use(answers.get_exchange().headers)
 
 
 def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
-    """Write the profile of a request into its `mm_processor_kwargs`; return the renderer that takes it.
+    """Write the profile of a request into its `mm_processor_kwargs`, and return the renderer that accepts it.
 
-    renderer: vLLM's `OnlineRenderer`. Raises OptionError, which is answered with HTTP 400.
+    Raises OptionError (HTTP 400) if the request is refused.
     """
     from vllm.renderers.online_renderer import validate_request_mm_kwargs
 
     model_config = renderer.model_config
-    exchange = answers.current()
-    # The client's header goes before the body, as in vLLM; not in responses, whose id is the answer's.
+    exchange = answers.get_exchange()
+    # The client's header has precedence over the body, as in vLLM, except for responses, which get their own id.
     header = exchange.header_id if hasattr(request, "messages") else None
-    given_id = header or getattr(request, "request_id", None)
-    served = Served(request=clean_id(given_id))
-    given = getattr(request, "mm_processor_kwargs", None) or {}
+    request_id = header or getattr(request, "request_id", None)
+    served = RequestRecord(request=clean_id(request_id))
+    kwargs = getattr(request, "mm_processor_kwargs", None) or {}
     trusted = renderer.trust_request_mm_kwargs
-    # What is not ours is vLLM's to allow.
-    others = {key: value for key, value in given.items() if key != KEY}
+    # vLLM decides about the other keys.
+    others = {key: value for key, value in kwargs.items() if key != KEY}
     media = getattr(request, "media_io_kwargs", None)
     validate_request_mm_kwargs(mm_processor_kwargs=others, media_io_kwargs=media, trust_request_mm_kwargs=trusted)
-    with metrics.refusing(model_config, "setting", served):
-        # Before its images are read, which vLLM's own place for this is not.
+    with metrics.count_refusals(model_config, "setting", served):
+        # vLLM's own check runs only after the images are read.
         ServePolicy(model_config).check_parameters(request)
-        asked = given.get(KEY, {})
-        server = find_server_config(model_config, functools.partial(_asked_for, asked, request, model_config))
+        requested = kwargs.get(KEY, {})
+        server = find_server_config(model_config, functools.partial(_find_profile, requested, request, model_config))
         if not trusted:
-            _check_only_profile(asked, server)
+            _check_only_profile(requested, server)
         model, under_load = getattr(request, "model", None), functools.partial(load.profile, server)
-        may = _may_use(server)
-        asked, served.by = choose(asked, server, model, model_config.served_model_name, under_load, may)
-        setting = checked(server.setting(asked), model_config)  # no processor does where there is text alone
-    request.mm_processor_kwargs = others | {KEY: Choice(asked, server, setting, served, lot_of(given_id))}
-    exchange.served.append(served)
+        allowed, name = _get_allowed(server), model_config.served_model_name
+        requested, served.by = choose_profile(requested, server, model, name, under_load, allowed)
+        # The processor does not run for a prompt of text only.
+        setting = check_request_setting(server.setting(requested), model_config)
+    request.mm_processor_kwargs = others | {KEY: Choice(requested, server, setting, served, draw_lot(request_id))}
+    exchange.records.append(served)
     if trusted:
         return renderer
-    renderer = copy.copy(renderer)  # for this request, of which all has been checked
+    renderer = copy.copy(renderer)  # for this request, which has been checked
     renderer.trust_request_mm_kwargs = True
     return renderer
 
 
-def _check_only_profile(asked: Any, server: ServerConfig) -> None:
-    if isinstance(asked, Mapping) and set(asked) <= {PROFILE}:
+def _check_only_profile(requested: Any, server: ServerConfig) -> None:
+    """Raise OptionError if an untrusted value has other keys than the profile."""
+    if isinstance(requested, Mapping) and set(requested) <= {PROFILE}:
         return
-    there = f"one of {', '.join(server.names)}" if server.names else "and it names none"
+    names = ", ".join(server.names) or "none"
     raise OptionError(
-        f"{KEY}: of this server a request can choose a profile alone, {there}: "
+        f"{KEY}: requests to this server can only select a profile (profiles: {names}), as in "
         f'{{"{PROFILE}": "{next(iter(server.names), DEFAULT)}"}}. Start it with --trust-request-mm-kwargs to let '
         "requests write settings"
     )
 
 
-def _asked_for(asked: Any, request: Any, model_config: Any, server: ServerConfig) -> Any:
-    """Return the profile that a request names by its key, or else by its model's name; None if it names none."""
-    if isinstance(asked, Mapping) and PROFILE in asked:
-        return asked[PROFILE]
-    return _named(getattr(request, "model", None), server, model_config.served_model_name)
+def _find_profile(requested: Any, request: Any, model_config: Any, server: ServerConfig) -> Any:
+    """Return the profile that a request selects by its key, or else by its model name. None if it selects none."""
+    if isinstance(requested, Mapping) and PROFILE in requested:
+        return requested[PROFILE]
+    return _find_in_name(getattr(request, "model", None), server, model_config.served_model_name)
 
 
-def _named(model: str | None, server: ServerConfig, served: str) -> str | None:
-    """Return the profile that a model's name asks for, whether or not there is one; None if it asks for none."""
+def _find_in_name(model: str | None, server: ServerConfig, served: str) -> str | None:
+    """Return the profile that a model name selects, whether or not it exists. None if it selects none."""
     name, _, suffix = (model or "").rpartition(":")
-    has = bool(server.names) or server.file is not None  # which may have had some
-    return suffix if has and name and (suffix in server.profiles or name == served) else None
+    has_profiles = bool(server.names) or server.file is not None  # the file may have had profiles before
+    return suffix if has_profiles and name and (suffix in server.profiles or name == served) else None
 
 
-def choose(
-    asked: Any, server: ServerConfig, model: str | None, served: str, under_load: Callable[[], str],
-    may: tuple[str, ...] | None = None,
+def choose_profile(
+    requested: Any, server: ServerConfig, model: str | None, served: str, under_load: Callable[[], str],
+    allowed: tuple[str, ...] | None = None,
 ) -> tuple[Any, str]:  # fmt: skip
-    """Return the value of our key for a request, with its profile, and who chose it; empty if nobody did.
+    """Return the request's value of `KEY` with its profile, and who selected it.
 
-    asked: the request's own value. model: the model name that it asks for. served: the model's first name. under_load:
-    gives the profile of a request that chooses nothing. may: profiles that its caller may use, the caller's own first;
-    None: all. Raises ProfileError or CallerError.
+    `model` is the model name in the request, and `served` the first name of the served model. `under_load` returns the
+    profile for a request that selects none. `allowed` has the caller's default first, and is None without a rule of
+    callers. Raises ProfileError or CallerError.
     """
-    if not isinstance(asked, Mapping):
-        return asked, BY_KEY  # and refused where it is read
-    by = BY_KEY if asked else DEFAULT
-    if PROFILE not in asked:
-        if (profile := _named(model, server, served)) is not None:
-            asked, by = {PROFILE: profile} | dict(asked), BY_KEY if asked else NAME
-        elif may is not None and may[0] != DEFAULT:
-            asked, by = {PROFILE: may[0]} | dict(asked), BY_KEY if asked else CALLER
-        elif not asked and (profile := under_load()) != DEFAULT:
-            return {PROFILE: profile}, LOAD  # the operator's choice, so whatever the caller may ask for
-    if PROFILE in asked:
-        server.profile(asked[PROFILE], may)
-    return asked, by
+    if not isinstance(requested, Mapping):
+        return requested, BY_KEY  # refused by `ServerConfig.setting`
+    by = BY_KEY if requested else DEFAULT
+    if PROFILE not in requested:
+        if (profile := _find_in_name(model, server, served)) is not None:
+            requested, by = {PROFILE: profile} | dict(requested), BY_KEY if requested else NAME
+        elif allowed is not None and allowed[0] != DEFAULT:
+            requested, by = {PROFILE: allowed[0]} | dict(requested), BY_KEY if requested else CALLER
+        elif not requested and (profile := under_load()) != DEFAULT:
+            return {PROFILE: profile}, LOAD  # set by the operator, so independent of the caller's profiles
+    if PROFILE in requested:
+        server.profile(requested[PROFILE], allowed)
+    return requested, by

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change without a restart: on SIGHUP a front end reads the file again that its setting names by `reload`."""
+"""Reload the file that the key `reload` names on SIGHUP."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tokenprune.integrations.vllm.frontend import announce, metrics
 from tokenprune.integrations.vllm.gateway import answers, profiles
 from tokenprune.integrations.vllm.gateway.policy import ServePolicy
 from tokenprune.integrations.vllm.log import SERVER
-from tokenprune.integrations.vllm.settings.configuration import GIVEN, WARM_UP, configured
-from tokenprune.integrations.vllm.settings.configure import reader
+from tokenprune.integrations.vllm.settings.configuration import LAYERS, WARM_UP, get_server_setting
+from tokenprune.integrations.vllm.settings.configure import make_reader
 from tokenprune.integrations.vllm.settings.server_config import (
     ServerConfig,
     begin_grace,
@@ -27,17 +27,16 @@ logger = logging.getLogger(SERVER)
 
 
 def attach(model_config: Any) -> None:
-    """Put this package to work for a server that starts. Raises UnsupportedSetupError (see `profiles.check_hooks`)."""
+    """Attach the gateway for a server that starts; raises UnsupportedSetupError like `profiles.check_hooks`."""
     profiles.attach(get_server_config(model_config))
     answers.attach()
-    on_start(listen)
+    on_start(handle_reloads)
 
 
-def listen(engine: Any) -> None:
-    """Make SIGHUP call `reload`, in a server whose setting names a file. Programs that use `LLM(...)` keep their signal
-    handlers."""
+def handle_reloads(engine: Any) -> None:
+    """Make SIGHUP call `reload` in a server with a `reload` file. Programs with `LLM(...)` keep their handlers."""
     model_config = engine.vllm_config.model_config
-    if configured(model_config) is None or get_server_config(model_config).file is None:
+    if get_server_setting(model_config) is None or get_server_config(model_config).file is None:
         return
     try:
         loop = asyncio.get_running_loop()
@@ -47,11 +46,11 @@ def listen(engine: Any) -> None:
         loop.add_signal_handler(signal.SIGHUP, _begin, engine, asyncio.Lock(), set())
 
 
-def _begin(engine: Any, one_at_a_time: asyncio.Lock, running: set[asyncio.Task]) -> None:
-    """Start a reload after those that run. running: keeps the tasks alive."""
+def _begin(engine: Any, lock: asyncio.Lock, running: set[asyncio.Task]) -> None:
+    """Start a reload after the running ones. running: keeps references to the tasks."""
 
     async def after_others() -> None:
-        async with one_at_a_time:
+        async with lock:
             await reload(engine)
 
     task = asyncio.get_running_loop().create_task(after_others())
@@ -60,13 +59,13 @@ def _begin(engine: Any, one_at_a_time: asyncio.Lock, running: set[asyncio.Task])
 
 
 async def reload(engine: Any) -> bool:
-    """Read the file of a server's setting again, for requests that come from now on.
+    """Read the file again, for requests that arrive from now on.
 
-    The workers warm up new settings first, and requests see the old profiles until then. Requests that name a removed
-    profile are served for a while as before (see `find_server_config`).
+    The workers warm up new settings first, and requests see the old profiles until then. Requests that select a removed
+    profile are served for a while (see `find_server_config`).
 
     Returns:
-        True if the file was taken. False if it was refused: then nothing changes, and the log and
+        True if the file was accepted. False if it was refused: then nothing changes, and the log and
         `tokenprune:reloads_total` show it.
     """
     model_config = engine.vllm_config.model_config
@@ -74,29 +73,31 @@ async def reload(engine: Any) -> bool:
     try:
         after = _read(engine, before)
         await engine.collective_rpc(WARM_UP, args=(dict(after.profiles),))
-    except Exception as error:  # a server goes on, whatever an operator's file holds
+    except Exception as error:  # an invalid file must not stop the server
         metrics.add(model_config, "reloads", "refused")
-        logger.warning("tokenprune: SIGHUP: %s is not taken, and the setting of before stays: %s", before.file, error)
+        logger.warning(
+            "tokenprune: SIGHUP: %s was refused, the previous configuration stays in force: %s", before.file, error
+        )
         return False
     set_server_config(model_config, after)
     begin_grace(model_config, before)
     metrics.add(model_config, "reloads", "taken")
     ServePolicy(model_config).start_at_zero()
-    profiles.load_of(engine.renderer).show(model_config)
-    facts = announce.facts(engine.vllm_config)
-    metrics.inform(model_config, facts)
-    logger.info("tokenprune: SIGHUP: %s was read again. %s", before.file, announce.line(facts))
+    profiles.get_load(engine.renderer).show_step(model_config)
+    facts = announce.collect_facts(engine.vllm_config)
+    metrics.set_info(model_config, facts)
+    logger.info("tokenprune: SIGHUP: %s was reloaded. %s", before.file, announce.format_line(facts))
     return True
 
 
 def _read(engine: Any, before: ServerConfig) -> ServerConfig:
-    """Return the config of the file, checked as at the start, and leave the current config, `before`, in force."""
+    """Return the config in the file after the same checks as at the start. `before` stays in force."""
     model_config = engine.vllm_config.model_config
-    layers, beside = getattr(model_config.multimodal_config, GIVEN)
-    read = reader(model_config, layers)
-    after = ServerConfig.from_json(beside, read(), read)
+    layers, server_keys = getattr(model_config.multimodal_config, LAYERS)
+    read = make_reader(model_config, layers)
+    after = ServerConfig.from_json(server_keys, read(), read)
     profiles.check_hooks(after)
-    set_server_config(model_config, after)  # the processor checks the settings in force
+    set_server_config(model_config, after)  # `check_pixels` reads the current settings
     try:
         engine.renderer.get_mm_processor().check_pixels()
     finally:

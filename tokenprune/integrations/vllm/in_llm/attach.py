@@ -10,10 +10,12 @@ from vllm.exceptions import VLLMValidationError
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.compat import missing_hooks, require_hooks
 from tokenprune.integrations.vllm.in_llm import limits
-from tokenprune.integrations.vllm.settings.configuration import configured
+from tokenprune.integrations.vllm.settings.configuration import get_server_setting
+from tokenprune.integrations.vllm.settings.items import get_method
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
-from tokenprune.integrations.vllm.settings.settings import IN_LLM, ServedSetting
 from tokenprune.selection.method import Pruner
+from tokenprune.settings import IN_LLM, Setting
 
 
 class RefusedRequestError(VLLMValidationError, OptionError):
@@ -30,10 +32,10 @@ def configure(vllm_config: Any) -> None:
     scheduler.scheduler_cls = limits.SCHEDULERS[bool(scheduler.async_scheduling)]
 
 
-def _read_setting(vllm_config: Any) -> tuple[ServedSetting, bool]:
+def _read_setting(vllm_config: Any) -> tuple[Setting, bool]:
     """Return the server's setting, and whether layers after the cut free the KV cache of dropped tokens."""
     model_config = vllm_config.model_config
-    return ServedSetting.from_json(configured(model_config)), get_server_config(model_config).free_kv
+    return parse_setting(get_server_setting(model_config)), get_server_config(model_config).free_kv
 
 
 def check_request(params: Any) -> None:
@@ -61,7 +63,7 @@ def attach(model: Any, vllm_config: Any) -> Any:
     from tokenprune.integrations.vllm.in_llm import runner
     from tokenprune.integrations.vllm.in_llm.reducer import Reducer, get_decoder
 
-    decoder, method = get_decoder(model), setting.acting
+    decoder, method = get_decoder(model), get_method(setting)
     assert isinstance(method, Pruner)
     limits.check_layers(decoder)
     if free_kv:

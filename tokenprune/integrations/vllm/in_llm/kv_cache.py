@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.vllm.in_llm.layout import CutBlocks, get_plans, split_pieces
-from tokenprune.integrations.vllm.settings.servable import FREE_KV
+from tokenprune.integrations.vllm.settings.keys import FREE_KV
 
 # Gaps of the request that the prefix cache is searched for. vLLM calls a class method that does not get the request.
 _gaps: ContextVar[frozenset[int]] = ContextVar("gaps", default=frozenset())
@@ -124,7 +124,6 @@ class CutBlockTracker:
     The managers need them before vLLM allocates the blocks of the request.
 
     Args:
-        kv_cache_manager: vLLM's manager.
         block: Size of the blocks if items lose complete blocks, or None if tokens are packed.
     """
 

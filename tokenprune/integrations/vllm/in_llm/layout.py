@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
+from tokenprune.integrations.vllm.settings.items import count_requested
 from tokenprune.integrations.vllm.settings.plan import Plan
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.settings import Setting
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,7 @@ class VisualPiece:
     Attributes:
         indices: Indices of the tokens in the prompt, ascending.
         keep: Number of tokens after the cut.
-        item: Index of the multimodal item.
         ordinal: Index of this piece in its prompt.
-        modality: Modality of the item.
     """
 
     indices: tuple[int, ...]
@@ -47,18 +46,16 @@ class VisualPiece:
         return len(self.indices) - self.keep
 
 
-def count_kept(setting: ServedSetting, count: int, block: int | None) -> int:
+def count_kept(setting: Setting, count: int, block: int | None) -> int:
     """Return the number of visual tokens after the cut, out of `count`.
 
     Args:
-        setting: The server's setting.
-        count: Number of visual tokens.
         block: Block size if an item loses complete blocks, or None to keep exactly the budget. At least one block is
             kept, so the dropped blocks are within the item, wherever it begins.
     """
     if setting.method is None:
         return count
-    budget = setting.wanted(count)
+    budget = count_requested(setting, count)
     if block is None:
         return budget
     return count - block * max(0, min((count - budget) // block, count // block - 1))
@@ -73,7 +70,7 @@ def get_plans(features: Sequence[Any]) -> list[tuple[Plan, int, str]]:
     Raises:
         PlaceholderMismatchError: If a plan does not fit the placeholders of its item.
     """
-    plans = [(Plan.of_feature(feature), feature.mm_position.offset, feature.modality) for feature in features]
+    plans = [(Plan.from_feature(feature), feature.mm_position.offset, feature.modality) for feature in features]
     for (plan, *_), feature in zip(plans, features, strict=True):
         if plan.length != feature.mm_position.length:
             raise PlaceholderMismatchError(
@@ -139,7 +136,6 @@ class RequestStep:
     Attributes:
         computed: Number of tokens computed before.
         end: End of the step's tokens.
-        pieces: Pieces of the prompt.
         prompt: Number of tokens of the prompt, if known.
     """
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
-from tokenprune.integrations.vllm.settings.servable import FREE_KV
-from tokenprune.integrations.vllm.settings.settings import IN_LLM, ServedSetting
+from tokenprune.integrations.vllm.settings.items import get_method
+from tokenprune.integrations.vllm.settings.keys import FREE_KV
 from tokenprune.selection.method import Method
+from tokenprune.settings import IN_LLM, Setting
 
 _MODULE = "tokenprune.integrations.vllm.in_llm.scheduler"
 SCHEDULERS = {False: f"{_MODULE}.InLLMScheduler", True: f"{_MODULE}.AsyncInLLMScheduler"}
@@ -17,10 +18,10 @@ SCHEDULERS = {False: f"{_MODULE}.InLLMScheduler", True: f"{_MODULE}.AsyncInLLMSc
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
-def check_engine(vllm_config: Any, setting: ServedSetting, free_kv: bool = False) -> None:
+def check_engine(vllm_config: Any, setting: Setting, free_kv: bool = False) -> None:
     """Raise UnsupportedSetupError with every option that is not supported, and the remedy."""
     model_config = vllm_config.model_config
-    method = setting.acting
+    method = get_method(setting)
     problems = [*_check_engine(vllm_config), *_check_batches(vllm_config, method)]
     problems += _check_layer(model_config, method.cut_layer)
     if free_kv:

@@ -65,12 +65,7 @@ class DecoderPass:
 
 
 class Reducer:
-    """Cuts at the input of one decoder layer.
-
-    Args:
-        decoder: Module with the decoder's layers.
-        method: The method.
-    """
+    """Cuts at the input of one decoder layer."""
 
     def __init__(self, decoder: Any, method: Pruner) -> None:
         self.method = method
@@ -184,8 +179,6 @@ def find_grids(model: Any, pieces: list[VisualPiece], items: list[Any]) -> list[
     """Return the grid of each piece.
 
     Args:
-        model: A model of vLLM with the mixin.
-        pieces: The pieces.
         items: vLLM's data of the items of the prompt.
     """
     item_grids = [model._grid(items[piece.item], piece.modality) for piece in pieces]

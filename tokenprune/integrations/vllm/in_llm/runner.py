@@ -23,6 +23,7 @@ from tokenprune.integrations.vllm.in_llm.layout import (
     split_pieces,
 )
 from tokenprune.integrations.vllm.in_llm.reducer import DecoderPass, Reducer, RequestCut, find_grids
+from tokenprune.integrations.vllm.settings.items import count_requested
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,6 @@ class InLLM:
     """Token dropping inside a model: the hooks on its layers, and the requests of the last step.
 
     Args:
-        model: A model of vLLM with the mixin.
-        reducer: The hooks.
         aligned: Whether items lose complete blocks of the KV cache.
     """
 
@@ -108,13 +107,13 @@ class InLLM:
         pieces = split_pieces(items, block)
         for piece in pieces:
             setting, count = items[piece.item][0].setting, len(piece.indices)
-            if self._warned or piece.drop or setting.method is None or setting.wanted(count) == count:
+            if self._warned or piece.drop or setting.method is None or count_requested(setting, count) == count:
                 continue
             self._warned = True
             logger.warning(
                 "tokenprune: all %d tokens of an image are kept instead of %d, because prefix caching drops only "
                 "complete blocks of %s tokens. Use a smaller --block-size, or --no-enable-prefix-caching.",
-                *(count, setting.wanted(count), block),
+                *(count, count_requested(setting, count), block),
             )
         return pieces
 

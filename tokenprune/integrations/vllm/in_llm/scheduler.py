@@ -10,9 +10,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tokenprune.errors import UnsupportedSetupError
-from tokenprune.integrations.vllm.settings.configuration import configured
+from tokenprune.integrations.vllm.settings.configuration import get_server_setting
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
 
 _Scheduler: Any = object  # the classes below add a scheduler of vLLM as the next base
 
@@ -34,7 +34,7 @@ class WholeImages(_Scheduler):
                 f"experimental_in_llm needs one KV cache group, and this model has {len(groups)}. Use a method that "
                 "acts before the language model."
             )
-        setting = ServedSetting.from_json(configured(model_config))
+        setting = parse_setting(get_server_setting(model_config))
         self._whole_prompts = setting.method is not None and not setting.method.prefix_cache_safe
         # vLLM removes the data of items that the worker will not encode, except for models with M-RoPE. Their plans are
         # needed here.

@@ -49,7 +49,6 @@ class FeatureSource(TokenSource):
     Attributes:
         hidden: Features of B equal items, shape (B, tokens, channels).
         needs: Observables that the method needs.
-        norm: Final norm of the language model, if known.
         encoded: Values of the vision tower, for methods that read them.
     """
 
@@ -104,8 +103,6 @@ def build_segments(
     Args:
         counts: Number of tokens of each segment of an item.
         grid: (frames, height, width) of an item with one segment, or with one segment per frame.
-        modality: "image" or "video".
-        device: Device of the segments.
         guess: Returns the grid of an image by its number of tokens, if `grid` does not fit.
         frames: See `Segments`.
         items: Number of equal items.
@@ -152,13 +149,10 @@ def choose(
     """Select tokens of equal items.
 
     Args:
-        method: The method.
         rows: Features of all items, shape (n, columns). The method sees the first `width` columns, the input of the
             language model. The other columns are features for deeper layers.
         width: Width of the language model.
-        segments: Segments of all items.
         keep: Number of kept rows of each segment.
-        norm: Final norm of the language model, if known.
         encoded: Values of the vision tower, for methods that read them.
 
     Returns:
@@ -219,12 +213,9 @@ def rehearse(
     """Select among random rows.
 
     Args:
-        method: The method.
-        rows: The rows, shape (sum(counts), channels).
         counts: Number of rows of each segment.
         keep: Number of kept rows of each segment.
         grid: (frames, height, width), if there is one segment.
-        norm: Final norm of the language model, if known.
         encoded: Values of a vision tower, for methods that read them.
     """
     # An odd count leaves one token after the last frame.

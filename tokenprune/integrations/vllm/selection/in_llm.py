@@ -30,7 +30,6 @@ class RequestSource(TokenSource):
     Attributes:
         hidden: Hidden states, shape (1, tokens, channels).
         needs: Observables that the method needs.
-        norm: Final norm of the language model.
         observed: Query, key and value of the layer before, if the method needs them.
         is_whole_prompt: Whether the step has the whole prompt. Only then is the text after an image available.
         visual: Indices of all visual tokens.
@@ -98,9 +97,7 @@ def build_segments(
     Args:
         indices: Indices of each segment's tokens in this step.
         ordinals: Index of each segment in the prompt.
-        modalities: Modality of each segment.
         grids: (frames, height, width) of each segment, or None if it is not known.
-        device: Device of the segments.
     """
     counts = [len(segment) for segment in indices]
     longest = max(counts)
@@ -118,8 +115,6 @@ def choose(
     """Return the mask of the kept tokens, shape (segments, tokens), bool.
 
     Args:
-        method: The method.
-        segments: Segments of the request.
         keep: Number of kept tokens of each segment.
         source: Values that the method may read.
         last: Index of the prompt's last token in this step. If it is a visual token, it is kept.
@@ -155,12 +150,10 @@ def rehearse(
     """Select tokens of images in a random prompt.
 
     Args:
-        method: The method.
         indices: Indices of each image's tokens in the prompt.
         keep: Number of kept tokens of each image.
         hidden: Hidden states at the cut, shape (1, tokens, channels).
         heads: Number of query heads, number of key heads, and width of a head.
-        norm: Final norm of the language model.
     """
     generator = torch.Generator("cpu").manual_seed(1)
 

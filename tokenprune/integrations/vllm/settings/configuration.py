@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's own setting: found when vLLM makes its ModelConfig, checked there, and kept beside its config.
-
-`server_config.py` reads the keys beside the reduction, `BESIDE`.
-"""
+"""The setting of a server, stored in vLLM's ModelConfig, and its checks. `server_config.py` reads the other keys."""
 
 from __future__ import annotations
 
@@ -13,32 +10,31 @@ from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedModelError, UnsupportedSetupError, shorten
 from tokenprune.integrations.shared import checks
-from tokenprune.integrations.vllm.settings.servable import BESIDE
-from tokenprune.integrations.vllm.settings.settings import IN_LLM, KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.keys import KEY, SERVER_KEYS
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower, check_tower
 from tokenprune.methods.registry import available_methods, method_info
 from tokenprune.models.families import SERVED, Family
 from tokenprune.selection.observable import Backend
-from tokenprune.settings import SCOPE
+from tokenprune.settings import IN_LLM, SCOPE, Setting
 
 logger = logging.getLogger(__name__)
-GIVEN = f"{KEY}_given"  # the layers of the setting, and the keys beside them, as they were given
+LAYERS = f"{KEY}_given"  # attribute of a multimodal config: unmerged layers of the setting, and the server keys
 WARM_UP = f"{KEY}_warm_up"  # method of vLLM's workers that a reload calls with the new profiles
-SECONDS = f"{KEY}_seconds"  # attribute of a multimodal config: the folder with the selection times of the workers
+METRICS_FOLDER = f"{KEY}_seconds"  # attribute of a multimodal config: folder of the workers' metrics
 
 
-def configured(model_config: Any) -> dict[str, Any] | None:
-    """Return the server's setting, or None if it has none."""
+def get_server_setting(model_config: Any) -> dict[str, Any] | None:
+    """Return the normalized setting of a server as JSON, or None if the server has none."""
     return getattr(model_config.multimodal_config, KEY, None)
 
 
-def in_llm(model_config: Any) -> bool:
-    """Return True if the server's setting acts inside the language model."""
-    return bool((configured(model_config) or {}).get(IN_LLM))
+def runs_in_llm(model_config: Any) -> bool:
+    """Return True if the server's method acts inside the language model."""
+    return bool((get_server_setting(model_config) or {}).get(IN_LLM))
 
 
 def family_of(model_config: Any) -> Family:
-    """Return the family of a model; raises UnsupportedModelError with those that there are."""
+    """Return the family of a model; raise UnsupportedModelError if the plugin does not serve it."""
     architecture = model_config.architecture
     if architecture not in SERVED:
         raise UnsupportedModelError(
@@ -48,8 +44,8 @@ def family_of(model_config: Any) -> Family:
     return SERVED[architecture]
 
 
-def check_model(setting: ServedSetting, model_config: Any) -> None:
-    """Raise UnsupportedSetupError or OptionError for a method that this model cannot be served with."""
+def check_model(setting: Setting, model_config: Any) -> None:
+    """Raise UnsupportedSetupError or OptionError if this model cannot be served with the setting's method."""
     if setting.method is None:
         return
     backend, config = Backend.VLLM_IN_LLM if setting.in_llm else Backend.VLLM, model_config.hf_config
@@ -58,9 +54,8 @@ def check_model(setting: ServedSetting, model_config: Any) -> None:
         check_tower(setting, model_config)
 
 
-def checked(setting: ServedSetting, model_config: Any) -> ServedSetting:
-    """Return a request's setting. Raises a TokenPruneError that is a ValueError for one that this model cannot be
-    served with: the server goes on, and the client reads why."""
+def check_request_setting(setting: Setting, model_config: Any) -> Setting:
+    """Return the setting of a request; raise OptionError (HTTP 400) if this model does not support it."""
     try:
         check_model(setting, model_config)
     except UnsupportedSetupError as error:
@@ -68,42 +63,45 @@ def checked(setting: ServedSetting, model_config: Any) -> ServedSetting:
     return setting
 
 
-def split(layer: Any) -> tuple[Any, dict[str, Any]]:
-    """Split a server's setting into the reduction, None if it names none, and the keys of `BESIDE`."""
-    if not isinstance(layer, Mapping) or not set(layer) & set(BESIDE):
+def split_server_keys(layer: Any) -> tuple[Any, dict[str, Any]]:
+    """Split a server's configuration into the setting, or None, and the `SERVER_KEYS`."""
+    if not isinstance(layer, Mapping) or not set(layer) & set(SERVER_KEYS):
         return layer, {}
-    rest = {key: value for key, value in layer.items() if key not in BESIDE}
-    return rest or None, {key: value for key, value in layer.items() if key in BESIDE}
+    rest = {key: value for key, value in layer.items() if key not in SERVER_KEYS}
+    return rest or None, {key: value for key, value in layer.items() if key in SERVER_KEYS}
 
 
 def check_spelling(layer: Any) -> None:
-    """Raise OptionError for a key of a server's setting that resembles one of ours and is no option of any method."""
+    """Raise OptionError for an unknown key that resembles one of `SERVER_KEYS`."""
     for key in layer if isinstance(layer, Mapping) else ():
-        if isinstance(key, str) and key not in SCOPE and (close := difflib.get_close_matches(key, BESIDE, 1, 0.75)):
+        if (
+            isinstance(key, str)
+            and key not in SCOPE
+            and (close := difflib.get_close_matches(key, SERVER_KEYS, 1, 0.75))
+        ):
             options = (option for name in available_methods() for option in method_info(name).options)
             if key not in options:
                 raise OptionError(f"{KEY} has no key {shorten(key)}: did you mean {close[0]!r}?")
 
 
-def check_key(condition: bool, key: str, wanted: str) -> None:
-    """Raise OptionError with what a key must be, unless it is."""
+def check_key(condition: bool, key: str, expected: str) -> None:
+    """Raise OptionError with the `expected` value of a key if `condition` is false."""
     if not condition:
-        raise OptionError(f"{KEY}: {key} must be {wanted}")
+        raise OptionError(f"{KEY}: {key} must be {expected}")
 
 
 def check_engine(vllm_config: Any, family: Family, original: bool = False) -> None:
-    """Raise UnsupportedSetupError for options of the engine that do not go with a setting. original: True if a model
-    with one axis of positions keeps those of the full prompt."""
+    """Raise UnsupportedSetupError for unsupported engine options. original: see `has_original_positions`."""
     lora = vllm_config.lora_config
     if lora is not None and getattr(lora, "enable_tower_connector_lora", False):
         raise UnsupportedSetupError(
-            f"{KEY} does not go with LoRA on the vision tower, which counts the tower's tokens by those of the prompt: "
-            "start without --enable-tower-connector-lora"
+            f"{KEY} does not support LoRA on the vision tower, which assumes unpruned prompts. Start without "
+            "--enable-tower-connector-lora."
         )
     if vllm_config.compilation_config.compile_mm_encoder:
         raise UnsupportedSetupError(
-            f"{KEY} does not go with a compiled vision tower, whose attention it cannot read: start without "
-            "compile_mm_encoder"
+            f"{KEY} does not support a compiled vision tower, because it reads the tower's attention. Start without "
+            "compile_mm_encoder."
         )
     if not (family.vllm.mrope or original):
         return
@@ -111,11 +109,11 @@ def check_engine(vllm_config: Any, family: Family, original: bool = False) -> No
     leave = "" if family.vllm.mrope else ", or leave positions out"
     if vllm_config.speculative_config is not None:
         raise UnsupportedSetupError(
-            f"{KEY} does not go with speculative decoding {what}: start without --speculative-config{leave}"
+            f"{KEY} does not support speculative decoding {what}. Start without --speculative-config{leave}."
         )
-    # Where kept tokens stand is known to the stage that runs the vision tower; vLLM does not tell the others.
+    # vLLM does not send the positions of kept tokens from the stage of the vision tower to the other stages.
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise UnsupportedSetupError(
-            f"{KEY} does not go with pipeline parallelism {what}, whose later stages do not hear where kept tokens "
-            f"stand: use --tensor-parallel-size instead of --pipeline-parallel-size{leave}"
+            f"{KEY} does not support pipeline parallelism {what}. Use --tensor-parallel-size instead of "
+            f"--pipeline-parallel-size{leave}."
         )

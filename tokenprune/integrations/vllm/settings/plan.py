@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processor's decision for one image or video, carried out by the model in another process."""
+"""`Plan`: the front end's decision for one image or video, which the model in the worker process carries out."""
 
 from __future__ import annotations
 
@@ -17,54 +17,57 @@ from cachetools import LRUCache, cached
 from torch import Tensor
 
 from tokenprune.errors import OptionError, PlaceholderMismatchError
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
+from tokenprune.integrations.vllm.settings.items import count_kept, get_method
+from tokenprune.integrations.vllm.settings.keys import KEY
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.towers import acts_in_tower
 from tokenprune.selection.frames import count_tokens_per_frame, split_into_frames
 from tokenprune.selection.observable_registry import compares_frames
+from tokenprune.settings import Setting
 
-# Items of these modalities lose tokens; others (audio) do not.
+# Items of other modalities are not pruned.
 MODALITIES = ("image", "video")
 
 
 def field_name(modality: str) -> str:
-    """Return the name of the field that carries an item's plan: a field belongs to one modality."""
+    """Return the name of the field that carries an item's plan. A vLLM field belongs to one modality."""
     return f"{KEY}_{modality}"
 
 
-# Of an item's text in the prompt: a token's id, True for a placeholder, and how many such stand in a row. A long item
-# has few of them, and what its plan costs follows from these, not from its tokens.
+# Equal consecutive tokens of an item's text: token id, whether it is a placeholder, and count. Long items have few
+# runs, so the cost of a plan does not grow with the number of tokens.
 Run = tuple[int, bool, int]
 
 
-def runs_of(tokens: Sequence[int], embeds: Any = None) -> tuple[Run, ...]:
-    """Return the runs of an item's text. tokens: its ids. embeds: for each True where it is a placeholder, and gets a
-    row of the encoder's output; None: all are."""
+def find_runs(tokens: Sequence[int], embeds: Any = None) -> tuple[Run, ...]:
+    """Return the runs of an item's text. `embeds` is True for placeholders, None if all tokens are."""
     runs, changes = list[Run](), list[int]()
     if embeds is not None:
         embeds = torch.as_tensor(embeds, device="cpu")
         changes = ((embeds[1:] != embeds[:-1]).nonzero().flatten() + 1).tolist()
     for start, end in itertools.pairwise([0, *changes, len(tokens)]):
-        own, embed = tokens[start:end], embeds is None or bool(embeds[start])
-        if own.count(own[0]) == len(own):
-            runs.append((own[0], embed, len(own)))
+        piece, embed = tokens[start:end], embeds is None or bool(embeds[start])
+        if piece.count(piece[0]) == len(piece):
+            runs.append((piece[0], embed, len(piece)))
         else:
-            runs += [(token, embed, len(list(group))) for token, group in itertools.groupby(own)]
+            runs += [(token, embed, len(list(group))) for token, group in itertools.groupby(piece)]
     return tuple(runs)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The tokens that vLLM would write for an item, and the setting that makes them fewer.
+    """The text that vLLM would write for an item, and the setting that prunes it.
 
-    text:    the item's text in the prompt, placeholders and what stands between them (see `Run`).
-    per_run: see `Family`.
-    kept:    of a method that decides by pixels which placeholders stay, in their order; None: the model decides.
-    frames:  of a video how many it has, where they have a budget each and stand in one run, or the method compares
-             them; else 1. Methods that act in the tower do so frame by frame where each has rows of its own. A tile is
-             a frame to them.
+    Args:
+        setting: Setting of the item.
+        text: Text of the item in the prompt: placeholders and the tokens between them (see `Run`).
+        per_run: Whether each run of placeholders has its own budget (see `Family`).
+        frames: Number of frames of a video whose frames have their own budgets within one run, or are compared by the
+            method. 1 otherwise. For methods inside the vision tower a tile is a frame.
+        kept: For methods that select by pixels, True for each placeholder that is kept. None: the model selects.
     """
 
-    setting: ServedSetting
+    setting: Setting
     text: tuple[Run, ...]
     per_run: bool
     frames: int = 1
@@ -72,102 +75,107 @@ class Plan:
 
     @cached_property
     def length(self) -> int:
-        """Number of the text's tokens."""
-        return sum(number for *_, number in self.text)
+        """Number of tokens of the text."""
+        return sum(count for *_, count in self.text)
 
     @property
     def tokens(self) -> list[int]:
-        """The ids of the text."""
-        return [token for token, _, number in self.text for token in itertools.repeat(token, number)]
+        """Token ids of the text."""
+        return [token for token, _, count in self.text for token in itertools.repeat(token, count)]
 
     @cached_property
     def is_embed(self) -> Tensor:
-        """Bool `[length]`, True for placeholders."""
-        embeds, numbers = ([run[part] for run in self.text] for part in (1, 2))
-        return torch.tensor(embeds, device="cpu").repeat_interleave(torch.tensor(numbers, device="cpu"))
+        """Bool (length,), True for placeholders."""
+        embeds, counts = ([run[part] for run in self.text] for part in (1, 2))
+        return torch.tensor(embeds, device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
 
     @cached_property
     def places(self) -> Tensor:
-        """Long `[n]`, where the placeholders stand in the text."""
+        """Indices of the placeholders in the text, int64."""
         return self.is_embed.nonzero().flatten()
 
     @cached_property
     def stretches(self) -> list[tuple[bool, range]]:
-        """The unbroken runs of placeholders (True) and of what stands between them (False): where each is."""
-        found, start = [], 0
+        """Maximal runs of placeholders (True) and of other tokens (False), with their ranges in the text."""
+        stretches, start = [], 0
         for embed, group in itertools.groupby(self.text, lambda run: run[1]):
-            found.append((embed, range(start, start := start + sum(number for *_, number in group))))
-        return found
+            length = sum(count for *_, count in group)
+            stretches.append((embed, range(start, start + length)))
+            start += length
+        return stretches
 
     @cached_property
     def is_plain(self) -> bool:
-        """True if the text is placeholders and nothing else."""
+        """True if the text consists of placeholders only."""
         return all(embed for _, embed, _ in self.text)
 
     @cached_property
     def runs(self) -> list[int]:
-        """Lengths of the unbroken runs of placeholders."""
+        """Lengths of the runs of placeholders."""
         return [len(places) for embed, places in self.stretches if embed]
 
     @cached_property
     def counts(self) -> list[int]:
-        """Rows of the encoder's output in each segment, the pieces that have a budget each."""
+        """Number of encoder output rows of each segment. A segment has its own budget."""
         if self.per_run:
             return self.runs
         counts = split_into_frames(sum(self.runs), self.frames if _by_frame(self.setting) else 1)
         assert counts is not None  # `make` refuses frames that do not split
         return counts
 
-    def frame_sizes(self, behind: int | None) -> list[list[int] | None]:
-        """Return how many tokens each frame of each segment has, None where that is not known. behind: tokens of a
-        video that follow its last frame."""
-        if behind is None or not compares_frames(self.setting.method):
+    def frame_sizes(self, num_trailing: int | None) -> list[list[int] | None]:
+        """Return the tokens of each frame of each segment, or None. `num_trailing` tokens follow the last frame."""
+        if num_trailing is None or not compares_frames(self.setting.method):
             return [None] * len(self.counts)
-        return [count_tokens_per_frame(count, self.frames, behind) for count in self.counts]
+        return [count_tokens_per_frame(count, self.frames, num_trailing) for count in self.counts]
 
     @cached_property
     def keep(self) -> list[int]:
+        """Number of kept tokens of each segment."""
         if self.kept is not None:
             return [int(piece.sum()) for piece in self.mask.split(self.counts)]
-        return [self.setting.count(count) for count in self.counts]
+        return [count_kept(self.setting, count) for count in self.counts]
 
     @cached_property
     def mask(self) -> Tensor:
-        """`kept` as bool `[tokens]`."""
+        """`kept` as a bool tensor (tokens,)."""
         return torch.tensor(self.kept, device="cpu")
 
     @cached_property
     def reduces(self) -> bool:
+        """True if tokens are dropped."""
         return self.keep != self.counts
 
     @cached_property
     def span(self) -> tuple[int, int]:
-        """The first placeholder and the end of the last."""
+        """Index of the first placeholder, and the index after the last one."""
         places = [places for embed, places in self.stretches if embed]
         return places[0].start, places[-1].stop
 
     @cached_property
     def written(self) -> tuple[Tensor, Tensor]:
-        """long `[rows]` each, of a plan that reduces: where each row stands in the text that is written, and where the
-        token before the row's run of placeholders does; -1 is the one before the item."""
+        """Indices in the written text of each row, and of the token before the row's run of placeholders.
+
+        Both are int64 tensors (rows,), defined for plans that drop tokens. -1 is the token before the item.
+        """
         runs, start = [(self.span[0], self.rows)], 0
         if self.per_run:
             runs, keep = [], iter(self.keep)
             for embed, places in self.stretches:
-                number = next(keep) if embed else len(places)
-                runs += [(start, number)] * embed
-                start += number
-        firsts, numbers = torch.tensor(runs, device="cpu").T
-        before = (firsts - 1).repeat_interleave(numbers)
-        ahead = (firsts - numbers.cumsum(0) + numbers).repeat_interleave(numbers)
+                length = next(keep) if embed else len(places)
+                runs += [(start, length)] * embed
+                start += length
+        firsts, lengths = torch.tensor(runs, device="cpu").T
+        before = (firsts - 1).repeat_interleave(lengths)
+        ahead = (firsts - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
         return torch.arange(self.rows, device="cpu") + ahead, before
 
     @cached_property
     def between(self) -> int:
-        """Number of text tokens within the item (line breaks, time stamps) for which the model has to return a row.
+        """Number of text tokens within the item (line breaks, time stamps) that are replaced by rows of the model.
 
-        If all placeholders share a budget, only the features decide how many of them stay before and after such a
-        token. So the whole span becomes placeholders, and the text's own embedding is one row among the others.
+        If all placeholders share a budget, only the features determine the kept tokens before and after such a token.
+        The whole span then becomes placeholders, and the embeddings of the text are among the rows.
         """
         first, end = self.span
         return end - first - sum(self.runs) if self.reduces and not self.per_run else 0
@@ -178,7 +186,7 @@ class Plan:
         return sum(self.keep) + self.between
 
     def reduced(self) -> list[int]:
-        """Return the ids to be written into the prompt; placeholders are those equal to `placeholder`."""
+        """Return the token ids to write into the prompt."""
         tokens, (first, end) = self.tokens, self.span
         if not self.per_run:
             return [*tokens[:first], *[self.placeholder] * self.rows, *tokens[end:]]
@@ -189,86 +197,92 @@ class Plan:
 
     @cached_property
     def placeholder(self) -> int:
+        """Token id of the placeholders."""
         return next(token for token, embed, _ in self.text if embed)
 
-    # -- on its way from process to process
+    # -- transfer between processes
 
     def encode(self) -> Tensor:
-        """Return the plan as bytes in a tensor: only tensors travel with an item."""
-        text = [[token, int(embed), number] for token, embed, number in self.text]
+        """Return the plan as a uint8 tensor of JSON, because vLLM sends only tensors with an item."""
+        text = [[token, int(embed), count] for token, embed, count in self.text]
         content = {"setting": self.setting.to_json(), "tokens": text, "per_run": self.per_run, "frames": self.frames}
         if self.kept is not None:
-            content["kept"] = [[int(stays), len(list(group))] for stays, group in itertools.groupby(self.kept)]
+            content["kept"] = [[int(keep), len(list(group))] for keep, group in itertools.groupby(self.kept)]
         if self.setting.bounds:
             content["bounds"] = self.setting.bounds
         return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
 
     @staticmethod
     def decode(data: Tensor) -> Plan:
+        """Return the plan that `encode` wrote."""
         return _decode(data.cpu().numpy().tobytes())
 
     @staticmethod
-    def of_item(item: Any, modality: str) -> Plan | None:
-        """Return the plan that an item of vLLM carries, if any."""
+    def from_item(item: Any, modality: str) -> Plan | None:
+        """Return the plan in a `MultiModalKwargsItem`, or None if there is none."""
         element = (item or {}).get(field_name(modality))
         return None if element is None or element.data is None else Plan.decode(element.data)
 
     @staticmethod
-    def of_feature(feature: Any) -> Plan:
-        """Return the plan of one of a prompt's items in vLLM's engine or worker, all of which carry one."""
-        if (plan := Plan.of_item(feature.data, feature.modality)) is None:
-            raise PlaceholderMismatchError(f"an item ({feature.modality}) came without a plan")
+    def from_feature(feature: Any) -> Plan:
+        """Return the plan of a `MultiModalFeatureSpec` in the engine or a worker, where every item has one."""
+        if (plan := Plan.from_item(feature.data, feature.modality)) is None:
+            raise PlaceholderMismatchError(f"an item ({feature.modality}) has no plan")
         return plan
 
     @staticmethod
-    def make(setting: ServedSetting, text: tuple[Run, ...], per_run: bool, frames: int = 1, behind: int = 0) -> Plan:
-        """Make the plan of an item. frames: number of frames of a video; 1 for an image. behind: tokens that follow the
-        last frame. Raises OptionError if the setting needs the frames' tokens and these cannot be determined."""
-        whole = Plan(setting, text, per_run)
-        if compares_frames(setting.method):
-            return whole._compared(frames, behind)
-        if (per_run and not acts_in_tower(setting.method)) or frames == 1 or not _by_frame(setting):
-            return whole
-        if len(whole.runs) == frames:  # time stamps between them, or names of tiles
-            return dataclasses.replace(whole, per_run=True)
-        if len(whole.runs) > 1 or split_into_frames(sum(whole.runs), frames) is None:
-            raise OptionError(
-                'nothing tells which tokens of the video belong to which frame: use "per": "image", so that the whole '
-                "video shares its budget"
-            )
-        return dataclasses.replace(whole, per_run=False, frames=frames)
+    def build(setting: Setting, text: tuple[Run, ...], per_run: bool, frames: int = 1, num_trailing: int = 0) -> Plan:
+        """Build the plan of an item; raise OptionError if the tokens of each frame are needed and unknown.
 
-    def _compared(self, frames: int, behind: int) -> Plan:
-        count = sum(self.runs)
-        if count_tokens_per_frame(count, frames, behind) is None:
+        `frames` is 1 for an image. `num_trailing` tokens of a video follow its last frame.
+        """
+        plan = Plan(setting, text, per_run)
+        if compares_frames(setting.method):
+            return plan._for_frames(frames, num_trailing)
+        if (per_run and not acts_in_tower(setting.method)) or frames == 1 or not _by_frame(setting):
+            return plan
+        if len(plan.runs) == frames:  # separated by time stamps or names of tiles
+            return dataclasses.replace(plan, per_run=True)
+        if len(plan.runs) > 1 or split_into_frames(sum(plan.runs), frames) is None:
             raise OptionError(
-                f"{self.setting.acting.name} compares the frames of a video, and the {count} tokens of this one do not "
-                f"split into {frames} frames: let the processor sample no frames of its own, or use a method that "
-                "compares none, such as divprune"
+                'The tokens of the frames of this video cannot be told apart. Use "per": "image", so that the whole '
+                "video shares one budget"
+            )
+        return dataclasses.replace(plan, per_run=False, frames=frames)
+
+    def _for_frames(self, frames: int, num_trailing: int) -> Plan:
+        count, method = sum(self.runs), get_method(self.setting)
+        if count_tokens_per_frame(count, frames, num_trailing) is None:
+            raise OptionError(
+                f"{method.name} compares the frames of a video, and the {count} tokens of this one do not "
+                f"split into {frames} frames. Pass sampled frames, or use a method that does not compare frames, such "
+                "as divprune"
             )
         return dataclasses.replace(self, frames=frames)
 
 
-def _by_frame(setting: ServedSetting) -> bool:
-    """Return True if every frame of a video has a budget of its own."""
-    return not setting.removes_nothing and (setting.per == "frame" or acts_in_tower(setting.method))
+def _by_frame(setting: Setting) -> bool:
+    """Return True if every frame of a video has its own budget."""
+    return not setting.keeps_all_tokens and (setting.per == "frame" or acts_in_tower(setting.method))
 
 
 def _size(plan: Plan) -> int:
-    """Return roughly the bytes of a decoded plan, with what it keeps of its runs and of each token."""
+    """Return the approximate bytes of a decoded plan, including cached properties."""
     return 1024 + 256 * len(plan.text) + 10 * plan.length
 
 
 _decoded: LRUCache[Any, Plan] = LRUCache(64 * 2**20, _size)
 
 
-# By bytes, since plans of long videos may be large; the lock is not held while one is decoded.
+# Limited in bytes, because plans of long videos may be large. The lock is not held while a plan is decoded.
 @cached(_decoded, lock=Lock())
 def _decode(data: bytes) -> Plan:
     content = json.loads(data)
-    text = tuple((token, bool(embed), number) for token, embed, number in content["tokens"])
+    text = tuple((token, bool(embed), count) for token, embed, count in content["tokens"])
     kept = content.get("kept")
     if kept is not None:
-        kept = tuple(bool(stays) for stays, length in kept for _ in range(length))
-    setting = dataclasses.replace(ServedSetting.from_json(content["setting"]), bounds=tuple(content.get("bounds", ())))
+        kept = tuple(bool(keep) for keep, length in kept for _ in range(length))
+    setting = parse_setting(content["setting"])
+    if "bounds" in content:
+        setting = dataclasses.replace(setting, bounds=tuple(content["bounds"]))
     return Plan(setting, text, content["per_run"], content["frames"], kept)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of positions in prompts; original positions in models with one axis of them: a check, and the changed config.
+"""Checks of positions in prompts, and original positions for models with one position axis.
 
-vLLM numbers the tokens that a prompt holds, and only a model with M-RoPE may set other positions. M-RoPE whose first
-axis has all frequencies equals RoPE, so we declare a model with RoPE as one with such an M-RoPE.
+vLLM numbers the tokens of a prompt, and only a model with M-RoPE may set other positions. M-RoPE equals RoPE if its
+first axis has all frequencies, so the config of a model with RoPE is changed to such an M-RoPE.
 """
 
 from __future__ import annotations
@@ -12,102 +12,98 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenprune.errors import OptionError, UnsupportedSetupError
-from tokenprune.integrations.vllm.settings.servable import KEY
+from tokenprune.integrations.vllm.settings.keys import KEY
 from tokenprune.models.families import ROPE_DECODERS, Family
 from tokenprune.settings import IN_LLM
 
 _MARK = f"{KEY}_original_positions"
-# vLLM's table of angles with M-RoPE, in lengths that the config names (`max_position_embeddings`).
-_TABLE = 4
+# Length of vLLM's rotary cache with M-RoPE, in multiples of `max_position_embeddings`.
+_CACHE_FACTOR = 4
 _ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_INSTEAD = "leave positions out, and kept tokens are counted anew"
+_RENUMBER = "leave positions out to renumber the kept tokens"
 
 
-def original_positions(model_config: Any) -> bool:
-    """Return True if this model has one axis of positions and kept tokens keep those of the full prompt."""
+def has_original_positions(model_config: Any) -> bool:
+    """Return True if this model has one position axis and kept tokens keep their positions in the full prompt."""
     return getattr(model_config.multimodal_config, _MARK, False)
 
 
-def longest(model_config: Any) -> int:
-    """Return how many positions vLLM's table of angles has for a model with original positions."""
-    return _TABLE * model_config.hf_text_config.max_position_embeddings
+def count_positions(model_config: Any) -> int:
+    """Return the length of vLLM's rotary cache for a model with original positions."""
+    return _CACHE_FACTOR * model_config.hf_text_config.max_position_embeddings
 
 
-def arrange(positions: str | None, model_config: Any, family: Family, in_llm: bool) -> None:
-    """Prepare the model's config for a server's `positions` (see `ServerConfig`). Only "original", in a model with one
-    axis, changes it.
+def configure_positions(positions: str | None, model_config: Any, family: Family, in_llm: bool) -> None:
+    """Prepare the model's config for a server's `positions`. Only "original" on a model with one axis changes it.
 
-    Raises:
-        UnsupportedSetupError: If original positions would not be exact.
-        OptionError: If the model cannot renumber positions.
+    Raises UnsupportedSetupError if original positions would not be exact, OptionError if the model cannot renumber.
     """
     if family.vllm.mrope or in_llm:
         if positions == "renumbered":
             why = f"with {IN_LLM}" if in_llm else f"in {model_config.architecture}, which has M-RoPE"
-            raise OptionError(f"{KEY}: kept tokens have their original positions {why}: leave positions out")
-        return  # so they are
+            raise OptionError(f"{KEY}: kept tokens always have their original positions {why}. Leave positions out.")
+        return  # M-RoPE and methods inside the language model always keep original positions
     if positions != "original":
         return
     if problems := list(_problems(model_config)):
         raise UnsupportedSetupError(
-            f'{KEY}: "positions": "original" does not go with {model_config.architecture} here:\n- '
+            f'{KEY}: "positions": "original" does not support {model_config.architecture} here:\n- '
             + "\n- ".join(problems)
         )
     decoder = model_config.hf_text_config
     rope = dict(decoder.rope_parameters or {})
-    turned = int(model_config.get_head_size() * rope.get("partial_rotary_factor", 1.0))
-    decoder.rope_parameters = rope | {"mrope_section": [turned // 2, 0, 0]}
+    rotary_dim = int(model_config.get_head_size() * rope.get("partial_rotary_factor", 1.0))
+    decoder.rope_parameters = rope | {"mrope_section": [rotary_dim // 2, 0, 0]}
     setattr(model_config.multimodal_config, _MARK, True)
 
 
 def _problems(model_config: Any) -> Iterator[str]:
-    """Yield in words what would not be exact, and what to do instead."""
+    """Yield the reasons why original positions would not be exact, each with a remedy."""
     decoder = model_config.hf_text_config
     if decoder.model_type not in ROPE_DECODERS:
-        yield (
-            f"of its language model, {decoder.model_type!r}, it is not known that it reads positions in rope alone (of "
-            f"{', '.join(ROPE_DECODERS)} it is): {_INSTEAD}"
-        )
+        yield (f"its language model {decoder.model_type!r} is not known to use positions only in RoPE: {_RENUMBER}")
         return
     rope = getattr(decoder, "rope_parameters", None) or {}
     if isinstance(rope.get("full_attention"), dict):
-        yield f"its layers have different ropes: {_INSTEAD}"
+        yield f"its layers have different RoPE parameters: {_RENUMBER}"
     elif (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        yield f"its rope is scaled ({kind!r}), of which it is not known that vLLM does the same by axes: {_INSTEAD}"
-    elif odd := sorted(set(rope) - _ROPE):
-        yield f"its rope has {', '.join(odd)}: {_INSTEAD}"
+        yield f"its rope is scaled ({kind!r}), which vLLM may scale differently by axis: {_RENUMBER}"
+    elif unknown := sorted(set(rope) - _ROPE):
+        yield f"its rope has {', '.join(unknown)}: {_RENUMBER}"
     window, length = model_config.get_sliding_window(), model_config.max_model_len
     if window is not None and window < length:
         yield (
-            f"its sliding window of {window} tokens counts those that are there, not their positions: start with "
-            f"--max-model-len {window} or less, or {_INSTEAD}"
+            f"its sliding window of {window} tokens counts tokens, not positions: start with "
+            f"--max-model-len {window} or less, or {_RENUMBER}"
         )
     layers = set(getattr(decoder, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if layers:
-        yield f"it has layers of other kinds ({', '.join(sorted(layers))}): {_INSTEAD}"
+        yield f"it has layers of other kinds ({', '.join(sorted(layers))}): {_RENUMBER}"
     for name in ("llama_4_scaling", "dual_chunk_attention_config"):
         if getattr(decoder, name, None) is not None:
-            yield f"its attention uses positions in another way ({name}): {_INSTEAD}"
+            yield f"its attention uses positions in another way ({name}): {_RENUMBER}"
 
 
 def check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any, reduces: bool) -> None:
-    """Raise OptionError for a prompt whose placeholders do not tell positions. Those of kept tokens follow from the
-    placeholders that it holds, counted from the text before them: there have to be no others, and there has to be some
-    text. Those of the answer follow from the text after."""
+    """Raise OptionError if the placeholders of a prompt do not determine positions.
+
+    Positions of kept tokens follow from the placeholders in the prompt and the text before them, so there must be no
+    additional placeholders, and text between images. The position of the answer follows from text after the last image.
+    """
     tokens = {"image": config.image_token_id, "video": config.video_token_id}
     for modality, token in tokens.items():
-        found, wanted = prompt.count(token), items.get(modality, 0)
-        if found > wanted:
+        count, expected = prompt.count(token), items.get(modality, 0)
+        if count > expected:
             raise OptionError(
-                f"the prompt holds {found} {modality} placeholders for {wanted} {modality}s; leave the others out"
+                f"the prompt has {count} {modality} placeholders for {expected} {modality}s; remove the others"
             )
-    if any(one in tokens.values() and other in tokens.values() for one, other in itertools.pairwise(prompt)):
+    if any(a in tokens.values() and b in tokens.values() for a, b in itertools.pairwise(prompt)):
         raise OptionError(
-            "two images stand side by side without a token between them; put the model's start and end tags around "
+            "two images follow each other without a token between them; put the model's start and end tags around "
             "each, as its chat template does"
         )
     if reduces and prompt[-1:] and prompt[-1] in tokens.values():
         raise OptionError(
-            "the prompt ends with an image, so that nothing tells where its answer stands; put the model's end tag "
+            "the prompt ends with an image, so the position of the answer is unknown; put the model's end tag "
             "after it, as its chat template does"
         )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos of a prompt for methods that trace visual tokens to patches of the tower, or merge them there: what
-is checked in the front end; and how a model packs the tiles of an image that it crops after the tower."""
+"""Checks of items for methods that trace visual tokens to patches of the tower, or merge them there.
+
+It also packs the tiles of an image for models that crop tiles after the tower.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +15,34 @@ from typing import Any
 
 import torch
 
-from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError
 from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
 from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, build_feature_ids, build_newline_id
 from tokenprune.integrations.shared.towers.tile_goals import Goal, build_tile_matcher, compute_tile_goals
-from tokenprune.integrations.vllm.settings.settings import ServedSetting
+from tokenprune.integrations.vllm.settings.items import count_kept, get_method
 from tokenprune.integrations.vllm.settings.towers import merges_in_tower, served_tower
 from tokenprune.models.families import SERVED, get_config_family
 from tokenprune.selection.method import Method
 from tokenprune.selection.observable_registry import compares_frames
 from tokenprune.selection.sites.encoder import EncoderMethod
+from tokenprune.settings import Setting
 
 _HOST = torch.device("cpu")
 
 
-def check_items(method: Method, settings: Mapping[str, Sequence[ServedSetting]], items: Any, info: Any) -> None:
-    """Raise OptionError if an item's tokens cannot be traced to patches, or if fewer would be kept than a method that
-    traces them needs.
+def check_items(method: Method, settings: Mapping[str, Sequence[Setting]], items: Any, info: Any) -> None:
+    """Raise OptionError if an item's tokens cannot be traced to patches, or if too few tokens would be kept.
 
-    settings: of each item, by modality. items: vLLM's `MultiModalDataItems`. info: its
-    `ProcessingInfo`.
+    `items` and `info` are vLLM's `MultiModalDataItems` and `ProcessingInfo`.
     """
     from vllm.multimodal.parse import EmbeddingItems, ImageProcessorItems
 
     served, merges = get_config_family(info.get_hf_config()), merges_in_tower(method)
-    for modality, of_modality in items.items():
+    for modality, modality_items in items.items():
         if modality == "image" and compares_frames(method):
-            continue  # it leaves them as they are
-        if isinstance(of_modality, EmbeddingItems) or not len(of_modality):
-            _check(not len(of_modality), f"{method.name} reads the vision tower: pass pixels, not embeddings")
+            continue  # the method does not act on images
+        if isinstance(modality_items, EmbeddingItems) or not len(modality_items):
+            _check(not len(modality_items), f"{method.name} reads the vision tower: pass pixels, not embeddings")
             continue
         video = modality == "video"
         _check(
@@ -52,29 +52,29 @@ def check_items(method: Method, settings: Mapping[str, Sequence[ServedSetting]],
         )
         if served.patches != "packed":
             continue
-        for index in range(len(of_modality)):
-            if of_modality.get(index) is None:
-                continue  # named by its id alone: it is in the cache under the same setting
+        for index in range(len(modality_items)):
+            if modality_items.get(index) is None:
+                continue  # sent by its id only: it is in the cache under the same setting
             if video:
-                size = of_modality.get_frame_size(index)
-                frames = of_modality.get_num_frames(index)
+                size = modality_items.get_frame_size(index)
+                frames = modality_items.get_num_frames(index)
                 tokens = info.get_num_video_tokens(image_width=size.width, image_height=size.height, num_frames=frames)
                 newlines = SERVED[info.ctx.model_config.architecture].after_video
-            elif isinstance(of_modality, ImageProcessorItems):
-                size = of_modality.get_image_size(index)
+            elif isinstance(modality_items, ImageProcessorItems):
+                size = modality_items.get_image_size(index)
                 tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)
                 newlines = _newlines(info, size.height, size.width, method)
             setting = settings[modality][index]
-            keep = setting.count(tokens)
+            keep = count_kept(setting, tokens)
             _check(
                 keep == tokens or keep > newlines,
-                f"keep={setting.whole_keep} leaves {keep} tokens of this {modality} of {tokens}, of which {newlines} "
-                f"are newlines; {method.name} needs one more at least",
+                f"keep={setting.joint_keep} keeps {keep} of this {modality}'s {tokens} tokens, of which {newlines} are "
+                f"newlines; {method.name} needs at least one more",
             )
 
 
 def _newlines(info: Any, height: int, width: int, method: Method) -> int:
-    """Return how many newlines stand in the features of an image; OptionError if these are interpolated."""
+    """Return the number of newline features of an image; raise OptionError if the features are interpolated."""
     from vllm.model_executor.models.llava_next import LlavaNextProcessingInfo, get_anyres_image_grid_shape
 
     encoder = info.get_vision_encoder_info()
@@ -90,13 +90,13 @@ def _newlines(info: Any, height: int, width: int, method: Method) -> int:
         num_patch_height=down,
         num_patch_width=across,
     )
-    found = info._get_num_unpadded_features(**sizes)
+    features = info._get_num_unpadded_features(**sizes)
     _check(
-        found == LlavaNextProcessingInfo._get_num_unpadded_features(info, **sizes),
+        features == LlavaNextProcessingInfo._get_num_unpadded_features(info, **sizes),
         f"{method.name}: this image has so many tiles that the model interpolates its features. Send a smaller image, "
         "or use a method that acts after the tower, such as divprune.",
     )
-    return found[1]
+    return features[1]
 
 
 def _check(condition: bool, message: str) -> None:
@@ -104,19 +104,18 @@ def _check(condition: bool, message: str) -> None:
         raise OptionError(message)
 
 
-# -- tiles that the model sets apart by newlines: both the front end and the model ask what each is to be left with
+# -- tiles that the model separates by newlines. The front end and the model both compute the goal of each tile
 
 
 def crops(config: Any) -> bool:
-    """Return True for a model that crops its tiles after the tower."""
+    """Return True if the model crops tiles after the tower."""
     return get_config_family(config).patches == "packed"
 
 
 def pack(cls: Any, config: Any, size: Any, tiles: int, tokens: int, device: torch.device = _HOST) -> PackedFeatures:
-    """Return how a model packs the features of an image: it puts together numbers of features in place of features.
+    """Return the order of an image's features after a model has packed them, as feature indices.
 
-    cls: vLLM's class of the model. size: the image's (height, width), a tensor. tiles: how many it came with, padding
-    included. tokens: features of a tile.
+    `size` is the image's (height, width), `tiles` includes padding, and a tile has `tokens` features.
     """
     numbers, newline = build_feature_ids(tiles, tokens, device), build_newline_id(device)
     stand_in = SimpleNamespace(config=config, image_newline=newline)
@@ -125,23 +124,24 @@ def pack(cls: Any, config: Any, size: Any, tiles: int, tokens: int, device: torc
     return PackedFeatures([merge(stand_in, size, numbers, strategy="spatial_unpad", **more)], tokens)
 
 
-def goals_of_image(packed: PackedFeatures, tiles: int, left: int, setting: ServedSetting, config: Any) -> list[Goal]:
-    """Return the goal of each tile of an image of which `left` tokens are to be left. Raises BudgetError where the
-    newlines leave a tile nothing."""
-    method = setting.acting
+def goals_of_image(packed: PackedFeatures, tiles: int, num_kept: int, setting: Setting, config: Any) -> list[Goal]:
+    """Return the goal of each tile for `num_kept` tokens; raise BudgetError if newlines leave a tile no token."""
+    method = get_method(setting)
     assert isinstance(method, EncoderMethod)
-    asked = f"{method.name}: keep={json.dumps(setting.keep)}"
-    return compute_tile_goals(packed, packed.images[0], tiles, left, served_tower(method, config).blocks_read, asked)
+    request = f"{method.name}: keep={json.dumps(setting.budget.keep)}"
+    return compute_tile_goals(
+        packed, packed.images[0], tiles, num_kept, served_tower(method, config).blocks_read, request
+    )
 
 
-def check_tiles(setting: ServedSetting, info: Any, item: Any, left: int) -> None:
-    """Raise BudgetError if merging in the tower cannot leave `left` tokens of an image. item: its fields."""
-    model_config, method = info.ctx.model_config, setting.acting
+def check_tiles(setting: Setting, info: Any, item: Any, num_kept: int) -> None:
+    """Raise BudgetError if merging in the tower cannot leave `num_kept` tokens of an image. item: its fields."""
+    model_config, method = info.ctx.model_config, get_method(setting)
     assert isinstance(method, EncoderMethod)
     config, tower = model_config.hf_config, served_tower(method, model_config.hf_config)
-    # The model stands beside its processor.
+    # vLLM defines the model in the module of its processor.
     cls = getattr(sys.modules[type(info).__module__], model_config.architecture)
     tiles = len(item["pixel_values"].data)
     packed = pack(cls, config, item["image_sizes"].data, tiles, tower.patches)
-    goals = goals_of_image(packed, tiles, left, setting, config)
-    build_tile_matcher(goals, tower, partial(method.plan, Budget.from_number(setting.keep)))
+    goals = goals_of_image(packed, tiles, num_kept, setting, config)
+    build_tile_matcher(goals, tower, partial(method.plan, setting.budget))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about a served model's vision tower, read from its config, and checks of settings that act there."""
+"""Facts about the vision tower of a served model, read from its config, and checks of methods that act there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tokenprune.budgets import Budget
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.shared.checks import AFTER_THE_TOWER
 from tokenprune.integrations.shared.towers.patch_grid import count_patches
@@ -28,37 +27,38 @@ from tokenprune.selection.sites.units import UnitDropper
 
 
 def merges_in_tower(method: Method | None) -> bool:
+    """Return True if the method merges tokens inside the tower."""
     return isinstance(method, EncoderMethod)
 
 
 def acts_in_tower(method: Method | None) -> bool:
-    """Return True if fewer tokens come out of the tower: each of its rows has a budget, where images have rows."""
+    """Return True if the tower returns fewer tokens. Each row of the tower then has its own budget."""
     return isinstance(method, (EncoderMethod, UnitDropper))
 
 
 def drops_by_pixels(method: Method | None) -> bool:
-    """Return True if the front end chooses the units that leave."""
+    """Return True if the front end selects the dropped units from pixels."""
     return isinstance(method, UnitDropper) and method.sees == "pixels"
 
 
 def is_known(config: Any) -> bool:
-    """Return True where it is known how patches of this model's tower become visual tokens."""
+    """Return True if the mapping from patches of this model's tower to visual tokens is known."""
     return get_config_family(config).patches is not None and get_tower(config) is not None
 
 
 def packs(config: Any) -> bool:
-    """Return True for a tower that lays the patches of all images end to end, and merges whole units of them."""
+    """Return True if the tower concatenates the patches of all images and merges whole units."""
     row = get_family(config.model_type)
     return row.tower_rows == "all images" and row.merges
 
 
 def row_of(config: Any) -> TowerRow:
-    """Return the row of a tower; raises UnsupportedSetupError for one that is not known."""
-    # Configs that vLLM has of its own name a packed tower otherwise than transformers does.
-    found = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or get_tower(config)
-    if found is None:
+    """Return the row of a tower in the table; raise UnsupportedSetupError if there is none."""
+    # vLLM's own configs and transformers use different names for a packed tower.
+    row = (TOWERS.get(f"{config.model_type}_vision") if packs(config) else None) or get_tower(config)
+    if row is None:
         raise UnsupportedSetupError(f"The vision tower {get_tower_type(config)!r} is not known. {AFTER_THE_TOWER}")
-    return found
+    return row
 
 
 def depth_of(vision: Any) -> int:
@@ -69,40 +69,41 @@ def heads_of(vision: Any) -> int:
     return getattr(vision, "num_attention_heads", None) or vision.num_heads
 
 
-# -- at the start of a server
+# -- checks at the start of a server
 
 
 def check_tower(setting: Any, model_config: Any) -> None:
-    """Raise OptionError, BudgetError or UnsupportedSetupError if a model's tower does not allow a setting: it lacks a
-    block, cannot reach the budget, or spreads its images over devices."""
+    """Raise OptionError, BudgetError or UnsupportedSetupError if the model's tower does not support a setting.
+
+    The tower may lack a block, be unable to reach the budget, or distribute its images over devices.
+    """
     method, config = setting.method, model_config.hf_config
     check_whole(method, model_config)
     if isinstance(method, UnitDropper):
-        method.is_identity(Budget.from_number(setting.keep))
-        whole = depth_of(config.vision_config)
+        method.is_identity(setting.budget)
+        depth = depth_of(config.vision_config)
         method.checked_block(
-            whole if get_config_family(config).tower_rows == "all images" else served_tower(method, config).blocks_read
+            depth if get_config_family(config).tower_rows == "all images" else served_tower(method, config).blocks_read
         )
     elif isinstance(method, EncoderMethod):
-        if not setting.removes_nothing:
+        if not setting.keeps_all_tokens:
             tower = served_tower(method, config)
             method.check_served(
                 row_of(config).merging or "", str(model_config.dtype).removeprefix("torch."), tower.blocks
             )
-            method.plan(Budget.from_number(setting.keep), tower)
+            method.plan(setting.budget, tower)
     else:
         _check_blocks(method, config)
 
 
 def check_whole(method: Method, model_config: Any) -> None:
-    """Raise UnsupportedSetupError if a call's images are not all encoded on each device."""
+    """Raise UnsupportedSetupError if vLLM distributes the images of a call over devices."""
     if model_config.multimodal_config.mm_encoder_tp_mode == "data":
         options = find_options_without_tower(method, json.dumps) if isinstance(method, Pruner) else ""
         less = f", or {method.name} with {options}" if options else ""
         raise UnsupportedSetupError(
-            f'{method.name} reads the vision tower, whose images --mm-encoder-tp-mode "data" spreads over devices. '
-            "Leave "
-            f"it at its default, or use a method that acts after the tower, such as divprune{less}."
+            f'{method.name} reads the vision tower, and --mm-encoder-tp-mode "data" spreads its images over '
+            f"devices. Use the default mode, or use a method that acts after the tower, such as divprune{less}."
         )
 
 
@@ -122,8 +123,11 @@ def _check_blocks(method: Pruner, config: Any) -> None:
 
 @dataclass(frozen=True)
 class ServedTower(encoder.Tower):
-    """A tower as its config describes it. vLLM fuses weights and leaves out those that it does not need, so thresholds
-    are not compared with the weights they were made for; `check_tower` compares what the config shows."""
+    """A tower as described by its config.
+
+    vLLM fuses weights and omits some, so thresholds are not compared with the weights that they were calibrated on.
+    `check_tower` compares the values in the config.
+    """
 
     claimed: Fingerprint | None = None
 
@@ -133,11 +137,11 @@ class ServedTower(encoder.Tower):
 
 
 def served_tower(method: TowerMethod, config: Any) -> ServedTower:
-    """Return the facts about a model's tower that `method` may read, from the model's config."""
+    """Return the facts about a model's tower that `method` may read."""
     vision, claimed = config.vision_config, method.calibrated_for
     depth = depth_of(vision)
     if packs(config):
-        return ServedTower(1, 0, depth, depth, claimed=claimed)  # how many units, only the image shows
+        return ServedTower(1, 0, depth, depth, claimed=claimed)  # the number of units depends on the image
     protected = row_of(config).class_tokens
     tokens, read, units = count_patches(vision) + protected, find_last_read_block(config, depth) + 1, units_of(config)
     if units is None:
@@ -146,28 +150,33 @@ def served_tower(method: TowerMethod, config: Any) -> ServedTower:
 
 
 def units_of(config: Any) -> Squares | None:
-    """Return the patches that become one visual token, of a tower whose images are rows; None where each does."""
+    """Return the patches that form one visual token, for towers with one image per row. None if each patch does."""
     side = get_family(config.model_type).get_unit_side(config)
     return Squares(side, row_of(config).class_tokens) if side > 1 else None
 
 
 def tiles_of(method: TowerMethod, config: Any, count: int) -> int:
-    """Return how many budgets an image of `count` visual tokens has: one for each row of the tower, where rows are not
-    cropped; else one."""
+    """Return the number of budgets of an image with `count` visual tokens.
+
+    It is the number of the image's rows in the tower, or 1 if rows are cropped or all images share one row.
+    """
     if (row := get_config_family(config)).tower_rows == "all images" or row.patches == "packed":
         return 1
     return max(1, count // served_tower(method, config).patches)
 
 
 def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: bool) -> None:
-    """Raise BudgetError if merging in the tower cannot reach the budget of `setting`, and OptionError for a budget in
-    tokens of a video. counts: visual tokens of an image, or of each frame of a video."""
+    """Raise BudgetError if merging in a tower that packs all images cannot reach the budget of an item.
+
+    `counts` are the visual tokens of an image, or of each frame of a video. For a video, a number of tokens raises
+    OptionError.
+    """
     if not packs(config):
-        return  # all images are alike, and looked at when the server starts
-    if video and isinstance(setting.keep, int):
+        return  # all images have the same size, which is checked when the server starts
+    if video and isinstance(setting.budget.keep, int):
         raise OptionError(
-            f"{setting.method.name} merges within each frame of a video: keep must be a share, as 0.5, not "
-            f"{setting.keep} tokens"
+            f"{setting.method.name} merges within each frame of a video. Pass keep as a share such as 0.5, not "
+            f"{setting.budget.keep} tokens."
         )
     for count in set(counts):
-        setting.method.plan(Budget.from_number(setting.keep), served_tower(setting.method, config).with_tokens(count))
+        setting.method.plan(setting.budget, served_tower(setting.method, config).with_tokens(count))

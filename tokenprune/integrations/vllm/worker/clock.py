@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tokenprune.integrations.vllm.log import tell
+from tokenprune.integrations.vllm.log import log_event
 
 _SIZE = 4096  # bytes of the file: constant, so that each write replaces the previous content
 _INTERVAL = 1.0  # seconds between two writes
@@ -51,21 +51,19 @@ class Clock:
 
         Only the first worker reports, because workers that share a model choose the same tokens.
         """
-        from tokenprune.integrations.vllm.settings.configuration import SECONDS
+        from tokenprune.integrations.vllm.settings.configuration import METRICS_FOLDER
         from tokenprune.integrations.vllm.settings.server_config import get_server_config
 
         if vllm_config.parallel_config.rank != 0:
             return cls(None)
         model_config = vllm_config.model_config
-        return cls(getattr(model_config.multimodal_config, SECONDS, None), get_server_config(model_config).log)
+        return cls(getattr(model_config.multimodal_config, METRICS_FOLDER, None), get_server_config(model_config).log)
 
     @contextmanager
     def timing(self, method: str, device: torch.device, *items: Mapping[str, Any]) -> Iterator[None]:
         """Time the selection of images or videos within the context.
 
         Args:
-            method: Name of the method.
-            device: Device of the selection.
             *items: Further fields of the log line of each item.
         """
         fields = [{"method": method, **item} for item in items or ({},)]
@@ -91,7 +89,7 @@ class Clock:
 
     def _add(self, fields: list[dict[str, Any]], seconds: float) -> None:
         for item in fields if self._log else ():
-            tell("selection", **item, ms=round(seconds * 1000 / len(fields), 3))
+            log_event("selection", **item, ms=round(seconds * 1000 / len(fields), 3))
         if self._file is None:
             return
         method = fields[0]["method"]

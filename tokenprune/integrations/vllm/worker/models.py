@@ -16,9 +16,10 @@ from torch import Tensor
 from tokenprune.errors import PlaceholderMismatchError, TokenPruneError
 from tokenprune.integrations.shared.towers.patch_grid import find_image_grid
 from tokenprune.integrations.vllm.selection.before_llm import build_segments, choose
-from tokenprune.integrations.vllm.settings.configuration import check_engine, configured, in_llm
+from tokenprune.integrations.vllm.settings.configuration import check_engine, get_server_setting, runs_in_llm
+from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.integrations.vllm.settings.plan import MODALITIES, Plan, field_name
-from tokenprune.integrations.vllm.settings.position_checks import original_positions
+from tokenprune.integrations.vllm.settings.position_checks import has_original_positions
 from tokenprune.integrations.vllm.settings.towers import is_known
 from tokenprune.integrations.vllm.worker import positions
 from tokenprune.integrations.vllm.worker.clock import Clock
@@ -48,14 +49,14 @@ class ReducingModel(_Model):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.tokenprune_active = configured(vllm_config.model_config) is not None
-        self.tokenprune_original = self.tokenprune_active and original_positions(vllm_config.model_config)
+        self.tokenprune_active = get_server_setting(vllm_config.model_config) is not None
+        self.tokenprune_original = self.tokenprune_active and has_original_positions(vllm_config.model_config)
         if self.tokenprune_active:
             check_engine(vllm_config, self.tokenprune_family, self.tokenprune_original)
             prepare_runner(vllm_config)
             self.tokenprune_tower = TowerReader(self) if is_known(self.config) else None
             self.tokenprune_clock = Clock.from_config(vllm_config)
-        if in_llm(vllm_config.model_config):
+        if runs_in_llm(vllm_config.model_config):
             from tokenprune.integrations.vllm.in_llm.attach import attach
 
             self.tokenprune_in_llm = attach(self, vllm_config)
@@ -89,9 +90,6 @@ class ReducingModel(_Model):
 
         Args:
             embed: `embed_multimodal` of vLLM's model class.
-            plans: Plans of the items.
-            kwargs: Arguments of `embed`.
-            modality: "image" or "video".
             requests: Log fields of each item; see `get_batch_requests`.
         """
         tower = create_tower_treatment(self, plans, kwargs, modality)
@@ -114,8 +112,8 @@ class ReducingModel(_Model):
                 reduced += map(self._pad_columns, rows)
                 continue
             size = {"modality": modality, "tokens_in": sum(plan.counts), "tokens_out": sum(plan.keep)}
-            logs = [{"keep": plan.setting.whole_keep} | request | size for request in group_requests]
-            with self.tokenprune_clock.timing(plan.setting.acting.name, rows[0].device, *logs):
+            logs = [{"keep": plan.setting.joint_keep} | request | size for request in group_requests]
+            with self.tokenprune_clock.timing(get_method(plan.setting).name, rows[0].device, *logs):
                 joined = rows[0] if len(rows) == 1 else torch.cat(rows)
                 reduced += self._reduce(plan, joined, modality, item, shapes, result)
         return reduced
@@ -126,11 +124,7 @@ class ReducingModel(_Model):
         """Return the rows of B equal items for their placeholders in the prompt, shape (B, kept rows, width).
 
         Args:
-            plan: The plan of each item.
             rows: Features of the encoder, shape (B * tokens, width).
-            modality: "image" or "video".
-            item: Shapes of one item.
-            shapes: Key of these shapes.
             result: Result of the tower, for a single item. Empty for several items.
         """
         kept = result.kept

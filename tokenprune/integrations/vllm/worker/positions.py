@@ -69,9 +69,6 @@ def compute_item_positions(rule: Rule, plan: Plan, item: Any, modality: str) -> 
 
     Args:
         rule: The model's function that computes the positions of a prompt.
-        plan: Plan of the item.
-        item: Shapes of the item.
-        modality: "image" or "video".
 
     Returns:
         Positions, shape (3, plan.length), int64.
@@ -102,7 +99,6 @@ class UnprunedItem:
 
     Attributes:
         feature: vLLM's feature of the item in the pruned prompt.
-        plan: Plan of the item.
         offset: Start of the item's text in the unpruned prompt.
         written: Indices into this text of the tokens in the pruned prompt, before positions are known. Text has its own
             index; kept placeholders have the indices of the first placeholders.
@@ -119,7 +115,6 @@ class UnprunedPrompt:
     """The unpruned prompt that belongs to a pruned prompt.
 
     Attributes:
-        items: The items.
         length: Number of tokens of the unpruned prompt.
         index: Index of each token of the pruned prompt in the unpruned prompt, shape (n,), int64, before positions
             are known.
@@ -135,7 +130,7 @@ class UnprunedPrompt:
         items, index = list[UnprunedItem](), list[Tensor]()
         done = num_dropped = 0  # tokens of the pruned prompt so far, and tokens dropped before them
         for feature in sorted(features, key=lambda feature: feature.mm_position.offset):
-            plan, offset = Plan.of_feature(feature), feature.mm_position.offset
+            plan, offset = Plan.from_feature(feature), feature.mm_position.offset
             written = _to_indices(*_find_written(plan))
             items.append(UnprunedItem(feature, plan, offset + num_dropped, written))
             index += [_to_indices(range(done + num_dropped, offset + num_dropped)), offset + num_dropped + written]
@@ -177,13 +172,11 @@ def compute_prompt_positions(
 
     Args:
         rule: The model's function that computes the positions of a prompt.
-        tokens: Ids of the pruned prompt.
-        features: Items of the prompt.
 
     Returns:
         The positions, shape (3, n), int64; the delta of later tokens; and the notes of the items.
     """
-    if not any(Plan.of_feature(feature).reduces for feature in features):
+    if not any(Plan.from_feature(feature).reduces for feature in features):
         return *rule(tokens, features), {feature.mm_position.offset: None for feature in features}
     prompt = UnprunedPrompt.from_reduced(len(tokens), features)
     moved = [dataclasses.replace(item.feature, mm_position=_get_range(item.plan, item.offset)) for item in prompt.items]
@@ -208,7 +201,6 @@ def _build_notes(prompt: UnprunedPrompt, find_base: Callable[[UnprunedItem], Ten
     """Return the notes of a prompt.
 
     Args:
-        prompt: The unpruned prompt.
         find_base: Returns the positions that the columns of an item's rows are relative to.
     """
     notes = dict[int, Tensor | None]()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tokenprune.integrations.vllm.compat import missing_hooks, wrap
-from tokenprune.integrations.vllm.log import asked_id
+from tokenprune.integrations.vllm.log import get_request_id
 
 _request_by_item: dict[int, str] = {}  # by `id(item)`
 _batch: list[str | None] = []  # requests of the next batch of the model
@@ -70,4 +70,4 @@ def get_batch_requests(count: int) -> list[dict[str, str]]:
     """Return the log field with the request of each item of the current batch, empty if the request is not known."""
     if len(_batch) != count:  # the call does not come from a runner
         return [{}] * count
-    return [{} if request is None else {"request": asked_id(request)} for request in _batch]
+    return [{} if request is None else {"request": get_request_id(request)} for request in _batch]

@@ -11,8 +11,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models.utils import StageMissingLayer
 
 from tokenprune.errors import UnsupportedModelError
-from tokenprune.integrations.vllm.settings.position_checks import longest
-from tokenprune.integrations.vllm.settings.settings import KEY
+from tokenprune.integrations.vllm.settings.keys import KEY
+from tokenprune.integrations.vllm.settings.position_checks import count_positions
 
 
 def prepare_decoder(decoder: nn.Module, model_config: Any) -> None:
@@ -26,7 +26,7 @@ def prepare_decoder(decoder: nn.Module, model_config: Any) -> None:
     if isinstance(decoder, StageMissingLayer):
         return  # this server only encodes images
     ropes = [module for module in decoder.modules() if isinstance(module, RotaryEmbeddingBase)]
-    if not ropes or not all(_reads_first_axis(rope, longest(model_config)) for rope in ropes):
+    if not ropes or not all(_reads_first_axis(rope, count_positions(model_config)) for rope in ropes):
         raise UnsupportedModelError(
             f'{KEY}: "positions": "original" is not supported for {type(decoder).__name__}, whose rope does not take '
             "several axes. Leave positions out to renumber the kept tokens."
@@ -38,7 +38,7 @@ def prepare_decoder(decoder: nn.Module, model_config: Any) -> None:
             dims["positions"] = {-1: next(iter(marked.values()))} if isinstance(marked, dict) else -1
 
 
-def _reads_first_axis(rope: RotaryEmbeddingBase, longest: int) -> bool:
+def _reads_first_axis(rope: RotaryEmbeddingBase, num_positions: int) -> bool:
     if not isinstance(rope, MRotaryEmbedding) or rope.mrope_interleaved:
         return False
-    return list(rope.mrope_section or ()) == [rope.rotary_dim // 2, 0, 0] and len(rope.cos_sin_cache) >= longest
+    return list(rope.mrope_section or ()) == [rope.rotary_dim // 2, 0, 0] and len(rope.cos_sin_cache) >= num_positions

@@ -33,7 +33,6 @@ class AwaitedRows:
         """Return the rows of items of one plan. Does not synchronize with the device, because the plan has all counts.
 
         Args:
-            plan: The plan.
             rows: Rows of all placeholders, shape (B * tokens, width).
             kept: Mask of the kept rows, shape (B * tokens,), bool.
         """

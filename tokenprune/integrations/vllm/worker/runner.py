@@ -77,7 +77,7 @@ def split_by_tokens(items: list[tuple[str, Any]], limit: int) -> Iterator[list[t
     chunk: list[tuple[str, Any]] = []
     total = 0
     for modality, item in items:
-        plan = Plan.of_item(item, modality)
+        plan = Plan.from_item(item, modality)
         size = 0 if plan is None else sum(plan.counts)
         if chunk and total + size > limit:
             yield chunk

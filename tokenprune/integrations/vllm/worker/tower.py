@@ -39,9 +39,6 @@ from tokenprune.selection.method import Pruner
 class TowerReader:
     """Reads the blocks of a tower that a call needs, from the inputs of their attention.
 
-    Args:
-        model: A model of vLLM.
-
     Raises:
         UnsupportedSetupError: If the tower is not built as expected.
     """
@@ -60,13 +57,7 @@ class TowerReader:
 
     @contextmanager
     def observe(self, methods: Sequence[Pruner], kwargs: Mapping[str, Any], modality: str) -> Iterator[BlockScores]:
-        """Read the blocks that `methods` need within the context, and yield their values.
-
-        Args:
-            methods: The methods.
-            kwargs: Arguments of `embed_multimodal`.
-            modality: "image" or "video".
-        """
+        """Read the blocks that `methods` need within the context, and yield their values."""
         scores: BlockScores = {}
         for method in methods:
             scores |= create_block_scores(self._find_blocks(method))
@@ -96,12 +87,7 @@ class TowerReader:
         """Return the values that a method may read of one item.
 
         Args:
-            method: The method.
             scores: Values that `observe` yielded.
-            index: Index of the item.
-            outputs: Features of all items of the call.
-            kwargs: Arguments of `embed_multimodal`.
-            modality: "image" or "video".
 
         Raises:
             TokenPruneError: If the tower did not run, because the request has embeddings.
@@ -125,10 +111,6 @@ class TowerReader:
 
         Args:
             scores: Scores of all items, shape (rows of the tower, patches, channels).
-            index: Index of the item.
-            outputs: Features of all items.
-            kwargs: Arguments of `embed_multimodal`.
-            modality: "image" or "video".
         """
         layout, packed = self.served.family.patches, None
         arguments: dict[str, Any] = {}
@@ -215,11 +197,7 @@ def attend(
     """Run PyTorch's attention on the inputs of a fused attention, with a bias.
 
     Args:
-        attention: The fused attention.
         bias: Bias of the logits, shape (batch, 1, 1, tokens).
-        query: Queries, shape (batch, tokens, heads * width) or (batch, tokens, heads, width).
-        key: Keys, same shape.
-        value: Values, same shape.
         pieces: Lengths of the sequences that attend only to themselves. None for a single sequence.
 
     Returns:

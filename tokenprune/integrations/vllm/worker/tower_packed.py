@@ -62,7 +62,7 @@ class ServedPackedTower(Attachable):
     def __init__(self, model: Any, method: TowerMethod, plans: Sequence[Plan]) -> None:
         super().__init__()
         self.tower, self.method, self.plans = model.visual, method, plans
-        drops, keep = isinstance(method, UnitDropper), plans[0].setting.keep
+        drops, keep = isinstance(method, UnitDropper), plans[0].setting.budget
         shape = None if drops else served_tower(method, model.config)
         self.layout = PackedLayout(self.tower, method, False, keep, shape)
         self.reducer = TowerReducer(self.layout, ForwardHost())

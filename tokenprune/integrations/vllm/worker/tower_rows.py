@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenprune.budgets import Budget
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.towers.packed_features import PackedFeatures, find_first_of_group
@@ -28,6 +27,7 @@ from tokenprune.integrations.shared.towers.reducer import TowerReducer
 from tokenprune.integrations.shared.towers.rows import RowLayout, TileLayout
 from tokenprune.integrations.shared.towers.run import Block
 from tokenprune.integrations.shared.towers.tile_goals import Goal
+from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.settings.tower_items import crops, goals_of_image, pack
 from tokenprune.integrations.vllm.settings.towers import depth_of, heads_of, merges_in_tower, served_tower, units_of
@@ -63,7 +63,7 @@ def _get_treatment(config: Any, plan: Plan) -> Any:
     if is_merging(plan) or (drops and plan.kept is None):
         return plan.setting.to_json()
     if drops and isinstance(method, UnitDropper) and method.block(depth_of(config.vision_config)):
-        return plan.setting.acting
+        return get_method(plan.setting)
     return drops  # at the first block, units of different methods can be dropped together
 
 
@@ -88,7 +88,7 @@ class ServedRowTower(Attachable):
         self.encoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
         norm, scale = _NAMES.get(get_tower_type(model.config) or "", ("layer_norm2", ""))
         blocks = [Block(layer, getattr(layer, norm), layer.mlp, scale=scale) for layer in layers]
-        budget, shape = Budget.from_number(plans[0].setting.keep), served_tower(method, model.config)
+        budget, shape = plans[0].setting.budget, served_tower(method, model.config)
         squares = units_of(model.config)
         self.packed: list[tuple[int, PackedFeatures]] = []  # number of tiles and ids of each image
         if crops(model.config) and not isinstance(method, UnitDropper):

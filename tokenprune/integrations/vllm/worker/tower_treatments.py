@@ -13,6 +13,7 @@ from torch import Tensor
 from tokenprune.errors import PlaceholderMismatchError
 from tokenprune.integrations.shared.checks import reads_tower
 from tokenprune.integrations.shared.towers.tower_scores import BlockScores, TowerValues
+from tokenprune.integrations.vllm.settings.items import get_method
 from tokenprune.integrations.vllm.settings.plan import Plan
 from tokenprune.integrations.vllm.worker.tower import TowerReader
 from tokenprune.integrations.vllm.worker.tower_packed import ServedPackedTower, is_dropping
@@ -85,14 +86,7 @@ class ReducedTower:
 
 
 class ReadTower:
-    """Reads values of the tower for plans whose methods need them, without changing the tower.
-
-    Args:
-        reader: Reads the tower of the model.
-        plans: Plans of the items.
-        kwargs: Arguments of `embed_multimodal`.
-        modality: "image" or "video".
-    """
+    """Reads values of the tower for plans whose methods need them, without changing the tower."""
 
     def __init__(self, reader: TowerReader, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str) -> None:
         self.reader, self.plans, self.kwargs, self.modality = reader, plans, kwargs, modality
@@ -126,16 +120,9 @@ def _find_reading_method(plan: Plan) -> Pruner | None:
 def create_tower_treatment(
     model: Any, plans: Sequence[Plan], kwargs: Mapping[str, Any], modality: str
 ) -> TowerTreatment:
-    """Return the treatment of plans that one forward of the tower may treat together; see `split_plans`.
-
-    Args:
-        model: A model of vLLM.
-        plans: Plans of the items.
-        kwargs: Arguments of `embed_multimodal`.
-        modality: "image" or "video".
-    """
+    """Return the treatment of plans that one forward of the tower may treat together; see `split_plans`."""
     if plans and (is_merging(plans[0]) or is_dropping(plans[0])):
-        method = plans[0].setting.method if is_merging(plans[0]) else plans[0].setting.acting
+        method = plans[0].setting.method if is_merging(plans[0]) else get_method(plans[0].setting)
         assert isinstance(method, TowerMethod)
         if model.tokenprune_family.tower_rows == "all images":
             return ReducedTower(plans, ServedPackedTower(model, method, plans))

@@ -24,12 +24,15 @@ from tokenprune.integrations.vllm.compat import wrap
 from tokenprune.integrations.vllm.selection import before_llm
 from tokenprune.integrations.vllm.selection.in_llm import rehearse
 from tokenprune.integrations.vllm.settings.configuration import WARM_UP
+from tokenprune.integrations.vllm.settings.items import count_requested
+from tokenprune.integrations.vllm.settings.keys import KEY
+from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.plan import MODALITIES
 from tokenprune.integrations.vllm.settings.server_config import get_profile_settings
-from tokenprune.integrations.vllm.settings.settings import KEY, ServedSetting
 from tokenprune.kernels.dispatch import uses_kernels
 from tokenprune.kernels.host_random import normal
 from tokenprune.selection.method import Pruner
+from tokenprune.settings import Setting
 
 logger = logging.getLogger(f"vllm.{KEY}")  # vLLM prints INFO lines of this name: they explain the longer start
 SMALLEST = 64  # tokens
@@ -52,16 +55,13 @@ def find_square_grid(count: int) -> tuple[int, int, int]:
 
 
 def warm_up(
-    model: Any, vllm_config: Any, device: torch.device, largest: Mapping[str, int], settings: Iterable[ServedSetting]
+    model: Any, vllm_config: Any, device: torch.device, largest: Mapping[str, int], settings: Iterable[Setting]
 ) -> list[tuple[str, int]]:
     """Run the method of each setting that was not run before.
 
     Args:
         model: A model of vLLM with a setting.
-        vllm_config: Configuration of the engine.
-        device: Device of the model.
         largest: Number of tokens of the largest item of each modality.
-        settings: Settings that requests may use.
 
     Returns:
         The method and the number of tokens of each run. Empty on devices without compiled kernels.
@@ -73,7 +73,7 @@ def warm_up(
     if not uses_kernels(device):
         return []
     began, runs = time.perf_counter(), list[tuple[str, int]]()
-    warmed = vars(model).setdefault("tokenprune_warmed", list[ServedSetting]())
+    warmed = vars(model).setdefault("tokenprune_warmed", list[Setting]())
     for setting in _find_new(settings, warmed):
         method: Any = setting.method
         # In the language model an image is not longer than a prompt.
@@ -112,19 +112,17 @@ def _create_error(method: Any, count: int, error: Exception) -> UnsupportedSetup
     )
 
 
-def _find_new(settings: Iterable[ServedSetting], warmed: list[ServedSetting]) -> Iterator[ServedSetting]:
+def _find_new(settings: Iterable[Setting], warmed: list[Setting]) -> Iterator[Setting]:
     """Yield each setting that selects tokens and is not in `warmed`. Other settings act on pixels or in the tower."""
     for setting in settings:
-        selects = isinstance(setting.method, Pruner) and (setting.in_llm or not setting.removes_nothing)
+        selects = isinstance(setting.method, Pruner) and (setting.in_llm or not setting.keeps_all_tokens)
         if selects and setting not in warmed:
             yield setting
 
 
-def _run(
-    model: Any, vllm_config: Any, device: torch.device, setting: ServedSetting, method: Pruner, count: int
-) -> None:
+def _run(model: Any, vllm_config: Any, device: torch.device, setting: Setting, method: Pruner, count: int) -> None:
     generator = torch.Generator("cpu").manual_seed(count)
-    dtype, keep = vllm_config.model_config.dtype, [setting.wanted(count)]
+    dtype, keep = vllm_config.model_config.dtype, [count_requested(setting, count)]
     width = model.tokenprune_width
     if setting.in_llm:
         reducer = model.tokenprune_in_llm.reducer
@@ -160,10 +158,10 @@ def add_reload_method(worker: Any) -> None:
 
 def _warm_up_profiles(worker: Any, profiles: Mapping[str, Mapping[str, Any]]) -> int:
     """Warm up the settings of a reload in a worker, and return the number of runs."""
-    return _warm_up_worker(worker, lambda: map(ServedSetting.from_json, profiles.values()))
+    return _warm_up_worker(worker, lambda: map(parse_setting, profiles.values()))
 
 
-def _warm_up_worker(worker: Any, settings: Callable[[], Iterable[ServedSetting]]) -> int:
+def _warm_up_worker(worker: Any, settings: Callable[[], Iterable[Setting]]) -> int:
     model = worker.model_runner.get_model()
     if not getattr(model, "tokenprune_active", False) or not uses_kernels(worker.device):
         return 0

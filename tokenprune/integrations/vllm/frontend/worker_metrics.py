@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of the workers, which have no page at /metrics: read from their files each time metrics are read."""
+"""Metrics of the workers, read from their files. The workers themselves do not serve /metrics."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from tokenprune.integrations.vllm.settings.configuration import SECONDS
+from tokenprune.integrations.vllm.settings.configuration import METRICS_FOLDER
 
 _PREFIX = "tokenprune-metrics-"
 _locks: list[int] = []  # held until this process ends
 SUMS = {
     "tokenprune:selection_seconds": (
-        "Seconds in which the tokens of images and videos were chosen, after the vision tower, on the device.",
+        "Device seconds of token selection after the vision tower.",
         ("model_name", "method"),
     ),
     "tokenprune:selections": (
-        "Images and videos whose tokens were chosen; those that come from the encoder's cache are not chosen again.",
+        "Images and videos whose tokens were selected. Hits of the encoder cache are not counted again.",
         ("model_name", "method"),
     ),
 }
 
 
-class _OfWorkers(Collector):
-    """Adds up the workers' files (see worker/clock.py) each time metrics are read."""
+class _WorkerMetrics(Collector):
+    """Sums the workers' files (see worker/clock.py) each time metrics are read."""
 
     def __init__(self) -> None:
         self.folders: list[tuple[Path, str]] = []
-        self.zeros: set[tuple[str, str]] = set()  # of model and method: those that may come
+        self.zeros: set[tuple[str, str]] = set()  # (model, method) pairs to show as 0
 
     def describe(self) -> list[Any]:
         return []
@@ -50,10 +50,10 @@ class _OfWorkers(Collector):
         for folder, model in self.folders:
             for file in folder.iterdir() if folder.is_dir() else ():
                 try:
-                    found = json.loads(file.read_bytes())
-                except (OSError, ValueError):  # while it is being written for the first time
+                    values_by_method = json.loads(file.read_bytes())
+                except (OSError, ValueError):  # the file is being written for the first time
                     continue
-                for method, values in found.items():
+                for method, values in values_by_method.items():
                     for name, value in zip(SUMS, values, strict=True):
                         sums[name][model, method] += value
         for name, (text, labels) in SUMS.items():
@@ -64,37 +64,38 @@ class _OfWorkers(Collector):
 
 
 @cache
-def of_workers() -> _OfWorkers:
-    made = _OfWorkers()
-    REGISTRY.register(made)
-    return made
+def get_worker_metrics() -> _WorkerMetrics:
+    """Return the collector of this process, registered on first use."""
+    collector = _WorkerMetrics()
+    REGISTRY.register(collector)
+    return collector
 
 
-def listen(model_config: Any) -> None:
-    """Make the folder in which this model's workers write their sums; it is removed when this process ends."""
-    folder = tempfile.mkdtemp(dir=_own_folder())
-    setattr(model_config.multimodal_config, SECONDS, folder)
-    of_workers().folders.append((Path(folder), model_config.served_model_name))
+def create_worker_folder(model_config: Any) -> None:
+    """Create the folder for the sums of this model's workers. It is removed when this process ends."""
+    folder = tempfile.mkdtemp(dir=_get_process_folder())
+    setattr(model_config.multimodal_config, METRICS_FOLDER, folder)
+    get_worker_metrics().folders.append((Path(folder), model_config.served_model_name))
 
 
 @cache
-def _own_folder() -> str:
-    """Return this process's folder, which it holds locked as long as it runs; those of killed ones are removed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        _remove_if_left(left)
+def _get_process_folder() -> str:
+    """Return the folder of this process, locked while the process runs. Folders of killed processes are removed."""
+    for folder_of_other in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        _remove_if_unlocked(folder_of_other)
     while True:
         folder = tempfile.mkdtemp(prefix=_PREFIX)
         lock = os.open(folder, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.isdir(folder):  # another process may have taken it for one that was left
+        if os.path.isdir(folder):  # another process may have removed it before it was locked
             _locks.append(lock)
             atexit.register(_remove, folder, os.getpid())
             return folder
         os.close(lock)
 
 
-def _remove_if_left(folder: Path) -> None:
-    """Remove a folder whose process no longer runs, so that its lock is free; never a folder of another user."""
+def _remove_if_unlocked(folder: Path) -> None:
+    """Remove a folder if its process has ended, that is, if its lock is free. Other users' folders are kept."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
     except OSError:
@@ -103,12 +104,12 @@ def _remove_if_left(folder: Path) -> None:
         if os.fstat(lock).st_uid == os.getuid():
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-    except OSError:  # its process runs
+    except OSError:  # the process still runs
         pass
     finally:
         os.close(lock)
 
 
 def _remove(folder: str, process: int) -> None:
-    if os.getpid() == process:  # not one that was forked
+    if os.getpid() == process:  # not in a forked process
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep what methods read of the decoder's entry, and of what the layer before a cut is called with."""
+"""Record the decoder's entry, and the arguments of the layer before a cut, for methods that read them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ from tokenprune.selection.segments import LayerInput
 if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.plan import Step
-    from tokenprune.integrations.hf.sequence.layout import Layout
+    from tokenprune.integrations.hf.forward.token_state import Layout
 
 
-class KeptInputs(Part):
-    """Keeps what cuts to come will read. steps: the cuts, by layer. attention: observes the layers before them."""
+class InputRecorder(Part):
+    """Records values that later cuts read.
+
+    Args:
+        adapter: Adapter of the model.
+        steps: The cuts, by layer.
+        attention: The part that observes the layers before the cuts.
+    """
 
     def __init__(self, adapter: Adapter, steps: Mapping[int, Step], attention: LayerAttention) -> None:
         super().__init__()
@@ -38,15 +44,15 @@ class KeptInputs(Part):
         self.entry = {layer for layer in self._readers(ObservedAt.ENTRY) if layer}
 
     def _readers(self, *where: ObservedAt) -> list[int]:
-        """Return the layers whose cuts read what is observed at `where`."""
+        """Return the layers whose cuts read an observable of `where`."""
         return sorted(layer for layer, step in self.steps.items() if select_observables(step.method.needs, *where))
 
     def _attach(self) -> None:
         for layer, step in self.steps.items():
-            for one in select_observables(step.method.needs, ObservedAt.OWN):
-                recorder = one.attach(self.adapter, layer)
-                for number, module in enumerate(recorder.modules):
-                    record = partial(self._record, layer, one.name, recorder, number)
+            for observable in select_observables(step.method.needs, ObservedAt.OWN):
+                recorder = observable.attach(self.adapter, layer)
+                for index, module in enumerate(recorder.modules):
+                    record = partial(self._record, layer, observable.name, recorder, index)
                     self.hook_in_call(module.register_forward_hook, record, with_kwargs=True)
 
     def before_cut(self, call: Call, step: Step, observed: Observations, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -69,58 +75,61 @@ class KeptInputs(Part):
 
     @torch.no_grad()
     def _record(
-        self, layer: int, name: str, recorder: Recorder, number: int,
+        self, layer: int, name: str, recorder: Recorder, index: int,
         module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any,
     ) -> None:  # fmt: skip
         call = self.current()
         if call is not None and call.active and call.cuts_at(layer):
             recorded = self._next.setdefault(call, {}).setdefault(ObservedAt.OWN, {})
-            recorded.setdefault(name, [None] * len(recorder.modules))[number] = recorder.read(args, kwargs, output)
+            recorded.setdefault(name, [None] * len(recorder.modules))[index] = recorder.read(args, kwargs, output)
 
     def _keep(self, call: Call, method: Method, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Keep what `layer` is called with in the current layout, as far as `method`, which cuts after it, reads it."""
+        """Record the arguments of `layer` that `method`, which cuts after it, reads."""
         needed = select_observables(method.needs, ObservedAt.INPUT_BEFORE, ObservedAt.UNROTATED)
         if not needed:
             return
         adapter = self.adapter
-        hidden = adapter.seen(call.state.extras, layer, adapter.flatten(get_hidden_states(args, kwargs)))
-        rotation = rotation_of(args, kwargs)
-        if rotation is None and any(one.rotary for one in needed):
+        hidden = adapter.get_method_states(call.state.extras, layer, adapter.flatten(get_hidden_states(args, kwargs)))
+        rotation = find_rotation(args, kwargs)
+        rotary = [observable.name for observable in needed if observable.rotary]
+        if rotation is None and rotary:
             raise UnsupportedSetupError(
-                f"{method.name} reads {', '.join(one.name for one in needed if one.rotary)}, and decoder layer {layer} "
-                f"of {adapter.config.model_type!r} gets no rotary positions; use a method that does not need them"
+                f"{method.name} reads {', '.join(rotary)}, and decoder layer {layer} of {adapter.config.model_type!r} "
+                "gets no rotary positions. Use a method that does not need them."
             )
         batch = len(hidden)
-        turned = rotation and (rotation[0].expand(batch, -1, -1), rotation[1].expand(batch, -1, -1))
+        expanded = rotation and (rotation[0].expand(batch, -1, -1), rotation[1].expand(batch, -1, -1))
         kept = self._next.setdefault(call, {})
-        kept[ObservedAt.INPUT_BEFORE] = LayerInput(hidden, turned)
-        if rotation is not None and any(one.where is ObservedAt.UNROTATED for one in needed):
+        kept[ObservedAt.INPUT_BEFORE] = LayerInput(hidden, expanded)
+        if rotation is not None and any(observable.where is ObservedAt.UNROTATED for observable in needed):
             kept[ObservedAt.UNROTATED] = self._unrotated(call, layer, args, kwargs, rotation)
 
     def _unrotated(
         self, call: Call, layer: int, args: tuple, kwargs: dict[str, Any], rotation: tuple[Tensor, Tensor]
     ) -> Observation:
-        """Return what the attention of `layer` would see of this call's tokens if it turned nothing.
+        """Return the inputs of the attention of `layer` before rotary embedding.
 
-        The layer runs with angles of 0 until its attention function is called, so its own norms and projections apply,
-        and whatever it turns against what, in whichever order, and by which factor.
+        The layer runs with angles of 0 until it calls its attention function, so its own norms and projections apply.
         """
-        still = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
+        identity = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1]))
         if "position_embeddings" in kwargs:
-            kwargs = kwargs | {"position_embeddings": still}
-        args = tuple(still if isinstance(one, tuple) and len(one) == 2 else one for one in args)
-        observation = self.attention.attention_of(call, layer, args, kwargs)
-        if observation.mask is not None and (filled := call.cached.filled(layer, call.state.layout.width)) is not None:
-            observation.mask = observation.mask[..., :filled]
-        if observation.mask is not None:  # keys of earlier turns are not among these
+            kwargs = kwargs | {"position_embeddings": identity}
+        args = tuple(identity if isinstance(argument, tuple) and len(argument) == 2 else argument for argument in args)
+        observation = self.attention.observe_layer(call, layer, args, kwargs)
+        if (
+            observation.mask is not None
+            and (num_filled := call.cached.count_filled(layer, call.state.layout.width)) is not None
+        ):
+            observation.mask = observation.mask[..., :num_filled]
+        if observation.mask is not None:  # without the keys of earlier turns
             observation.mask = observation.mask[..., -observation.key.shape[2] :]
         return observation
 
 
-def rotation_of(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return cosines and sines, `[B or 1, W, R]`, among a layer's arguments; None if it gets none."""
-    found = kwargs.get("position_embeddings")
-    if found is None:
-        found = next((one for one in args if isinstance(one, tuple) and len(one) == 2), None)
-    whole = isinstance(found, tuple) and all(isinstance(one, Tensor) and one.ndim == 3 for one in found)
-    return found if whole else None
+def find_rotation(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Return the cosines and sines among a layer's arguments, shape (batch or 1, width, channels), or None."""
+    rotation = kwargs.get("position_embeddings")
+    if rotation is None:
+        rotation = next((part for part in args if isinstance(part, tuple) and len(part) == 2), None)
+    is_rotation = isinstance(rotation, tuple) and all(isinstance(part, Tensor) and part.ndim == 3 for part in rotation)
+    return rotation if is_rotation else None

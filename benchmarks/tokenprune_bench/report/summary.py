@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Summary of a run for one screen: a table of at most `MAX_ROWS` rows and at most three sentences."""
+
+from __future__ import annotations
+
+from tokenprune.cli.table import Cell, Table
+from tokenprune_bench.metrics import METRICS
+from tokenprune_bench.report.verdict import RunVerdict, find_verdicts
+from tokenprune_bench.report.warnings import Level, find_warnings
+from tokenprune_bench.results import MARKS, UNPATCHED, Results, Row
+
+MAX_ROWS = 12
+
+
+def build_summary_table(results: Results) -> Table:
+    """Return a table of tokens, score, time to first token and KV cache per setting, without notes."""
+    header = results.header
+    unpatched_ms = results.unpatched_ms("ttft")
+    title = f"{header['environment']['model']}: {results.baseline.questions} questions"
+    keep_name = "target" if results.equal_cost else "keep"
+    if results.evidence_only:
+        columns = ("method", keep_name, "visual tokens", "prefill FLOPs", "evidence kept")
+    else:
+        score = METRICS[header.get("metric", "exact")].title
+        columns = ("method", keep_name, "visual\ntokens", f"{score}\n[95 % CI]", "TTFT,\nms", "KV\ncache")
+    rows = []
+    for row in _select_rows(results):
+        # A stack's text also gives the total share, which the column of visual tokens shows.
+        keep = "" if row.method == UNPATCHED else row.keep_text.partition(" each")[0]
+        cells = [row.method, keep, f"{row.tokens_in:.0f} → {row.tokens_out:.0f}"]
+        if results.evidence_only:
+            flops = row.stats["prefill_flops_ratio"]
+            cells += [
+                "" if flops is None else f"{flops:.0%}",
+                f"{100 * row.evidence['']:.0f} %" if row.evidence else "",
+            ]
+        else:
+            share = row.overall
+            cells += [f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}]"]
+            cells += [_format_ttft(row, unpatched_ms), _format_cache(row)]
+        rows.append([*map(Cell, cells)])
+    return Table(title, columns, rows)
+
+
+def describe_summary(results: Results) -> list[str]:
+    """Return at most three sentences: the best setting for each allowed loss, then the number of warnings."""
+    sentences = [verdict.summary for verdict in _find_distinct_verdicts(results)]
+    warnings = [warning for warning in find_warnings(results) if warning.level is not Level.NOTE]
+    hidden = len(results.rows) - len(_select_rows(results))
+    pointer = "Pass --details for all tables and notes."
+    if hidden:
+        pointer = f"{hidden} more row{'s'[: hidden > 1]}: pass --details for all tables and notes."
+    if warnings:
+        more = f" (and {len(warnings) - 1} more)" if warnings[1:] else ""
+        pointer = f"Warning: {warnings[0].title}{more}. {pointer}"
+    return [*sentences, pointer]
+
+
+def _find_distinct_verdicts(results: Results) -> list[RunVerdict]:
+    """Return the verdicts, or the stronger one if both name the same setting or none."""
+    verdicts = find_verdicts(results)
+    if len(verdicts) == 2 and verdicts[0].row is verdicts[1].row:
+        return verdicts[1:] if verdicts[0].row is None else verdicts[:1]
+    return verdicts
+
+
+def _select_rows(results: Results) -> list[Row]:
+    """Return at most `MAX_ROWS` rows: unpatched, the recommended settings, then rows of each keep in turn.
+
+    The rows of a keep start with the best method and the best baseline.
+    """
+    if len(results.rows) <= MAX_ROWS:
+        return list(results.rows)
+    recommended = [verdict.row for verdict in find_verdicts(results) if verdict.row is not None]
+    by_keep: dict[str, list[Row]] = {}
+    for row in results.rows:
+        if row.method != UNPATCHED:
+            by_keep.setdefault(row.keep_text, []).append(row)
+    ranked = []
+    for rows in by_keep.values():
+        ordered = sorted(rows, key=lambda row: (-row.overall.value, row.tokens_average))
+        baselines = [row for row in ordered if row.method in MARKS]
+        methods = [row for row in ordered if row.method not in MARKS]
+        ranked += list(enumerate([*methods[:1], *baselines[:1], *methods[1:], *baselines[1:]]))
+    others = [row for _, row in sorted(ranked, key=lambda pair: pair[0])]
+    selected = dict.fromkeys(map(id, [results.baseline, *recommended, *others]))
+    chosen = set(list(selected)[:MAX_ROWS])
+    return [row for row in results.rows if id(row) in chosen]
+
+
+def _format_ttft(row: Row, unpatched_ms: float | None) -> str:
+    if unpatched_ms is None:
+        return ""
+    if row.method == UNPATCHED:
+        return f"{unpatched_ms:.4g}"
+    return "" if row.ttft_ratio is None else f"{row.ttft_ratio * unpatched_ms:.4g}"
+
+
+def _format_cache(row: Row) -> str:
+    used, unpruned = row.stats["kv_bytes"], row.stats["kv_bytes_full"]
+    return f"{used / unpruned:.0%}" if unpruned else ""
+
+
+__all__ = ["MAX_ROWS", "build_summary_table", "describe_summary"]
