@@ -69,8 +69,8 @@ def video_tower() -> str:
         lines.append(f"| `{one['method']}` | {one['visual_tokens_out']} | {ratios} |")
     share = records[0]["ms"]["tower CPU"] / records[0]["ms"]["first token CPU"]
     note = (
-        f"CPU time relative to the unpatched model (median): {header['frames']} frames of {header['side']} pixels, keep "
-        f"{header['keep']}, LLaVA-OneVision-0.5B at 1/{header['widths']} of its widths, random weights, "
+        f"CPU time relative to the unpatched model (median): {header['frames']} frames of {header['side']} pixels, "
+        f"keep {header['keep']}, LLaVA-OneVision-0.5B at 1/{header['widths']} of its widths, random weights, "
         f"{header['threads']} thread. The tower takes {share:.0%} of the unpatched time to the first token. By `python "
         f"benchmarks/experiments/video_tower.py`; [raw data]({VIDEO_TOWER.relative_to(ROOT)})."
     )
@@ -122,8 +122,8 @@ def documents() -> str:
     setup = (
         f"{header['model'].removesuffix(' (shipped)')}, {header['questions']} questions about {header['documents']} "
         "[drawn documents](docs/results/video.md#documents), which are not in its training set. Other methods keep as "
-        "many tokens per image as `pixelprune`. Tokens are averages over images and layers. ▼: significantly worse than "
-        "`pixelprune`."
+        "many tokens per image as `pixelprune`. Tokens are averages over images and layers. ▼: significantly worse "
+        "than `pixelprune`."
     )
     command = f"python benchmarks/experiments/documents.py --documents {header['documents']}"
     return "\n\n".join([setup, *parts, f"By `{command}`; [raw data]({DOCUMENTS.relative_to(ROOT)})."])

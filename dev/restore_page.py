@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 FILES = {"demo_qwen": "restore_gain.jsonl", "demo_smol": "restore_gain-demo_smol.jsonl"}
 WAYS = ("plain", "merged", "weighed")
+SHOWN = ("divprune", "uniform", "random")
 BASELINES = ("uniform", "random")  # compare no tokens
 SURE = 1.96  # standard errors of an interval of 95 %
 
@@ -44,8 +45,8 @@ def _of(model: str, path: Path) -> str:
     return "\n".join([
         f"{model}, [questions](../../benchmarks/results/{path.name}): {asked}.", "",
         f"| chooser | {' | '.join(f'{keep:g}' for keep in keeps)} |", "|---" + "|---:" * len(keeps) + "|",
-        *(row(f"`{one}`", [one], list(sets)) for one in choosers),
-        *(row(f"the {len(comparing)} that compare: {one}", comparing, [one]) for one in sets),
+        *(row(f"`{one}`", [one], list(sets)) for one in choosers if one in SHOWN),
+        *(row(f"mean of {len(comparing)} methods: {one}", comparing, [one]) for one in sets),
     ])  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def _graded(one: Advice) -> str:
 def _line(piece: Evidence) -> str:
     is_raw_file = piece.source.startswith("benchmarks/")
     source = f"[{piece.source.rsplit('/')[-1]}](../{piece.source})" if is_raw_file else piece.source
-    return f"- {piece.kind}, {piece.grade}: {piece.figure} ({source})"
+    return f"- {piece.kind}, {piece.grade}: {piece.figure.replace(' (shipped)', '')} ({source})"
 
 
 def rule() -> str:
