@@ -15,7 +15,9 @@ from tests.unit.docs.test_docs import GUIDES, ROOT, generator
 PLACEHOLDER = re.compile(
     r"not (?:\w+ )?(?:measured|compiled|predicted) yet|\bTODO\b|\bTBD\b|\bFIXME\b|coming soon", re.IGNORECASE
 )
-SPEED = re.compile(r"times as fast|\bx\d[\d.]* as fast|\d ms\b|requests a second|faster by \d", re.IGNORECASE)
+SPEED = re.compile(
+    r"times as fast|\bx\d[\d.]* as fast|\b\d[\d.]*x\b|\d ms\b|requests a second|faster by \d", re.IGNORECASE
+)
 ACCURACY = re.compile(
     r"\d % (?:of [\d,]+ [\w ]*)?right|% of [\d,]+ questions|answers [\d.]+ %|points lost", re.IGNORECASE
 )
