@@ -178,7 +178,7 @@ PAGES = {
     "docs/start/choose.md": {"which": which_method.tables},
     "docs/results/advice.md": {"evidence": which_method.pieces, "rule": which_method.rule},
     "docs/serving/start.md": {"choice": which_method.served, "serving": serving_page.serving},
-    "docs/serving/reference.md": serving_page.IN_FULL,
+    "docs/results/serving.md": serving_page.PARTS,
     "docs/index.md": {
         "landing": landing_page.landing,
         "headline": landing_page.headline,

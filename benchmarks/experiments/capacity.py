@@ -2,7 +2,7 @@
 """How far off is `tokenprune capacity`? Its closed forms beside a vLLM server on this CPU, at four shapes.
 
     .venv-vllm/bin/python benchmarks/experiments/capacity.py --json benchmarks/results/cpu/capacity.jsonl
-    python benchmarks/experiments/capacity.py --page    # write the table of docs/serving/capacity.md from that file
+    python benchmarks/experiments/capacity.py --page    # write the table of docs/results/serving.md from that file
 
 The engine computes on one thread, and all times are CPU seconds, of which other work on the machine takes none: those
 of the engine's processes, not of the API server's beside it. First the peaks of one thread are measured: FLOPs of a
@@ -47,7 +47,7 @@ DECODERS: dict[str, dict[str, int]] = {
 }
 KEEPS, COMPUTE = (1.0, 0.25), 0.4
 ROOT = Path(__file__).resolve().parents[2]
-RAW, PAGE = ROOT / "benchmarks/results/cpu/capacity.jsonl", ROOT / "docs/serving/capacity.md"
+RAW, PAGE = ROOT / "benchmarks/results/cpu/capacity.jsonl", ROOT / "docs/results/serving.md"
 BEGIN, END = "<!-- capacity:begin (benchmarks/experiments/capacity.py --page) -->", "<!-- capacity:end -->"
 
 
@@ -134,7 +134,7 @@ def compared(folder: Path, cpu: GPU, found: Any, decoder: str, args: argparse.Na
 
 
 def page() -> str:
-    """Return the table of docs/serving/capacity.md, from the raw file."""
+    """Return the table of docs/results/serving.md, from the raw file."""
     rows = [json.loads(line) for line in RAW.read_text().splitlines()]
     lines = [
         "| decoder | keep | requests a CPU second | predicted | error | first token, s | predicted | error | fits |",
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="tokens of each answer")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
-        "--page", action="store_true", help="write the table into docs/serving/capacity.md, and measure nothing"
+        "--page", action="store_true", help="write the table into docs/results/serving.md, and measure nothing"
     )
     add_options(parser, resume=False)
     args = parser.parse_args()

@@ -2,7 +2,7 @@
 """How far off is `tokenprune capacity` on rows that its assumptions were not fitted to?
 
     python benchmarks/experiments/capacity_errors.py           # print the table
-    python benchmarks/experiments/capacity_errors.py --page    # write it into docs/serving/capacity.md
+    python benchmarks/experiments/capacity_errors.py --page    # write it into docs/results/serving.md
 
 The rows are the nine that an H200 measured in vLLM: three servers, three budgets each. The defaults of `Assumptions`
 were fitted to these rows, so their error is in-sample. Here `compute`, `tower`, `each` and, for servers without CUDA
@@ -32,7 +32,7 @@ from tokenprune.integrations.vllm.gpus import GPUS
 from tokenprune.settings.cost import Load
 
 ROOT = Path(__file__).resolve().parents[2]
-RAW, PAGE = ROOT / "benchmarks/results/nvidia-h200/h_vllm_times.jsonl", ROOT / "docs/serving/capacity.md"
+RAW, PAGE = ROOT / "benchmarks/results/nvidia-h200/h_vllm_times.jsonl", ROOT / "docs/results/serving.md"
 BEGIN, END = "<!-- errors:begin (benchmarks/experiments/capacity_errors.py --page) -->", "<!-- errors:end -->"
 QWEN_7B = Qwen2_5_VLConfig(
     text_config=dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
@@ -141,7 +141,7 @@ KINDS = ("default", "launch", "row", "server_out")
 
 
 def page() -> str:
-    """Return the table of docs/serving/capacity.md: for each server the lowest and the highest error of its three
+    """Return the table of docs/results/serving.md: for each server the lowest and the highest error of its three
     budgets."""
     errors = compute_errors()
     lines = [
@@ -158,7 +158,7 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write the table into docs/serving/capacity.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/results/serving.md")
     if parser.parse_args().page:
         fill_page(PAGE, BEGIN, END, page())
     else:

@@ -3,7 +3,7 @@
 
     pip install openvino-genai
     python benchmarks/experiments/openvino_cdpruner.py           # measure, into results/openvino_cdpruner.jsonl
-    python benchmarks/experiments/openvino_cdpruner.py --page    # write the table into docs/serving/other-servers.md
+    python benchmarks/experiments/openvino_cdpruner.py --page    # write the table into docs/results/serving.md
 
 The shipped Qwen2.5-VL is exported (openvino_export.py) and asked its held-out questions by both engines, in float32.
 Which tokens VLMPipeline keeps it does not tell; here its language model is exchanged for one that answers with the
@@ -34,7 +34,7 @@ from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_demo.heldout import Example, load_heldout
 
 FILE = RESULTS / "openvino_cdpruner.jsonl"
-PAGE = Path(__file__).parents[2] / "docs/serving/other-servers.md"
+PAGE = Path(__file__).parents[2] / "docs/results/serving.md"
 BEGIN, END = "<!-- openvino:begin (benchmarks/experiments/openvino_cdpruner.py --page) -->", "<!-- openvino:end -->"
 PRUNED = 75  # per cent
 WEIGHTS = (0.0, 0.5, 1.0)
@@ -254,21 +254,22 @@ def page() -> None:
     kept = sum(len(row["theirs"]) for row in rows) / len(rows)
     tokens = sum(row["tokens"] for row in rows) / len(rows)
     lines = [
-        f"{count} questions about {first['images']} images, {PRUNED} % pruned: of {tokens:.0f} tokens {kept:.1f} stay, "
-        f"on both sides. OpenVINO GenAI {first['openvino_genai']}. Of the prompt's logits, with all tokens, the "
-        f"largest gap between the engines is {plain['logit_gap']:.0e}.",
+        f"{count} questions about {first['images']} images, {PRUNED} % pruned: both keep {kept:.1f} of {tokens:.0f} "
+        f"tokens. OpenVINO GenAI {first['openvino_genai']}. Unpruned prompt logits differ by at most "
+        f'{plain["logit_gap"]:.0e}. "Matches its source" counts the selections that the published formula reproduces '
+        "in float64, with the mean share of equal tokens.",
         "",
-        "| `relevance_weight` | chosen in | as its source says (share of tokens) | same tokens as ours | overlap (IoU) "
-        "| right, OpenVINO | right, ours | same answer to the same tokens |",
-        "|---|---|---|---|---|---|---|---|",
-        f"| not pruned | | | | | {plain['right']} | {plain['right_ours']} | {plain['same_answer']} of {count} |",
+        "| `relevance_weight` | sets | matches its source | overlap with `cdpruner` (IoU) | correct, OpenVINO "
+        "| correct, `cdpruner` | equal answers to equal tokens |",
+        "|---|---|---|---|---|---|---|",
+        f"| not pruned | | | | {plain['right']} | {plain['right_ours']} | {plain['same_answer']} of {count} |",
     ]
     for halves, weight in itertools.product((True, False), WEIGHTS):
         part = [row for row in rows if row["halves"] == halves and row["weight"] == weight]
         lines.append(
-            f"| {weight:g} | {'two halves' if halves else 'one set'} | {sum(row['described'] == 1 for row in part)} "
+            f"| {weight:g} | {'two' if halves else 'one'} | {sum(row['described'] == 1 for row in part)} "
             f"({sum(row['described'] for row in part) / count:.0%}) | "
-            f"{sum(row['theirs'] == row['ours'] for row in part)} | {sum(map(_overlap, part)) / count:.2f} | "
+            f"{sum(map(_overlap, part)) / count:.2f} | "
             f"{sum(row['right'] for row in part)} | {sum(row['right_ours'] for row in part)} | "
             f"{sum(row['same_answer'] for row in part)} of {count} |"
         )

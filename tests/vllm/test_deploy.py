@@ -107,10 +107,10 @@ def test_every_counter_is_shown() -> None:
     assert shown == set(OURS) - {"tokenprune:info"}  # a text, for a look and for `tokenprune serve-check`
 
 
-@pytest.mark.parametrize("name", ["runbook", "serving", "serving-in-full", "capacity"])
+@pytest.mark.parametrize("name", ["runbook", "start", "reference", "capacity"])
 def test_a_page_names_what_is_there(name: str) -> None:
     """Of the plugin's metrics; one that a page names is exported."""
-    page = DEPLOY.parent / f"docs/{name}.md"
+    page = DEPLOY.parent / f"docs/serving/{name}.md"
     named = set(re.findall(r"tokenprune:\w+", page.read_text()))
     assert named <= set(OURS), named - set(OURS)
     assert named or name == "capacity"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page in the browser: ask about an image or a video, and see what a method keeps, answers and costs."""
+"""Page in the browser: ask about an image or a video, and compare kept tokens, answers and costs of methods."""

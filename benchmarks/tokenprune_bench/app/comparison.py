@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask one question with and without methods: first what each keeps, then the answers, then the times."""
+"""Ask one question with and without methods: kept tokens first, then answers, then times."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import patched_by
 from tokenprune_bench.show import contact_sheet, side_by_side
 
-REPEATS = 3  # timed runs of each side
-NEW_TOKENS = 4  # that a timed run makes
+REPEATS = 3  # timed runs, unpatched and patched
+NEW_TOKENS = 4  # generated tokens of a timed run
 
 
 @dataclass(frozen=True)
 class PagePrompt:
-    """One question about images, or the frames of a video, and the settings to compare, as texts.
+    """A question about images or frames of a video, and the methods to compare.
 
-    right: the answer, None: it is not known. example: the number of the example that they are. note: what of the file
-    was left out.
+    Attributes:
+        images: Images, or frames of a video.
+        question: The question.
+        methods: Settings as text.
+        right: Correct answer, or None if unknown.
+        example: Number of the example, or None for a user's file.
+        note: Note about frames that were left out.
     """
 
     images: Sequence[Image.Image]
@@ -42,9 +47,18 @@ class PagePrompt:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One setting: visual tokens without and with it, a JPEG of what it keeps, and once known its answer and the time
-    to the first token, as of `timing.compare`."""
+class SettingResult:
+    """Result of one setting.
+
+    Attributes:
+        setting: The setting.
+        tokens: Visual tokens of the unpatched model.
+        kept: Kept visual tokens.
+        drawing: JPEG of the kept tokens.
+        stats: Statistics of the call.
+        answer: The answer, or None if not known yet.
+        ttft: Result of `timing.compare_times`, or None if not known yet.
+    """
 
     setting: Setting
     tokens: int
@@ -56,95 +70,116 @@ class Asked:
 
     @property
     def keep_text(self) -> str:
-        """The keep, and of a stack what it leaves in all."""
+        """The keep, and for a stack the total share."""
         return format_keep(self.setting.keep, len(self.setting.names), self.kept / max(1, self.tokens))
 
     @property
     def name(self) -> str:
-        """The setting as a title, "divprune 0.25"."""
+        """Title of the setting, for example "divprune 0.25"."""
         return f"{self.setting.to_text()} {self.keep_text}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison as far as it is known.
+    """Results so far.
 
-    original: a JPEG of what the model sees. before: the unpatched answer, None: not yet known. strips: the drawings are
-    strips of frames.
+    Attributes:
+        prompt: The prompt.
+        original: JPEG of the image as the model sees it.
+        tokens: Visual tokens of the unpatched model.
+        asked: Results of the settings.
+        strips: Whether drawings are strips of frames.
+        notes: Notes about the drawings.
+        before: Answer of the unpatched model, or None if not known yet.
     """
 
     prompt: PagePrompt
     original: bytes
     tokens: int
-    asked: tuple[Asked, ...]
+    asked: tuple[SettingResult, ...]
     strips: bool
     notes: tuple[str, ...] = ()
     before: str | None = None
 
     @property
     def complete(self) -> bool:
-        """True once answers and times are known."""
-        return all(one.ttft for one in self.asked)
+        """True if answers and times are known."""
+        return all(result.ttft for result in self.asked)
 
 
-def checked(text: str, keep: float) -> Setting:
-    """Return the setting that came from a page or its address as a text.
+def parse_setting(text: str, keep: float) -> Setting:
+    """Parse a setting from a page or its address.
 
-    Raises OptionError for a text that is too long or names a file of this machine, UnknownMethodError, and BudgetError
-    for a keep that is no share.
+    Raises:
+        OptionError: If the text is too long or names a local file.
+        UnknownMethodError: If a method is not known.
+        BudgetError: If the keep is not valid.
     """
     if len(text) > LONGEST:
-        raise OptionError(f"a setting of {len(text)} characters is too long: {LONGEST} at most")
+        raise OptionError(f"The setting has {len(text)} characters. The maximum is {LONGEST}.")
     setting = Setting.from_text(text, keep)
     if files := setting.files:
-        raise OptionError(f"{', '.join(files)}: the page opens no files; use Python for it")
+        raise OptionError(f"The page does not open files ({', '.join(files)}). Use Python instead.")
     setting.validate().steps()
     return setting
 
 
-def settings_of(prompt: PagePrompt, keep: float) -> list[Setting]:
-    """Return the settings of a prompt; raises OptionError for what cannot be asked, and what `checked` raises."""
+def parse_settings(prompt: PagePrompt, keep: float) -> list[Setting]:
+    """Return the settings of a prompt.
+
+    Raises:
+        OptionError: If the image, the question or the method is missing or not valid. Also raises the errors of
+            `parse_setting`.
+    """
     if not prompt.images:
-        raise OptionError("there is no image: drop one, or take one of the examples")
+        raise OptionError("The image is missing. Drop an image, or choose an example.")
     if not prompt.question.strip():
-        raise OptionError("there is no question: ask one")
+        raise OptionError("The question is missing. Type a question.")
     if len(prompt.question) > LONGEST:
-        raise OptionError(f"a question of {len(prompt.question)} characters is too long: {LONGEST} at most")
+        raise OptionError(f"The question has {len(prompt.question)} characters. The maximum is {LONGEST}.")
     if not prompt.methods:
-        raise OptionError("there is no method: choose one")
-    return [checked(text, keep) for text in prompt.methods]
+        raise OptionError("The method is missing. Choose a method.")
+    return [parse_setting(text, keep) for text in prompt.methods]
 
 
-def stages(
+def compare_in_stages(
     subject: Model,
     prompt: PagePrompt,
     keep: float,
     still_wanted: Callable[[], None] = lambda: None,
-    lock: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - holds nothing
+    lock: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - nullcontext is stateless
 ) -> Iterator[Comparison]:
-    """Yield what is known of a comparison as it grows: the kept tokens, the answers, the times of each method.
+    """Yield the comparison as results arrive: kept tokens, answers, then the times of each method.
 
-    still_wanted: called before each part; what it raises ends the run. lock: held while the model works, and
-    never at a yield, where the model is unpatched. Raises what `settings_of`, `patch` and the processor raise.
+    Args:
+        subject: The model.
+        prompt: The prompt.
+        keep: Keep of all methods.
+        still_wanted: Called before each step. An exception stops the comparison.
+        lock: Held while the model is in use. It is released at each yield, when the model is unpatched.
+
+    Raises:
+        TokenPruneError: The errors of `parse_settings` and `patch`.
     """
-    settings = settings_of(prompt, keep)
+    settings = parse_settings(prompt, keep)
     with lock:
-        found = kept(subject, prompt, settings, still_wanted)
-    yield found
+        comparison = draw_kept(subject, prompt, settings, still_wanted)
+    yield comparison
     with lock:
-        found = _shown(subject, prompt, settings, still_wanted, answered=True)
-    yield found
-    for number, one in enumerate(found.asked):
+        comparison = _shown(subject, prompt, settings, still_wanted, answered=True)
+    yield comparison
+    for index, result in enumerate(comparison.asked):
         with lock:
-            timed = replace(one, ttft=_timed(subject, prompt, one.setting, still_wanted))
-        found = replace(found, asked=(*found.asked[:number], timed, *found.asked[number + 1 :]))
-        yield found
+            timed = replace(result, ttft=_timed(subject, prompt, result.setting, still_wanted))
+        asked = (*comparison.asked[:index], timed, *comparison.asked[index + 1 :])
+        comparison = replace(comparison, asked=asked)
+        yield comparison
 
 
-def kept(
+def draw_kept(
     subject: Model, prompt: PagePrompt, settings: Sequence[Setting], still_wanted: Callable[[], None] = lambda: None
 ) -> Comparison:
-    """Return what each setting keeps; the model makes one token, and no answer."""
+    """Return the kept tokens of each setting. The model generates one token and no answer."""
     return _shown(replace(subject, max_new_tokens=1), prompt, settings, still_wanted, answered=False)
 
 
@@ -155,13 +190,13 @@ def _shown(
         subject, prompt.images, prompt.question, settings, step=lambda label, done, total: still_wanted()
     )
     asked = [
-        Asked(
-            setting, shown.tokens, int(seen.kept.sum()), _jpeg(panel.image), replace(seen.stats, cuts=[]),
-            seen.answer if answered else None,
+        SettingResult(
+            setting, shown.tokens, int(view.kept.sum()), _jpeg(panel.image), replace(view.stats, cuts=[]),
+            view.answer if answered else None,
         )
-        for setting, seen, panel in zip(settings, shown.seen, shown.kept_panels, strict=True)
+        for setting, view, panel in zip(settings, shown.seen, shown.kept_panels, strict=True)
     ]  # fmt: skip
-    strips = max(len(seen.frames) for seen in shown.seen) > 1
+    strips = max(len(view.frames) for view in shown.seen) > 1
     original, before = _jpeg(shown.panels[0].image), shown.before if answered else None
     return Comparison(prompt, original, shown.tokens, tuple(asked), strips, shown.notes, before)
 

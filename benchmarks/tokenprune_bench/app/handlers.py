@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handlers of the page: for its opening, a question, and a moved slider."""
+"""Event handlers of the page."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from tokenprune_bench.app.session import AppSession, Superseded
 from tokenprune_bench.profiling.media import read_frames
 from tokenprune_bench.profiling.pace import Pace
 
-# Not needed before the model is there: these import transformers' models, which takes seconds.
+# These import transformers, which takes seconds and is only needed with a model.
 if TYPE_CHECKING:
     from tokenprune_bench.app.comparison import Comparison, PagePrompt
     from tokenprune_bench.profiling.model import Model
 
 FIRST, SECOND, KEEP, STEP = "divprune", "fastv", 0.25, 0.05
-FRAMES = 8  # of a video, evenly chosen
-PATIENCE = 10  # seconds that the page spends on drawing other keeps ahead of the slider
+FRAMES = 8  # evenly spaced frames of a video
+PATIENCE = 10  # seconds for drawing other keeps in advance
 _ABOUT = (
-    "Drop visual tokens, and see what that does to the answer and the time. "
-    "Clear patches stay, dark ones are dropped, those of one colour are merged."
+    "Drop visual tokens, and compare answers and times. "
+    "Clear patches are kept, dark patches are dropped, and patches of one color are merged."
 )
 
 
 class Handlers:
-    """The handlers of one page. Sessions belong to a visitor each; the model, after its lock, to all."""
+    """Event handlers of one page. Each visitor has a session, and all share the model and its lock."""
 
     def __init__(self, loading: Loading, examples: Examples) -> None:
         self.loading, self.examples = loading, examples
 
     def wait(self) -> str:
-        """Wait for the model, and return the top of the page. What the page holds is read after that: see `loaded`."""
+        """Wait for the model and return the header of the page. `load_page` reads the inputs afterwards."""
         try:
             subject = self.loading.get()
         except TokenPruneError as error:
@@ -53,143 +53,152 @@ class Handlers:
         known = f", which {describe_known_images(subject.name)}" if subject.describe_limits() else ""
         return title(f"`{subject.name}`{known}.")
 
-    def loaded(
+    def load_page(
         self, file: str | None, question: str, first: str, second: str, keep: float, request: gr.Request
     ) -> list[Any]:
-        """Return what the page shows of a model that is there: the first example, or what its address says. What the
-        visitor has dropped, typed or chosen meanwhile stays."""
+        """Return the initial values of the page: the first example, or the values of the address.
+
+        Inputs that the visitor changed while the model loaded are kept.
+        """
         try:
             subject = self.loading.get()
         except TokenPruneError:
             return [gr.skip()] * 6
-        from tokenprune_bench.app.comparison import checked
+        from tokenprune_bench.app.comparison import parse_setting
         from tokenprune_bench.show import contact_sheet
 
         video = contact_sheet.takes_video(subject)
-        shown = self.examples.shown(video)
+        shown = self.examples.list_supported(video)
         try:
-            said = link.read(request.query_params, len(shown))
-            for text in filter(None, (said.first, said.second)):
-                checked(text, said.keep or KEEP)
+            shared = link.read(request.query_params, len(shown))
+            for text in filter(None, (shared.first, shared.second)):
+                parse_setting(text, shared.keep or KEEP)
         except TokenPruneError as error:
-            gr.Warning(f"The address is left aside: {html.escape(str(error))}", duration=None)
-            said = link.Shared()
+            gr.Warning(f"The address is ignored: {html.escape(str(error))}", duration=None)
+            shared = link.Shared()
         asked = [gr.skip(), gr.skip()]
-        if not file and not question.strip():  # an example's question is about its own image
-            asked = [gr.skip(), said.question or ""]
+        if not file and not question.strip():  # the question of an example belongs to its image
+            asked = [gr.skip(), shared.question or ""]
             if shown:
-                one = shown[(said.example or 1) - 1]
-                asked = [str(one.file), one.question if said.question is None else said.question]
+                example = shown[(shared.example or 1) - 1]
+                asked = [str(example.file), example.question if shared.question is None else shared.question]
         names = drawable(video)
         return [
-            *asked, _methods(names, first, FIRST, said.first), _methods(["", *names], second, SECOND, said.second),
-            gr.skip() if keep != KEEP or not said.keep else said.keep,
+            *asked, _methods(names, first, FIRST, shared.first), _methods(["", *names], second, SECOND, shared.second),
+            gr.skip() if keep != KEEP or not shared.keep else shared.keep,
             gr.Dataset(samples=samples(self.examples, video)) if shown else gr.skip(),
         ]  # fmt: skip
 
-    def chosen(self, index: int) -> tuple[str, str]:
+    def choose_example(self, index: int) -> tuple[str, str]:
         """Return file and question of an example."""
-        one = self.examples.listed[index]
-        return str(one.file), one.question
+        example = self.examples.listed[index]
+        return str(example.file), example.question
 
     def compare(
         self, session: AppSession, file: str | None, question: str, first: str | None, second: str | None, keep: float
     ) -> Iterator[list[Any]]:
-        """Compare, and show what is known as soon as it is."""
-        yield from self._compare(session, _wanted(file, question, first, second), round(keep, 4))
+        """Compare methods, and yield results as they arrive."""
+        yield from self._compare(session, _request(file, question, first, second), round(keep, 4))
 
-    def released(
+    def release_slider(
         self, session: AppSession, file: str | None, question: str, first: str | None, second: str | None, keep: float
     ) -> Iterator[list[Any]]:
-        """Compare at another keep, unless it was compared already."""
-        wanted, keep = _wanted(file, question, first, second), round(keep, 4)
-        found = session.at.get(keep) if session.wanted == wanted else None
-        if found is None or not found.complete:
-            yield from self._compare(session, wanted, keep)
+        """Compare at another keep, unless the result is cached."""
+        request, keep = _request(file, question, first, second), round(keep, 4)
+        comparison = session.comparisons.get(keep) if session.request == request else None
+        if comparison is None or not comparison.complete:
+            yield from self._compare(session, request, keep)
         else:
             session.begin()
-            yield _all(self.loading.get(), found, keep)
+            yield _all(self.loading.get(), comparison, keep)
 
-    def _compare(self, session: AppSession, wanted: tuple, keep: float) -> Iterator[list[Any]]:
+    def _compare(self, session: AppSession, request: tuple, keep: float) -> Iterator[list[Any]]:
         still_wanted = session.begin()
-        if not self.loading.over:
+        if not self.loading.is_over:
             yield [render.waiting("the model is loading …"), *[gr.skip()] * 5]
         try:
             subject = self.loading.get()
-            # Not before: while another thread imports transformers for the model, this would meet half of it.
-            from tokenprune_bench.app.comparison import stages
+            # Import only now: another thread may still be importing transformers.
+            from tokenprune_bench.app.comparison import compare_in_stages
 
-            if session.wanted != wanted or session.prompt is None:
-                session.ask(wanted, self._prompt(subject, *wanted))
+            if session.request != request or session.prompt is None:
+                session.ask(request, self._prompt(subject, *request))
             prompt, pace = session.prompt, Pace()
             parts = ["answering", *(f"timing {name}" for name in prompt.methods), ""]
             pace.format_remaining(0, len(parts))
-            for place, found in enumerate(stages(subject, prompt, keep, still_wanted, self.loading.lock)):
+            for index, comparison in enumerate(
+                compare_in_stages(subject, prompt, keep, still_wanted, self.loading.lock)
+            ):
                 still_wanted()
-                session.at[keep] = found
-                left = pace.format_remaining(place + 1, len(parts))
-                yield _all(subject, found, keep, ", ".join(filter(None, (parts[place], left))))
+                session.comparisons[keep] = comparison
+                left = pace.format_remaining(index + 1, len(parts))
+                yield _all(subject, comparison, keep, ", ".join(filter(None, (parts[index], left))))
         except Superseded:
-            yield [gr.skip()] * 6  # a generator that ends without a value empties the page
+            yield [gr.skip()] * 6  # a generator without values clears the page
         except TokenPruneError as error:
             raise gr.Error(html.escape(str(error)), duration=None, print_exception=False) from error
 
     def _prompt(self, subject: Model, file: str | None, question: str, methods: tuple[str, ...]) -> PagePrompt:
-        """Return the prompt, with as many frames of a video as fit into the model's context."""
-        from tokenprune_bench.app.comparison import PagePrompt, settings_of
+        """Return the prompt, with as many frames of a video as fit the model's context."""
+        from tokenprune_bench.app.comparison import PagePrompt, parse_settings
         from tokenprune_bench.show import contact_sheet
 
         read = partial(read_frames, [Path(file)] if file else [])
         frames = read(FRAMES)
-        right, example = (self.examples.answer(file, question), self.examples.number(file)) if file else (None, None)
+        right, example = (
+            (self.examples.find_answer(file, question), self.examples.find_number(file)) if file else (None, None)
+        )
         prompt = PagePrompt(frames, question, methods, right, example)
-        settings = settings_of(prompt, KEEP)
+        settings = parse_settings(prompt, KEEP)
         if len(frames) == 1:
             return prompt
         if not contact_sheet.takes_video(subject):
-            raise OptionError(f"{subject.name} takes no videos: drop an image, or name a model that does with --model")
+            raise OptionError(f"{subject.name} does not support videos. Drop an image, or pass another --model.")
         frames, note = contact_sheet.fitting(subject, read, FRAMES, question, settings[0])
         return PagePrompt(frames, question, methods, right, example, note)
 
-    def slid(
+    def move_slider(
         self, session: AppSession, file: str | None, question: str, first: str | None, second: str | None, keep: float
     ) -> list[Any]:
-        """Return what was drawn at a keep; the model is not asked."""
-        found = session.at.get(round(keep, 4)) if session.wanted == _wanted(file, question, first, second) else None
-        if found is None:
-            return [render.waiting(f"let go of the slider to see what {keep:g} keeps"), gr.skip()]
-        status = "" if found.complete else "let go of the slider for answers and times"
-        return [render.head(found, round(keep, 4), status), render.panels(found)]
+        """Return the cached drawing at a keep. The model does not run."""
+        is_current = session.request == _request(file, question, first, second)
+        comparison = session.comparisons.get(round(keep, 4)) if is_current else None
+        if comparison is None:
+            return [render.waiting(f"release the slider to compare at keep {keep:g}"), gr.skip()]
+        status = "" if comparison.complete else "release the slider for answers and times"
+        return [render.head(comparison, round(keep, 4), status), render.panels(comparison)]
 
     def draw_ahead(self, session: AppSession, keep: float) -> None:
-        """Draw what other keeps leave, the nearest first, until the visitor asks again or it takes too long."""
-        still_wanted, end, found = session.latest(), time.monotonic() + PATIENCE, session.at.get(round(keep, 4))
-        if found is None or not found.complete:  # another request is on its way
+        """Draw other keeps, the nearest first, until a new request or a timeout."""
+        still_wanted, end = session.latest(), time.monotonic() + PATIENCE
+        comparison = session.comparisons.get(round(keep, 4))
+        if comparison is None or not comparison.complete:  # another request is running
             return
-        from tokenprune_bench.app.comparison import kept, settings_of
+        from tokenprune_bench.app.comparison import draw_kept, parse_settings
 
-        stops = {round(STEP * number, 4) for number in range(1, round(1 / STEP) + 1)} - set(session.at)
+        stops = {round(STEP * count, 4) for count in range(1, round(1 / STEP) + 1)} - set(session.comparisons)
         for stop in sorted(stops, key=lambda stop: abs(stop - keep)):
             try:
                 if time.monotonic() > end:
                     return
                 with self.loading.lock:
-                    ahead = kept(self.loading.get(), found.prompt, settings_of(found.prompt, stop), still_wanted)
+                    settings = parse_settings(comparison.prompt, stop)
+                    ahead = draw_kept(self.loading.get(), comparison.prompt, settings, still_wanted)
                 still_wanted()
-                session.at[stop] = ahead
+                session.comparisons[stop] = ahead
             except Superseded:
                 return
-            except TokenPruneError:  # a method that does not take this keep
+            except TokenPruneError:  # a method that does not support this keep
                 continue
 
 
 def title(model: str) -> str:
-    """Return the top of the page. model: what is to be said of it."""
+    """Return the header of the page."""
     return f"# tokenprune\n{_ABOUT} Model: {model}"
 
 
 def drawable(video: bool) -> list[str]:
-    """Return the names of the methods with something to draw."""
+    """Return the names of the methods that can be drawn."""
     infos = [tokenprune.method_info(name) for name in tokenprune.available_methods()]
     return [
         info.name
@@ -200,26 +209,32 @@ def drawable(video: bool) -> list[str]:
 
 
 def samples(examples: Examples, video: bool) -> list[list[dict[str, Any]]]:
-    """Return the examples as the page lists them. video: whether the model takes videos."""
-    return [[{"text": one.question, "files": [str(one.file)]}] for one in examples.shown(video)]
+    """Return the examples in the format of gradio. `video` is True for models with video input."""
+    return [[{"text": example.question, "files": [str(example.file)]}] for example in examples.list_supported(video)]
 
 
-def _methods(names: list[str], chosen: str | None, default: str, said: str | None) -> gr.Dropdown:
-    """Return the list of methods, with the one that the address says unless another was chosen."""
-    return gr.Dropdown(choices=names) if chosen != default or said is None else gr.Dropdown(choices=names, value=said)
+def _methods(names: list[str], chosen: str | None, default: str, shared: str | None) -> gr.Dropdown:
+    """Return the list of methods, with the address's method selected unless the visitor chose another."""
+    return (
+        gr.Dropdown(choices=names) if chosen != default or shared is None else gr.Dropdown(choices=names, value=shared)
+    )
 
 
-def _wanted(file: str | None, question: str, *methods: str | None) -> tuple:
+def _request(file: str | None, question: str, *methods: str | None) -> tuple:
     return file, question, tuple(text.strip() for text in methods if text and text.strip())
 
 
-def _all(subject: Model, found: Comparison, keep: float, status: str = "") -> list[Any]:
-    """Return what the page shows of a comparison."""
-    settings, name = [one.setting for one in found.asked], subject.name.partition(" ")[0]
+def _all(subject: Model, comparison: Comparison, keep: float, status: str = "") -> list[Any]:
+    """Return all outputs of a comparison."""
+    settings, name = [result.setting for result in comparison.asked], subject.name.partition(" ")[0]
     lines: Sequence[str] = (
         snippets.python(*settings),
         "\n# or\n".join(map(snippets.vllm, settings)),
         "\n".join(snippets.bench(setting, name) for setting in settings),
     )
-    shown = render.head(found, keep, status and f"{status} …"), render.panels(found), render.details(found)
+    shown = (
+        render.head(comparison, keep, status and f"{status} …"),
+        render.panels(comparison),
+        render.details(comparison),
+    )
     return [*shown, *lines]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that is on its way, and the folder of a page's files: the page is there before the one, and takes the other
-with it."""
+"""Model that loads in the background, and the temporary folder of a page. The page opens before the model is loaded."""
 
 from __future__ import annotations
 
@@ -19,49 +18,57 @@ if TYPE_CHECKING:
     from tokenprune_bench.profiling.model import Model
 
 
-AT_REST = 10  # seconds that the end of a page waits for the model
+AT_REST = 10  # maximum wait for the model at exit, in seconds
 
 
 class Loading:
-    """A model that another thread loads. name: as `--model` takes it."""
+    """A model that another thread loads. `name` is a value of `--model`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.lock = threading.Lock()  # a model is patched for everybody: held while one works with it
+        self.lock = threading.Lock()  # held while a patched model is in use, because all visitors share it
         self._subject: Model | None = None
         self._over = threading.Event()
 
     @property
-    def over(self) -> bool:
-        """True once loading has ended, with a model or with an error."""
+    def is_over(self) -> bool:
+        """True once loading ended, with a model or an error."""
         return self._over.is_set()
 
-    def give(self, subject: Model) -> None:
-        """Hand the model to all who wait for it."""
+    def set_model(self, subject: Model) -> None:
+        """Provide the model to all waiting threads."""
         self._subject = subject
         self._over.set()
 
     def fail(self) -> None:
-        """Tell all who wait that there will be none, and let nobody work with one that is there: a process that ends
-        while a thread computes is aborted."""
+        """End waiting without a model, and block further use of the model.
+
+        A process is aborted if it ends while a thread computes.
+        """
         self._over.set()
         self.lock.acquire(timeout=AT_REST)
 
     def get(self) -> Model:
-        """Return the model as soon as it is there; raises TokenPruneError where it could not be loaded."""
+        """Wait for the model and return it.
+
+        Raises:
+            TokenPruneError: If the model could not be loaded.
+        """
         self._over.wait()
         if self._subject is None:
-            raise TokenPruneError(f"{self.name} could not be loaded: see what `tokenprune app` printed")
+            raise TokenPruneError(f"{self.name} could not be loaded. See the output of `tokenprune app`.")
         return self._subject
 
 
 @contextmanager
-def own_folder() -> Iterator[Path]:
-    """Have gradio keep all files of a page, dropped ones too, in a folder that goes with the process, also at
-    SIGTERM. To be entered before gradio is imported."""
+def use_temp_folder() -> Iterator[Path]:
+    """Store all files of gradio in a temporary folder, which is removed at exit, also at SIGTERM.
+
+    Enter the context before importing gradio.
+    """
     before = os.environ.get("GRADIO_TEMP_DIR")
-    main = threading.current_thread() is threading.main_thread()
-    ended = signal.signal(signal.SIGTERM, _end) if main else None
+    is_main = threading.current_thread() is threading.main_thread()
+    ended = signal.signal(signal.SIGTERM, _end) if is_main else None
     try:
         with tempfile.TemporaryDirectory(prefix="tokenprune-", ignore_cleanup_errors=True) as folder:
             os.environ["GRADIO_TEMP_DIR"] = folder
@@ -70,7 +77,7 @@ def own_folder() -> Iterator[Path]:
         os.environ.pop("GRADIO_TEMP_DIR")
         if before is not None:
             os.environ["GRADIO_TEMP_DIR"] = before
-        if main:
+        if is_main:
             signal.signal(signal.SIGTERM, ended)
 
 

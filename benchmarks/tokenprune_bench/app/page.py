@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: what methods keep, answer and cost first, and beside it what is asked."""
+"""Layout of the page: results on the left, inputs on the right."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from tokenprune_bench.app.loading import Loading
 from tokenprune_bench.app.session import AppSession
 from tokenprune_bench.app.snippets import LONGEST
 
-_FONTS = ["system-ui", "sans-serif"]  # of the machine that looks: a page loads nothing from elsewhere
+_FONTS = ["system-ui", "sans-serif"]  # local fonts, so that the page does not load fonts from the network
 _HERE = Path(__file__).parent
 
 
 def build(loading: Loading, folder: Path) -> gr.Blocks:
-    """Return the page for a model, which may still be loading; `launch` opens it. folder: for files of the page."""
-    examples = Examples.of(loading.name, folder)
+    """Return the page for a model that may still be loading. `launch` opens it.
+
+    Args:
+        loading: The model.
+        folder: Folder for files of the page.
+    """
+    examples = Examples.load(loading.name, folder)
     do = Handlers(loading, examples)
     with gr.Blocks(title="tokenprune", analytics_enabled=False) as page:
         session, about = gr.State(AppSession()), gr.Markdown(title(f"`{loading.name}` is loading …"))
         with gr.Row():
             with gr.Column(scale=3, min_width=300):
-                # The slider comes first: what changes above it would move it under the finger.
-                keep = gr.Slider(
-                    SMALLEST_KEEP, 1.0, value=KEEP, step=STEP, label="Share of the visual tokens that is kept"
-                )
+                # The slider is first, because changes above it would move it while it is dragged.
+                keep = gr.Slider(SMALLEST_KEEP, 1.0, value=KEEP, step=STEP, label="Share of kept visual tokens")
                 head, panels = gr.HTML(elem_id="tokenprune-head"), gr.HTML()
             with gr.Column(scale=1, min_width=280):
                 file = gr.File(
@@ -45,23 +48,28 @@ def build(loading: Loading, folder: Path) -> gr.Blocks:
                         choices=choices, value=value, label=label, info=info, allow_custom_value=True, filterable=True
                     )
                     for choices, value, label, info in (
-                        (drawable(False), FIRST, "Method", "options and stacks too: dart:pivot_text=0, tome+fastv"),
-                        (["", *drawable(False)], SECOND, "and another", "leave it empty for one alone"),
+                        (
+                            drawable(False),
+                            FIRST,
+                            "Method",
+                            "also options and stacks: dart:pivot_text=0, tome+fastv",
+                        ),
+                        (["", *drawable(False)], SECOND, "and another", "optional"),
                     )
                 )
                 button = gr.Button("Compare", variant="primary")
         gallery = gr.Dataset(
             components=[gr.MultimodalTextbox(visible=False)], samples=samples(examples, False), type="index",
-            label="Examples, whose answers are known", visible=bool(examples.listed),
+            label="Examples with known answers", visible=bool(examples.listed),
         )  # fmt: skip
         if not examples.listed:
-            gr.Markdown("Examples come with tokenprune-demo, which is not installed.")
+            gr.Markdown("Install tokenprune-demo for examples.")
         details = gr.HTML()
         with gr.Tabs():
             lines = [_copied("Python", "python"), _copied("vLLM", "shell"), _copied("Benchmark", "shell")]
 
         inputs, outputs = [session, file, question, first, second, keep], [head, panels, details, *lines]
-        # Several at a time: a later request of a visitor ends the one before, and the model has a lock of its own.
+        # Several requests may run: a later request of a visitor stops the previous request, and the model has a lock.
         hidden = {"show_progress": "hidden", "concurrency_limit": None, "trigger_mode": "multiple"}
         private = hidden | {"api_visibility": "private"}
 
@@ -71,17 +79,21 @@ def build(loading: Loading, folder: Path) -> gr.Blocks:
         on(button.click, api_name="compare", **hidden)
         for trigger in (question.submit, file.upload, first.input, second.input):
             on(trigger)
-        on(keep.release, do.released)
-        keep.input(do.slid, inputs, [head, panels], queue=False, **private)
-        on(gallery.click(do.chosen, gallery, [file, question], **private).success)
-        # In two steps: what a step is given is what the page holds when the step begins.
-        there, held = page.load(do.wait, None, about, **private), [file, question, first, second, keep]
-        on(there.success(do.loaded, held, [*held, gallery], **private).success)
+        on(keep.release, do.release_slider)
+        keep.input(do.move_slider, inputs, [head, panels], queue=False, **private)
+        on(gallery.click(do.choose_example, gallery, [file, question], **private).success)
+        # Two steps, because a step reads its inputs when it starts.
+        loaded, page_inputs = page.load(do.wait, None, about, **private), [file, question, first, second, keep]
+        on(loaded.success(do.load_page, page_inputs, [*page_inputs, gallery], **private).success)
     return page
 
 
 def launch(page: gr.Blocks, host: str, port: int, open_browser: bool, block: bool = True) -> Any:
-    """Serve the page until it is stopped, shared with nobody. Raises TokenPruneError where the port is taken."""
+    """Serve the page until it is stopped. The page is not shared publicly.
+
+    Raises:
+        TokenPruneError: If the port is in use.
+    """
     try:
         return page.queue(default_concurrency_limit=1, max_size=16).launch(
             server_name=host, server_port=port, inbrowser=open_browser, share=False, quiet=True, ssr_mode=False,
@@ -90,7 +102,7 @@ def launch(page: gr.Blocks, host: str, port: int, open_browser: bool, block: boo
             max_file_size="64mb", prevent_thread_lock=not block, app_kwargs={"docs_url": None, "redoc_url": None},
         )  # fmt: skip
     except OSError as error:
-        raise TokenPruneError(f"cannot listen at {host}:{port} ({error}): choose another --port") from error
+        raise TokenPruneError(f"Cannot listen at {host}:{port} ({error}). Pass another --port.") from error
 
 
 def _copied(label: str, language: str) -> gr.Code:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A comparison as HTML. Whatever a user or a model wrote is escaped."""
+"""Render a comparison as HTML. Text from users and models is escaped."""
 
 from __future__ import annotations
 
@@ -10,44 +10,56 @@ import statistics
 from typing import TYPE_CHECKING
 
 from tokenprune_bench.app import link
-from tokenprune_bench.app.headline import WHY_SLOWER, headline, slower
+from tokenprune_bench.app.headline import WHY_SLOWER, headline, is_slower
 from tokenprune_bench.metrics import exact
 from tokenprune_bench.profiling.machine_load import format_busy_note, get_machine_load, is_busy
 
 if TYPE_CHECKING:
-    from tokenprune_bench.app.comparison import Asked, Comparison
+    from tokenprune_bench.app.comparison import Comparison, SettingResult
 
 _CORES = os.cpu_count()
 
 
-def head(found: Comparison, keep: float, status: str = "") -> str:
-    """Return the question, one sentence a method, warnings, and a link. status: of the run."""
-    example, question, methods = found.prompt.example, found.prompt.question, found.prompt.methods
-    said = "".join(
-        f"<li><b>{html.escape(one.name)}</b>: {html.escape(headline(found, one, _CORES))}</li>" for one in found.asked
+def head(comparison: Comparison, keep: float, status: str = "") -> str:
+    """Return the question, one sentence per method, warnings, and a link. `status` is the progress of the run."""
+    prompt = comparison.prompt
+    example, question, methods = prompt.example, prompt.question, prompt.methods
+    sentences = "".join(
+        f"<li><b>{html.escape(result.name)}</b>: {html.escape(headline(comparison, result, _CORES))}</li>"
+        for result in comparison.asked
     )
-    notes = "".join(f"<p class=tokenprune-note>⚠ {html.escape(text)}</p>" for text in _warnings(found))
+    notes = "".join(f"<p class=tokenprune-note>⚠ {html.escape(text)}</p>" for text in _warnings(comparison))
     shared = "these settings, without your file" if example is None else "these settings"
     return (
-        f"<h2>{html.escape(question)}</h2><ul>{said}</ul>{_status(status)}{notes}"
+        f"<h2>{html.escape(question)}</h2><ul>{sentences}</ul>{_status(status)}{notes}"
         f'<p><a href="{html.escape(link.query(example, question, methods, keep))}">Link to {shared}</a></p>'
     )
 
 
 def waiting(status: str) -> str:
-    """Return what stands in the place of a headline before anything is known."""
+    """Return the status that replaces the headline before the first result."""
     return _status(status)
 
 
-def panels(found: Comparison) -> str:
-    """Return the original and what each method keeps, in a row at one scale; strips of frames one below the other."""
-    right = found.prompt.right
-    cells = [_panel("original", "unpatched", found.original, f"{found.tokens} visual tokens", found.before, right, "")]
-    for one in found.asked:
-        kept = f"{one.tokens} → {one.kept} visual tokens"
-        time = "" if one.ttft is None else f"first token {_ms(found, one)}, unpatched {_ms(found)}"
-        cells.append(_panel(f"kept by {one.name}", one.name, one.drawing, kept, one.answer, right, time))
-    return f"<div class='tokenprune-row{' strips' if found.strips else ''}'>{''.join(cells)}</div>"
+def panels(comparison: Comparison) -> str:
+    """Return the original and the kept tokens of each method: in a row, or below each other for strips of frames."""
+    right = comparison.prompt.right
+    cells = [
+        _panel(
+            "original",
+            "unpatched",
+            comparison.original,
+            f"{comparison.tokens} visual tokens",
+            comparison.before,
+            right,
+            "",
+        )
+    ]
+    for result in comparison.asked:
+        kept = f"{result.tokens} → {result.kept} visual tokens"
+        time = "" if result.ttft is None else f"first token {_ms(comparison, result)}, unpatched {_ms(comparison)}"
+        cells.append(_panel(f"kept by {result.name}", result.name, result.drawing, kept, result.answer, right, time))
+    return f"<div class='tokenprune-row{' strips' if comparison.strips else ''}'>{''.join(cells)}</div>"
 
 
 def _panel(alt: str, title: str, image: bytes, tokens: str, answer: str | None, right: str | None, time: str) -> str:
@@ -67,53 +79,72 @@ def _mark(answer: str, right: str | None) -> str:
     return " <ins>✓ right</ins>" if exact(answer, right) else f" <del>✗ wrong</del> ({html.escape(right)})"
 
 
-def details(found: Comparison) -> str:
-    """Return what each method cost, as a table, and the visual tokens of each layer as bars; "" before it is known."""
-    return _table(found) + _layers(found) if found.complete else ""
+def details(comparison: Comparison) -> str:
+    """Return a table of costs and bars of the visual tokens per layer; "" while the comparison is not complete."""
+    return _table(comparison) + _layers(comparison) if comparison.complete else ""
 
 
-def _table(found: Comparison) -> str:
+def _table(comparison: Comparison) -> str:
     titles = ("", "answer", "visual tokens", "mean of the layers", "KV cache", "first token")
-    stats = found.asked[0].stats
-    rows = [("unpatched", found.before, found.tokens, found.tokens, _size(stats.kv_bytes_full), _ms(found))]
-    for one in found.asked:
-        average, first = round(one.stats.visual_tokens_average), f"{_ms(found, one)}, ×{_speed_up(one):.2f}"
+    stats = comparison.asked[0].stats
+    rows = [
+        (
+            "unpatched",
+            comparison.before,
+            comparison.tokens,
+            comparison.tokens,
+            _size(stats.kv_bytes_full),
+            _ms(comparison),
+        )
+    ]
+    for result in comparison.asked:
+        average, first = (
+            round(result.stats.visual_tokens_average),
+            f"{_ms(comparison, result)}, ×{_speed_up(result):.2f}",
+        )
         rows.append(
-            (one.name, one.answer, f"{one.tokens} → {one.kept}", average, _size(one.stats.kv_bytes), first)
-        )  # fmt: skip
+            (
+                result.name,
+                result.answer,
+                f"{result.tokens} → {result.kept}",
+                average,
+                _size(result.stats.kv_bytes),
+                first,
+            )
+        )
     head = "".join(f"<th>{name}</th>" for name in titles)
     cells = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<div class='tokenprune-table'><table><tr>{head}</tr>{cells}</table></div>"
 
 
-def _layers(found: Comparison) -> str:
+def _layers(comparison: Comparison) -> str:
     parts = []
-    for one in found.asked:
-        layers = one.stats.visual_tokens_per_layer
-        most = max(found.tokens, 1)
+    for result in comparison.asked:
+        layers = result.stats.visual_tokens_per_layer
+        max_tokens = max(comparison.tokens, 1)
         bars = "".join(
-            f'<span title="layer {number}: {count}" style="height:{max(2, round(48 * count / most))}px"></span>'
-            for number, count in enumerate(layers)
+            f'<span title="layer {index}: {count}" style="height:{max(2, round(48 * count / max_tokens))}px"></span>'
+            for index, count in enumerate(layers)
         )
         parts.append(
-            f"<p>{html.escape(one.setting.to_text())}: visual tokens in layers 0 to {len(layers) - 1}: "
+            f"<p>{html.escape(result.setting.to_text())}: visual tokens in layers 0 to {len(layers) - 1}: "
             f'{", ".join(map(str, layers))}</p><div class="tokenprune-bars">{bars}</div>'
         )
     return "".join(parts)
 
 
-def _warnings(found: Comparison) -> list[str]:
-    timed = [one.ttft["load"] or 0 for one in found.asked if one.ttft]
-    said = [found.prompt.note, format_busy_note(max(timed)) if timed else _busy_now(), *found.notes]
-    if any(slower(one, _CORES) for one in found.asked):
+def _warnings(comparison: Comparison) -> list[str]:
+    timed = [result.ttft["load"] or 0 for result in comparison.asked if result.ttft]
+    said = [comparison.prompt.note, format_busy_note(max(timed)) if timed else _busy_now(), *comparison.notes]
+    if any(is_slower(result, _CORES) for result in comparison.asked):
         said.append(WHY_SLOWER)
-    said += [f"{one.setting.to_text()}: {text}" for one in found.asked for text in one.stats.notes]
+    said += [f"{result.setting.to_text()}: {text}" for result in comparison.asked for text in result.stats.notes]
     return [text for text in dict.fromkeys(said) if text]
 
 
 def _busy_now() -> str:
     load = get_machine_load()
-    return f"The machine is busy (load {load:.1f} on {_CORES} cores): times will say little." if is_busy(
+    return f"The machine is busy (load {load:.1f} on {_CORES} cores): times are not reliable." if is_busy(
         load, _CORES
     ) else ""  # fmt: skip
 
@@ -122,16 +153,19 @@ def _status(text: str) -> str:
     return f"<p role=status class=tokenprune-status>{html.escape(text)}</p>" if text else ""
 
 
-def _speed_up(one: Asked) -> float:
-    return 1 / one.ttft["ttft_ratio"]["p50"]
+def _speed_up(result: SettingResult) -> float:
+    return 1 / result.ttft["ttft_ratio"]["p50"]
 
 
-def _size(number: float) -> str:
-    return f"{number / 1024:.0f} KiB" if number < 10 * 2**20 else f"{number / 2**20:.0f} MiB"
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1024:.0f} KiB" if num_bytes < 10 * 2**20 else f"{num_bytes / 2**20:.0f} MiB"
 
 
-def _ms(found: Comparison, one: Asked | None = None) -> str:
-    """Return the time to the first token, None: of the unpatched model. That is one time for all methods, each of which
-    was timed in turn with it: the median, and a method's is its ratio of that."""
-    whole = statistics.median(each.ttft["ttft_ms_unpatched"]["p50"] for each in found.asked if each.ttft)
-    return f"{whole if one is None else whole * one.ttft['ttft_ratio']['p50']:.0f} ms"
+def _ms(comparison: Comparison, result: SettingResult | None = None) -> str:
+    """Return the time to first token of a setting, or of the unpatched model for None.
+
+    The unpatched model is timed again with each method. Its time is the median over methods. A method's time is this
+    median times the method's ratio.
+    """
+    unpatched = statistics.median(each.ttft["ttft_ms_unpatched"]["p50"] for each in comparison.asked if each.ttft)
+    return f"{unpatched if result is None else unpatched * result.ttft['ttft_ratio']['p50']:.0f} ms"

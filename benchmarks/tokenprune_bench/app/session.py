@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One visitor's page: only the latest request counts, and what was drawn at each keep is there for the slider."""
+"""State of one visitor: only the latest request counts, and the slider uses cached comparisons."""
 
 from __future__ import annotations
 
@@ -12,33 +12,39 @@ if TYPE_CHECKING:
 
 
 class Superseded(Exception):
-    """The visitor wants something else by now."""
+    """A later request of the visitor replaced this one."""
 
 
 @dataclass
 class AppSession:
-    """The state of one visitor. wanted: file, question and methods of the prompt. at: comparisons of it, by keep."""
+    """State of one visitor.
 
-    wanted: tuple = ()
+    Attributes:
+        request: File, question and methods of the prompt.
+        prompt: The prompt.
+        comparisons: Comparisons of the prompt by keep.
+    """
+
+    request: tuple = ()
     prompt: PagePrompt | None = None
-    at: dict[float, Comparison] = field(default_factory=dict)
+    comparisons: dict[float, Comparison] = field(default_factory=dict)
     _requests: int = 0
 
     def begin(self) -> Callable[[], None]:
-        """Begin a request, and return `latest`."""
+        """Begin a request, and return its check (see `latest`)."""
         self._requests += 1
         return self.latest()
 
     def latest(self) -> Callable[[], None]:
-        """Return a call that raises Superseded once a later request than the latest so far has begun."""
-        number = self._requests
+        """Return a function that raises Superseded after a later request has begun."""
+        request_index = self._requests
 
         def still_wanted() -> None:
-            if number != self._requests:
+            if request_index != self._requests:
                 raise Superseded
 
         return still_wanted
 
-    def ask(self, wanted: tuple, prompt: PagePrompt) -> None:
-        """Take another prompt; what was drawn for the one before is forgotten."""
-        self.wanted, self.prompt, self.at = wanted, prompt, {}
+    def ask(self, request: tuple, prompt: PagePrompt) -> None:
+        """Set another prompt and clear the cached comparisons."""
+        self.request, self.prompt, self.comparisons = request, prompt, {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting as lines to copy: Python, the flag of a vLLM server, and a benchmark of it."""
+"""A setting as code to copy: Python, a flag of `vllm serve`, and a benchmark command."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.selection.method import Site
 from tokenprune.settings import Setting
 
-LONGEST = 2000  # characters of a question, or of a setting
+LONGEST = 2000  # maximum characters of a question or a setting
 
 
 def python(*settings: Setting) -> str:
-    """Return the calls that patch a model, each further one in the place of the one before."""
-    return "\n# or, in its place:\n".join(_patch(setting, bool(place)) for place, setting in enumerate(settings))
+    """Return the calls that patch a model, one per setting."""
+    return "\n# or:\n".join(_patch(setting, bool(index)) for index, setting in enumerate(settings))
 
 
 def _patch(setting: Setting, again: bool) -> str:
@@ -29,7 +29,7 @@ def _patch(setting: Setting, again: bool) -> str:
 
 
 def vllm(setting: Setting) -> str:
-    """Return the flag of `vllm serve`, or why it cannot be served."""
+    """Return the command of `vllm serve`, or a comment with the reason if vLLM does not support the setting."""
     try:
         parse_setting(setting.to_json())
     except TokenPruneError as error:
@@ -38,7 +38,7 @@ def vllm(setting: Setting) -> str:
 
 
 def bench(setting: Setting, model: str) -> str:
-    """Return the command that measures the setting. model: as `--model` takes it."""
+    """Return the command that measures the setting. `model` is a value of `--model`."""
     return shlex.join(
         ["tokenprune", "bench", "--model", model, "--methods", setting.to_text(), "--keep", repr(setting.keep)]
     )

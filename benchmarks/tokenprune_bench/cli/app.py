@@ -24,10 +24,10 @@ def app(
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
     """Open a page: drop an image or a video, ask, and compare methods."""
-    from tokenprune_bench.app.loading import Loading, own_folder
+    from tokenprune_bench.app.loading import Loading, use_temp_folder
 
     console, loading = get_console(), Loading(model or "demo_vlm")
-    with own_folder() as folder:  # before gradio, which asks for its folder when it is imported
+    with use_temp_folder() as folder:  # before gradio, which asks for its folder when it is imported
         try:
             from tokenprune_bench.app.page import build, launch
         except ImportError as error:
@@ -38,7 +38,7 @@ def app(
             console.print(f"http://{host}:{port} (Ctrl+C ends it)", markup=False, highlight=False)
             if host not in LOCAL:
                 console.print("Whoever reaches this machine can ask: there is no password.", markup=False)
-            loading.give(load_model(model, device, threads, dtype))
+            loading.set_model(load_model(model, device, threads, dtype))
             page.block_thread()
         finally:
             loading.fail()

@@ -381,7 +381,7 @@ def test_no_question_about_a_circle_and_the_shipped_model_knows_drawings_only(tm
 def test_lines_of_python_to_copy_run_one_after_the_other() -> None:
     from tokenprune.statistics import Stats
     from tokenprune_bench.app import snippets
-    from tokenprune_bench.app.comparison import Asked
+    from tokenprune_bench.app.comparison import SettingResult
 
     model, processor = demo_model(device="cpu")
     settings = [Setting.from_text(name, 0.5) for name in ("divprune", "fastv", "downsample+dart")]
@@ -390,5 +390,5 @@ def test_lines_of_python_to_copy_run_one_after_the_other() -> None:
     exec(told, names)
     assert [method.name for method in tokenprune.api.get_attachment(model).methods] == ["downsample", "dart"]
     assert told.count("tokenprune.patch(") == 3 and snippets.python(settings[0]).count("\n") == 0
-    asked = Asked(Setting.from_text("divprune+fastv", 0.25), 256, 16, b"", Stats())
+    asked = SettingResult(Setting.from_text("divprune+fastv", 0.25), 256, 16, b"", Stats())
     assert asked.keep_text == "0.25 each, 6.25 % in all"

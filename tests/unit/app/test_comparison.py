@@ -22,8 +22,8 @@ from tests.unit.api.test_cli import refused
 from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError
 from tokenprune.settings import Setting
 from tokenprune_bench.app import render, snippets
-from tokenprune_bench.app.comparison import PagePrompt, checked, kept, stages
-from tokenprune_bench.app.loading import Loading, own_folder
+from tokenprune_bench.app.comparison import PagePrompt, compare_in_stages, draw_kept, parse_setting
+from tokenprune_bench.app.loading import Loading, use_temp_folder
 from tokenprune_bench.app.session import AppSession, Superseded
 from tokenprune_bench.app.snippets import LONGEST
 from tokenprune_bench.profiling.model import Model, load_model
@@ -40,7 +40,7 @@ def subject() -> Model:
 def test_what_is_kept_is_known_first_then_answers_then_times(subject: Model) -> None:
     asked = load_heldout(folder=subject.heldout, limit=1)[0]
     prompt = PagePrompt([asked.image], asked.question, ("divprune", "tome+fastv"))
-    drawn, answered, half, whole = stages(subject, prompt, 0.5)
+    drawn, answered, half, whole = compare_in_stages(subject, prompt, 0.5)
     assert [one.name for one in drawn.asked] == ["divprune 0.5", "tome+fastv 0.5 each, 25 % in all"]
     assert drawn.before is None and [one.answer for one in drawn.asked] == [None, None]
     assert answered.before and all(one.answer and one.ttft is None for one in answered.asked)
@@ -51,7 +51,7 @@ def test_what_is_kept_is_known_first_then_answers_then_times(subject: Model) -> 
     assert [one.drawing for one in drawn.asked] == [one.drawing for one in whole.asked]
     direct = side_by_side.show(subject, [asked.image], asked.question, [Setting.from_text("tome+fastv", 0.5)])
     assert direct.before == whole.before and direct.seen[0].answer == two.answer
-    alone = kept(subject, prompt, [Setting.from_text(name, 0.5) for name in prompt.methods])
+    alone = draw_kept(subject, prompt, [Setting.from_text(name, 0.5) for name in prompt.methods])
     assert [one.drawing for one in alone.asked] == [one.drawing for one in drawn.asked]  # what the slider shows
     with Image.open(io.BytesIO(two.drawing)) as image, Image.open(io.BytesIO(whole.original)) as original:
         assert image.size == original.size  # the same scale
@@ -68,7 +68,7 @@ def test_ratios_of_a_table_are_of_one_time(subject: Model) -> None:
 
     asked = load_heldout(folder=subject.heldout, limit=1)[0]
     prompt = PagePrompt([asked.image], asked.question, ("divprune", "random"))
-    found = kept(subject, prompt, [Setting.from_text(name, 0.5) for name in prompt.methods])
+    found = draw_kept(subject, prompt, [Setting.from_text(name, 0.5) for name in prompt.methods])
     pairs = zip(found.asked, (timed(50, 100), timed(120, 200)), strict=True)
     found = replace(found, before="red", asked=tuple(replace(one, answer="red", ttft=ttft) for one, ttft in pairs))
     cells = re.findall(r"(\d+) ms(?:, ×([\d.]+))?</td>", render.details(found))
@@ -78,7 +78,7 @@ def test_ratios_of_a_table_are_of_one_time(subject: Model) -> None:
 
 def test_a_video_is_a_video(subject: Model) -> None:
     question = draw_set("small-videos", 1).questions[-1]
-    *_, last = stages(subject, PagePrompt(question.frames, question.question, ("vidcom2",)), 0.5)
+    *_, last = compare_in_stages(subject, PagePrompt(question.frames, question.question, ("vidcom2",)), 0.5)
     (one,) = last.asked
     assert last.strips and one.kept == one.tokens // 2
     with Image.open(io.BytesIO(one.drawing)) as image:
@@ -98,7 +98,7 @@ def test_a_run_that_is_not_wanted_ends_with_the_model_as_it_was(subject: Model, 
 
     prompt = PagePrompt([Image.new("RGB", (112, 112), "red")], "what is shown?", ("divprune",))
     with pytest.raises(Superseded):
-        for _ in stages(subject, prompt, 0.25, still_wanted, lock):
+        for _ in compare_in_stages(subject, prompt, 0.25, still_wanted, lock):
             assert not lock.locked() and not tokenprune.is_patched(subject.model)
     assert not lock.locked() and not tokenprune.is_patched(subject.model)
 
@@ -106,41 +106,45 @@ def test_a_run_that_is_not_wanted_ends_with_the_model_as_it_was(subject: Model, 
 @pytest.mark.parametrize(
     ("images", "question", "methods", "keep", "error", "said"),
     [
-        (0, "what?", ["dart"], 0.5, OptionError, "no image"),
-        (1, "  ", ["dart"], 0.5, OptionError, "no question"),
-        (1, "x" * (LONGEST + 1), ["dart"], 0.5, OptionError, "too long"),
-        (1, "what?", [], 0.5, OptionError, "no method"),
+        (0, "what?", ["dart"], 0.5, OptionError, "The image is missing"),
+        (1, "  ", ["dart"], 0.5, OptionError, "The question is missing"),
+        (1, "x" * (LONGEST + 1), ["dart"], 0.5, OptionError, "The maximum is"),
+        (1, "what?", [], 0.5, OptionError, "The method is missing"),
         (1, "what?", ["dat"], 0.5, UnknownMethodError, "dart"),
         (1, "what?", ["dart", "divprune+pool"], 0.5, OptionError, "both act at"),
         (1, "what?", ["dart"], 0.0, TokenPruneError, "keep"),
         (1, "what?", ["dart"], 1.5, TokenPruneError, "keep"),
-        (1, "what?", ["dart:keep=0.1"], 0.5, OptionError, "no option"),
-        (1, "what?", ["divprune:" + "x" * LONGEST], 0.5, OptionError, "too long"),
+        (1, "what?", ["dart:keep=0.1"], 0.5, OptionError, "is not an option"),
+        (1, "what?", ["divprune:" + "x" * LONGEST], 0.5, OptionError, "The maximum is"),
     ],
 )
 def test_what_cannot_be_asked(
     subject: Model, images: int, question: str, methods: list[str], keep: float, error: type, said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        next(stages(subject, PagePrompt([Image.new("RGB", (128, 128))] * images, question, tuple(methods)), keep))
+        next(
+            compare_in_stages(
+                subject, PagePrompt([Image.new("RGB", (128, 128))] * images, question, tuple(methods)), keep
+            )
+        )
     assert not tokenprune.is_patched(subject.model)
 
 
 @pytest.mark.parametrize("text", ["dymu:thresholds=/etc/passwd", "tome+fitprune:recipe=/x"])
 def test_a_page_names_no_files(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenprune.selection.files.File.read", lambda *_: pytest.fail("a file was opened"))
-    with pytest.raises(OptionError, match="opens no files"):
-        checked(text, 0.5)
+    with pytest.raises(OptionError, match="does not open files"):
+        parse_setting(text, 0.5)
 
 
 def test_what_is_copied_does_what_was_shown() -> None:
-    stack = checked("downsample+divprune", 0.5)
-    assert snippets.python(checked("dart", 0.25)) == 'tokenprune.patch(model, "dart", keep=0.25)'
+    stack = parse_setting("downsample+divprune", 0.5)
+    assert snippets.python(parse_setting("dart", 0.25)) == 'tokenprune.patch(model, "dart", keep=0.25)'
     assert snippets.python(stack).endswith(", processor=processor)")
-    flag = shlex.split(snippets.vllm(checked("divprune", 0.25)))
+    flag = shlex.split(snippets.vllm(parse_setting("divprune", 0.25)))
     assert flag[:4] == ["vllm", "serve", "MODEL", "--mm-processor-kwargs"]
     assert json.loads(flag[4]) == {"tokenprune": {"method": "divprune", "keep": 0.25}}
-    assert snippets.vllm(checked("dart", 0.25)).startswith("# dart cannot be served")
+    assert snippets.vllm(parse_setting("dart", 0.25)).startswith("# dart cannot be served")
     assert snippets.bench(Setting.from_text("divprune+fastv:layer=3", 0.25), "demo_qwen") == (
         "tokenprune bench --model demo_qwen --methods divprune+fastv:layer=3 --keep 0.25"
     )
@@ -150,13 +154,13 @@ def test_who_waits_for_a_model_gets_it_or_hears_why() -> None:
     loading, heard = Loading("some"), []
     waiting = threading.Thread(target=lambda: heard.append(loading.get()))
     waiting.start()
-    assert not loading.over
-    loading.give("model")
+    assert not loading.is_over
+    loading.set_model("model")
     waiting.join()
     assert loading.lock.acquire(blocking=False)
     loading.lock.release()
     loading.fail()  # at the end of the command; the model stays, and nobody works with it
-    assert heard == [loading.get()] == ["model"] and loading.over and loading.lock.locked()
+    assert heard == [loading.get()] == ["model"] and loading.is_over and loading.lock.locked()
     lost = Loading("lost")
     lost.fail()
     with pytest.raises(TokenPruneError, match="lost could not be loaded"):
@@ -166,7 +170,7 @@ def test_who_waits_for_a_model_gets_it_or_hears_why() -> None:
 def test_the_files_of_a_page_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADIO_TEMP_DIR", "elsewhere")
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit), own_folder() as folder:
+    with pytest.raises(SystemExit), use_temp_folder() as folder:
         (folder / "dropped.png").touch()
         assert os.environ["GRADIO_TEMP_DIR"] == str(folder)
         os.kill(os.getpid(), signal.SIGTERM)

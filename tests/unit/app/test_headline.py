@@ -14,17 +14,17 @@ from tokenprune.errors import OptionError
 from tokenprune.settings import Setting
 from tokenprune.statistics import Stats
 from tokenprune_bench.app import headline, link, render
-from tokenprune_bench.app.comparison import Asked, Comparison, PagePrompt
+from tokenprune_bench.app.comparison import Comparison, PagePrompt, SettingResult
 from tokenprune_bench.app.examples import Examples
 from tokenprune_bench.app.snippets import LONGEST
 
 
-def asked(layers: list[int] = [64] * 4, **more: Any) -> Asked:
+def asked(layers: list[int] = [64] * 4, **more: Any) -> SettingResult:
     stats = Stats(visual_tokens_per_layer=layers)
-    return Asked(Setting.from_text("divprune", 0.25), 256, layers[-1], b"", stats, **more)
+    return SettingResult(Setting.from_text("divprune", 0.25), 256, layers[-1], b"", stats, **more)
 
 
-def compared(one: Asked, before: str | None = None, right: str | None = None) -> Comparison:
+def compared(one: SettingResult, before: str | None = None, right: str | None = None) -> Comparison:
     return Comparison(PagePrompt([], "what?", ("divprune",), right), b"", 256, (one,), False, before=before)
 
 
@@ -48,13 +48,13 @@ def test_a_headline_grows_with_what_is_known() -> None:
     ("layers", "said"),
     [
         ([256] * 4, "all visual tokens kept"),
-        ([0] * 4, "no visual token left"),
+        ([0] * 4, "no visual tokens kept"),
         ([20] * 4, "13x fewer visual tokens"),
         ([256, 256, 64, 64], "1.6x fewer visual tokens on average over the layers"),
     ],
 )
 def test_tokens_are_those_that_the_layers_saw(layers: list[int], said: str) -> None:
-    assert headline.fewer(asked(layers)) == said
+    assert headline.describe_tokens(asked(layers)) == said
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_tokens_are_those_that_the_layers_saw(layers: list[int], said: str) -> N
     ],
 )
 def test_times_claim_no_more_than_was_measured(measured: dict[str, Any], said: str) -> None:
-    assert headline.faster(measured, 2).startswith(said)
+    assert headline.describe_speed(measured, 2).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_times_claim_no_more_than_was_measured(measured: dict[str, Any], said: s
     ],
 )
 def test_what_became_of_an_answer(before: str, after: str, right: str | None, said: str) -> None:
-    assert headline.changed(before, after, right) == said
+    assert headline.describe_answer(before, after, right) == said
 
 
 def test_the_page_marks_answers_warns_of_load_and_says_when_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,16 +117,16 @@ def test_a_link_says_again_what_was_asked() -> None:
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"file": "/etc/passwd"}, "has no 'file'"),
-        ({"keep": "nan"}, "no number"),
-        ({"keep": "inf"}, "no number"),
-        ({"keep": "a lot"}, "no number"),
-        ({"keep": "0"}, "from 0.05 to 1"),
-        ({"keep": "1e9"}, "from 0.05 to 1"),
+        ({"file": "/etc/passwd"}, "unknown key 'file'"),
+        ({"keep": "nan"}, "not a number"),
+        ({"keep": "inf"}, "not a number"),
+        ({"keep": "a lot"}, "not a number"),
+        ({"keep": "0"}, "Use 0.05 to 1"),
+        ({"keep": "1e9"}, "Use 0.05 to 1"),
         ({"example": "7"}, "1 to 6"),
         ({"example": "0"}, "1 to 6"),
         ({"example": "1.5"}, "1 to 6"),
-        ({"example": "../1"}, "no number"),
+        ({"example": "../1"}, "not a number"),
         ({"question": "x" * (LONGEST + 1)}, "too long"),
         ({"first": "x" * (LONGEST + 1)}, "too long"),
     ],
@@ -138,13 +138,15 @@ def test_an_address_is_not_trusted(params: dict[str, str], said: str) -> None:
 
 @pytest.mark.parametrize("model", ["demo_vlm", "demo_qwen"])
 def test_examples_know_their_answers_by_content(model: str, tmp_path: Path) -> None:
-    examples = Examples.of(model, tmp_path)
-    assert len(examples.shown(False)) == 6 and [one.video for one in examples.shown(True)] == [False] * 6 + [True]
+    examples = Examples.load(model, tmp_path)
+    assert len(examples.list_supported(False)) == 6 and [one.video for one in examples.list_supported(True)] == [
+        False
+    ] * 6 + [True]
     for number, one in enumerate(examples.listed, 1):
         again = tmp_path / f"dropped-{number}{one.file.suffix}"
         again.write_bytes(one.file.read_bytes())
-        assert examples.answer(again, one.question) and examples.number(again) == number
-        assert examples.answer(again, "is it late?") is None
+        assert examples.find_answer(again, one.question) and examples.find_number(again) == number
+        assert examples.find_answer(again, "is it late?") is None
     other = tmp_path / "other.png"
     other.write_bytes(b"another")
-    assert examples.number(other) is None and examples.answer(other, examples.listed[0].question) is None
+    assert examples.find_number(other) is None and examples.find_answer(other, examples.listed[0].question) is None

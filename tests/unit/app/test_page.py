@@ -23,7 +23,7 @@ import gradio as gr
 from tokenprune.errors import TokenPruneError
 from tokenprune_bench.app.examples import Examples
 from tokenprune_bench.app.handlers import Handlers
-from tokenprune_bench.app.loading import Loading, own_folder
+from tokenprune_bench.app.loading import Loading, use_temp_folder
 from tokenprune_bench.app.page import build, launch
 from tokenprune_bench.app.session import AppSession
 from tokenprune_bench.profiling.model import Model, load_model
@@ -42,7 +42,7 @@ def served(loading: Loading) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with own_folder() as folder:
+    with use_temp_folder() as folder:
         page = build(loading, folder)
         launch(page, "127.0.0.1", port, open_browser=False, block=False)
         with pytest.raises(TokenPruneError, match="another --port"):
@@ -55,7 +55,7 @@ def served(loading: Loading) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def address(subject: Model) -> Iterator[str]:
     loading = Loading("demo_qwen")
-    loading.give(subject)
+    loading.set_model(subject)
     with served(loading) as found:
         yield found
 
@@ -97,9 +97,9 @@ def test_the_page_is_there_before_the_model(browser: Any, subject: Model) -> Non
         page.get_by_label("Question").fill("what?")
         page.get_by_role("button", name="Compare").click()  # waits, as the page does
         page.get_by_text("the model is loading").wait_for(timeout=PATIENCE)
-        loading.give(subject)
+        loading.set_model(subject)
         page.get_by_text("demo_qwen (shipped)").wait_for(timeout=PATIENCE)
-        page.get_by_text("there is no image").first.wait_for(timeout=PATIENCE)
+        page.get_by_text("The image is missing").first.wait_for(timeout=PATIENCE)
         page.get_by_text("what color was the").first.wait_for(timeout=PATIENCE)
         assert page.get_by_label("Question").input_value() == "what?"  # what was typed meanwhile
         page.close()
@@ -107,12 +107,12 @@ def test_the_page_is_there_before_the_model(browser: Any, subject: Model) -> Non
 
 def test_what_the_visitor_did_while_it_loaded_stays(subject: Model, tmp_path: Path) -> None:
     loading, skipped = Loading("demo_qwen"), gr.skip()
-    loading.give(subject)
-    do = Handlers(loading, Examples.of("demo_qwen", tmp_path))
+    loading.set_model(subject)
+    do = Handlers(loading, Examples.load("demo_qwen", tmp_path))
     plain, said = (SimpleNamespace(query_params=one) for one in ({}, {"keep": "0.5", "first": "dart"}))
 
     def shown(*held: Any, request: Any = plain) -> list[Any]:
-        file, question, first, second, keep, _ = do.loaded(*held, request)
+        file, question, first, second, keep, _ = do.load_page(*held, request)
         return [file, question, getattr(first, "value", None), getattr(second, "value", None), keep]
 
     file, question, *_, keep = shown(None, "", "divprune", "fastv", 0.25)
@@ -196,7 +196,7 @@ def test_drop_ask_slide_and_switch(opened: Any, tmp_path: Path) -> None:
 def test_the_slider_redraws_without_an_answer_until_it_is_released(opened: Any) -> None:
     slider = opened.locator("input[type=range]")
     box = slider.bounding_box()
-    middle, drawn = box["y"] + box["height"] / 2, opened.get_by_text("let go of the slider for answers and times")
+    middle, drawn = box["y"] + box["height"] / 2, opened.get_by_text("release the slider for answers and times")
     opened.mouse.move(box["x"] + box["width"] * 0.22, middle)
     opened.mouse.down()
     for _ in range(120):  # until the keep beside it was drawn ahead
@@ -220,8 +220,8 @@ def test_a_request_that_is_not_wanted_leaves_the_page_as_it_is(subject: Model) -
     asking = Handlers(loading, Examples()).compare(session, file, "what?", "divprune", "", 0.3)
     assert "the model is loading" in next(asking)[0]
     session.begin()
-    loading.give(subject)
-    assert list(asking) == [[gr.skip()] * 6] and session.at == {}
+    loading.set_model(subject)
+    assert list(asking) == [[gr.skip()] * 6] and session.comparisons == {}
     assert not loading.lock.locked()
 
 
@@ -229,8 +229,8 @@ def test_the_slider_waits_for_no_model() -> None:
     loading = Loading("never there")
     do, session = Handlers(loading, Examples()), AppSession()
     with loading.lock:
-        head, _ = do.slid(session, None, "what?", "divprune", "", 0.3)
-    assert "let go of the slider to see what 0.3 keeps" in head
+        head, _ = do.move_slider(session, None, "what?", "divprune", "", 0.3)
+    assert "release the slider to compare at keep 0.3" in head
 
 
 def test_an_address_sets_the_page_and_is_not_trusted(browser: Any, address: str) -> None:
@@ -244,13 +244,13 @@ def test_an_address_sets_the_page_and_is_not_trusted(browser: Any, address: str)
     assert "example=2" in page.url
     for wrong, said in (
         ("keep=7", "keep=7 in the address"),
-        ("first=dymu:thresholds=/etc/passwd", "opens no files"),
+        ("first=dymu:thresholds=/etc/passwd", "does not open files"),
         ("first=<img src=x onerror=alert(1)>", "is not a setting. Write it"),
-        ("example=99", "there are 1 to"),
+        ("example=99", "Use 1 to"),
     ):
         page.goto(f"{address}/?{wrong}", timeout=PATIENCE)
-        page.get_by_text("The address is left aside").wait_for(timeout=PATIENCE)
-        assert said in page.get_by_text("The address is left aside").inner_text()
+        page.get_by_text("The address is ignored").wait_for(timeout=PATIENCE)
+        assert said in page.get_by_text("The address is ignored").inner_text()
         finished(page, "divprune 0.25")
     page.close()
 
@@ -268,7 +268,7 @@ def test_a_video_is_dropped_on_the_page(opened: Any, tmp_path: Path) -> None:
 
 def test_a_model_without_video_says_so(browser: Any, tmp_path: Path) -> None:
     loading = Loading("demo_vlm")
-    loading.give(load_model("demo_vlm", device="cpu"))
+    loading.set_model(load_model("demo_vlm", device="cpu"))
     frames = [Image.new("RGB", (112, 112), (20 * number, 80, 120)) for number in range(8)]
     frames[0].save(tmp_path / "video.gif", save_all=True, append_images=frames[1:], duration=200)
     with served(loading) as address:
@@ -276,7 +276,7 @@ def test_a_model_without_video_says_so(browser: Any, tmp_path: Path) -> None:
         page.goto(address, timeout=PATIENCE)
         finished(page, "divprune 0.25")
         drop(page, tmp_path / "video.gif", "image/gif")
-        page.get_by_text("takes no videos").wait_for(timeout=PATIENCE)
+        page.get_by_text("does not support videos").wait_for(timeout=PATIENCE)
         page.close()
 
 

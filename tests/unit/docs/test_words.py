@@ -38,7 +38,6 @@ ALLOWED = {
     "README.md": (r"heldout/pictures/",),
     "tokenprune_demo/heldout.py": (r'"picture"',),
     "lmms_eval/suite.py": (r'"picture"',),
-    "docs/serving/reference.md": (r"heldout/pictures/",),
     "benchmarks/experiments/serving.py": (r"What is in the picture\?",),
     "benchmarks/experiments/studies/guard_proof.py": (r'"pictures": \[FIRST',),
     # The function of benchmarks/experiments/training/make_heldout.py.

@@ -72,7 +72,7 @@ def _find_merging_error(method: Method, row: Family, config: Any) -> TokenPruneE
     if not _has_rows(row, config, "tiles", "packed"):
         return UnsupportedSetupError(
             f"{method.name} merges inside the vision tower, and the number of kept tokens of {row.name!r} is not known "
-            f"before the tower runs (docs/serving/start.md lists other families). {AFTER_THE_TOWER}"
+            f"before the tower runs (docs/serving/reference.md lists other families). {AFTER_THE_TOWER}"
         )
     return find_joined_layers_error(method, config)
 
@@ -87,7 +87,7 @@ def _find_dropping_error(method: Method, row: Family, config: Any) -> TokenPrune
     reason = "which crops tiles after the tower" if row.patches == "packed" else "which needs complete grids"
     return UnsupportedSetupError(
         f"{method.name} cannot drop patches in the tower of {row.vllm.architecture}, {reason} "
-        f"(docs/serving/start.md lists other families). {AFTER_THE_TOWER}"
+        f"(docs/serving/reference.md lists other families). {AFTER_THE_TOWER}"
     )
 
 
@@ -163,7 +163,7 @@ def _find_before_llm_obstacle(method: Method) -> str | None:
     if method.site is Site.IN_LLM and _find_in_llm_obstacle(method) is None:
         return (
             f'it acts inside the language model, after the length of the prompt is set. "{IN_LLM}": true allows it, '
-            "with limits (docs/serving/start.md)."
+            "with limits (docs/serving/reference.md)."
         )
     if method.site is not Site.PRE_LLM:
         return (

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experimental: drop visual tokens inside the language model, at the input of a decoder layer. See
-docs/serving/start.md.
+docs/serving/reference.md.
 
 vLLM's scheduler and KV cache count the tokens of the unpruned prompt for all layers, unless the server frees the KV
 cache of dropped tokens (`kv_cache`). But each layer looks up its block table, slots and lengths by its name, so layers

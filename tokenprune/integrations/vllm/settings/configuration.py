@@ -39,7 +39,7 @@ def family_of(model_config: Any) -> Family:
     if architecture not in SERVED:
         raise UnsupportedModelError(
             f"{KEY} {checks.describe_unserved_family(architecture)}. Leave the {KEY} setting out to serve the model "
-            "unchanged (docs/serving/start.md lists the served models)."
+            "unchanged (docs/serving/reference.md lists the served models)."
         )
     return SERVED[architecture]
 
