@@ -91,7 +91,10 @@ class CallCheck(Part):
         return plan
 
     def _note_step(self, call: Call, shape: tuple[int, int]) -> None:
-        """Note a step of `generate` without a cache, which reads the prompt and the generated tokens again."""
+        """Note that methods select tokens again in each step if `generate` runs without a cache.
+
+        Such a step has one token more than the previous call of the thread.
+        """
         if not self.reading or call.arguments.get("use_cache") is not False:
             return
         rows, length = shape
@@ -124,10 +127,10 @@ class CallCheck(Part):
 
 
 class ChunkedPrefillCheck(Part):
-    """Raises UnsupportedSetupError if `generate` encodes images and does not pass all features to the prompt's forward.
+    """Raises UnsupportedSetupError if a forward receives fewer features than `generate` encoded.
 
-    With `prefill_chunk_size`, transformers 5.19 silently drops the images, and 5.23 passes the features of each chunk.
-    Methods select from complete images.
+    With `prefill_chunk_size`, `generate` encodes the images first and then passes the prompt in chunks. transformers
+    5.19 passes no features, and 5.23 passes the features of each chunk. Methods select from complete images.
     """
 
     def __init__(self, adapter: Adapter) -> None:

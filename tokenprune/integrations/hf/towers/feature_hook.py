@@ -74,7 +74,10 @@ class FeatureRecorder:
             _thread.encoding = False
 
     def adopt(self, output: Any, arguments: dict[str, Any]) -> Any:
-        """Record and return the output that another model with the same weights computed from `arguments`."""
+        """Record `output` as the encoder's output for `arguments`, and return it, without running the encoder.
+
+        A draft model calls it with the output of its target if both encoders have the same weights.
+        """
         return self.encode(arguments, lambda encoding: output)
 
 

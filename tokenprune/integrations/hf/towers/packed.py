@@ -121,7 +121,10 @@ class PackedTower(TowerPart):
         self.reducer.start(self.layout.begin_merging(self.method, unit_grids, order(), device))
 
     def _get_order(self, grids: Tensor, window_index: Tensor | None) -> Tensor | None:
-        """Return the order of units in a tower with window attention, or None for other towers."""
+        """Return the order in which a tower with window attention processes units, long `[units]`.
+
+        None for other towers. `window_index`: the order that the caller computed, or None.
+        """
         if window_index is not None or not hasattr(self.tower, "window_size"):
             return window_index
         return compat.get_window_order(self.tower, grids)
