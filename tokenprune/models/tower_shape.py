@@ -79,7 +79,8 @@ def _get_sides(value: Any) -> tuple[int, int]:
 def _count_square_patches(vision: Any) -> int:
     """Return the number of patches of an image with the size in the config."""
     return math.prod(
-        side // of for side, of in zip(_get_sides(vision.image_size), _get_sides(vision.patch_size), strict=True)
+        image_side // patch_side
+        for image_side, patch_side in zip(_get_sides(vision.image_size), _get_sides(vision.patch_size), strict=True)
     )
 
 
