@@ -4,8 +4,7 @@
     python benchmarks/experiments/papers_table.py commands            # the exact commands of lmms-eval
     python benchmarks/experiments/papers_table.py run --out results   # run them, and go on where an earlier run stopped
     python benchmarks/experiments/papers_table.py table results       # your numbers beside the published ones
-    python experiments/papers_table.py page                # rewrite docs/results/papers.md and a part of
-    docs/results/papers.md
+    python benchmarks/experiments/papers_table.py page                # rewrite the tables of docs/results/papers.md
 
 It needs weights and a GPU; docs/results/papers.md says what is compared with what.
 """

@@ -281,7 +281,7 @@ def test_a_row_says_what_its_line_does(
     one = script.Run(good, ROOT / "benchmarks/experiments/leaderboard/entries/x.json")
     table = script.board([one]).splitlines()
     assert [line.split(" | ")[0] for line in table[2:]] == [
-        f"| [`{n}`](methods/{n}.md)" for n in ("fastv", "random", "downsample")
+        f"| [`{n}`](../methods/{n}.md)" for n in ("fastv", "random", "downsample")
     ]
     fastv = table[2].strip("| ").split(" | ")
     low, high = (round(100 * end) for end in one.entry.lines[2].score[1:])

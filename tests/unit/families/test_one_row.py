@@ -92,6 +92,6 @@ def test_an_adapter_of_ones_own_overrides_a_method(model, monkeypatch: pytest.Mo
     assert type(get_adapter(model)) is Mine
     with (
         tokenprune.patched(model, "divprune", keep=0.5),
-        pytest.raises(PlaceholderMismatchError, match="holds 0 image"),
+        pytest.raises(PlaceholderMismatchError, match="has 0 image placeholders"),
     ):
         model(**BUILT["llava"].make_inputs(images=(2, 1)))
