@@ -174,7 +174,9 @@ def test_models_wrapped_for_several_devices_name_their_module(build, monkeypatch
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
     wrapped = nn.DataParallel(model)
-    with pytest.raises(UnsupportedModelError, match=r"DataParallel wraps the model: patch \.module before wrapping"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"DataParallel wraps the model\. Patch the model before wrapping it"
+    ):
         tokenprune.patch(wrapped, "divprune")
     with torch.no_grad(), tokenprune.patched(model, "divprune", keep=0.5):
         want = model(**inputs).logits

@@ -8,12 +8,15 @@ import importlib
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import tokenprune
+from tokenprune.integrations.hf.families.registry import ADAPTERS
 from tokenprune.methods import registry
+from tokenprune.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[3]
 MODULES = [
@@ -63,7 +66,8 @@ def test_examples_run(module_name: str, names: dict[str, Any], tmp_path: Path, m
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     output: list[str] = []
     for test in doctest.DocTestFinder().find(module, globs={**vars(module), **names}):
-        runner.run(test, out=output.append)
+        with mock.patch.dict(ADAPTERS), mock.patch.dict(FAMILIES):  # examples may register families
+            runner.run(test, out=output.append)
         if tokenprune.is_patched(names["model"]):
             tokenprune.unpatch(names["model"])
     assert runner.tries and not runner.failures, "".join(output)
