@@ -206,7 +206,7 @@ def section(path: Path, whole: bool = True) -> str:
     more = "".join(f" {name} {value}" for name, value in asked.items() if value not in (0, 1))
     more += "" if dtype == "float32" else f" --dtype {dtype}"
     source = (
-        f"Raw data, with accuracy by kind and each setting: [{path.name}](../benchmarks/results/{path.name}),"
+        f"Raw data, with accuracy by kind and each setting: [{path.name}](../../benchmarks/results/{path.name}),"
         f" by `python benchmarks/experiments/all_methods.py ask --model {path.stem.partition('-')[2]}{more}`."
     )
     shown = [at for at in targets if at in SHOWN]
