@@ -32,20 +32,20 @@ class SharedKeysAdapter(Adapter):
         super().__init__(model)
         layers = range(len(self.decoder.layers))
         sources = [layer for layer in layers if getattr(self.get_attention(layer), "store_full_length_kv", False)]
-        shared = [layer for layer in layers if self._shares(layer)]
+        shared = [layer for layer in layers if self._shares_keys(layer)]
         if shared and sources:
             self.last_cut = min(sources), f"layers {shared[0]} to {shared[-1]} attend to the keys of layers {sources}"
 
-    def _shares(self, layer: int) -> bool:
+    def _shares_keys(self, layer: int) -> bool:
         return getattr(self.get_attention(layer), "is_kv_shared_layer", False)
 
     def key_count(self, layer: int, kwargs: dict[str, Any]) -> int | None:
-        if not self._shares(layer):
+        if not self._shares_keys(layer):
             return None
-        keys, _ = kwargs["shared_kv_states"][self._source(layer)]
+        keys, _ = kwargs["shared_kv_states"][self._get_source(layer)]
         return keys.shape[-2]
 
-    def _source(self, layer: int) -> Any:
+    def _get_source(self, layer: int) -> Any:
         """Return the entry of `shared_kv_states` that a layer reads."""
         return self.get_attention(layer).layer_type
 
@@ -54,7 +54,7 @@ class SharedKeysAdapter(Adapter):
 class Gemma3nAdapter(SharedKeysAdapter):
     """Gemma 3n. It has several streams of hidden states, `[streams, B, L, D]`, and methods read the active stream."""
 
-    def _source(self, layer: int) -> Any:
+    def _get_source(self, layer: int) -> Any:
         # A layer index up to transformers 5.19, and a layer type in later versions.
         attention = self.get_attention(layer)
         return getattr(attention, "kv_shared_layer_index", attention.layer_type)
