@@ -411,7 +411,7 @@ def test_a_family_without_videos_is_asked_for_none(name: str) -> None:
 def test_an_image_of_a_server(name: str, pieces: str, per_run: bool) -> None:
     """A worker of vLLM waits for no device: a plan says how many rows stay. With text within, or tiles."""
     text = find_runs([9 if piece == "#" else 7 for piece in pieces], [piece == "#" for piece in pieces])
-    plan = Plan.make(parse_setting({"method": name, "keep": 0.5}), text, per_run)
+    plan = Plan.build(parse_setting({"method": name, "keep": 0.5}), text, per_run)
     with counting() as served:
         rows = Far(torch.randn(sum(plan.counts), 16))
         segments = before_llm.build_segments(plan.counts, None, "image", rows.device)
