@@ -86,7 +86,7 @@ def repeated(output: Any, times: int) -> Any:
             placed, scores=placed.scores.repeat(times, 1), cells=cells, tiles=placed.tiles * times, key=None
         )
         values = {key: one.repeat(times, *[1] * (one.dim() - 1)) for key, one in encoded.values.items()}
-        changed["encoded"] = dataclasses.replace(encoded, values=values, placed=placed)
+        changed["encoded"] = dataclasses.replace(encoded, values=values, tokens=placed)
     many[KEY] = dataclasses.replace(record, **changed)
     return many
 

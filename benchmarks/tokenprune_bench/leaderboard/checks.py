@@ -114,7 +114,7 @@ def _check_types(one: LeaderboardEntry | Line, where: str = "") -> None:
 def _check_line(entry: LeaderboardEntry, line: Line) -> None:
     what = f"{line.method} at {line.keep:g}"
     one = isinstance(line.keep, int) and line.keep == 1
-    _require(not one, f"{what}: keep=1 could mean all tokens or a single one: write 1.0 for all of them")
+    _require(not one, f"{what}: keep=1 is ambiguous. Use 1.0 to keep all tokens.")
     known = all(part in list(Site) for part in line.site.split("+"))
     _require(known, f"{what}: site={line.site!r} is none of {', '.join(Site)}")
     _require(len(line.method) <= 200 and line.method.isprintable(), f"{shorten(line.method)} is no method")

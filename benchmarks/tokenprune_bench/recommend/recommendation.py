@@ -308,7 +308,7 @@ def _why_not(row: Advice, config: Any) -> str | None:
     )
     try:
         if merges_in_tower(method) or checks.reads_tower(method):
-            check_tower(SimpleNamespace(method=method, keep=row.keep, removes_nothing=False), at_start)
+            check_tower(row.setting, at_start)
     except TokenPruneError as error:
         return f"{error} {hint}"
     return None
