@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated tables of accuracy, from raw files that `tokenprune bench --json` wrote; dev/readme.py writes them."""
+"""Generated tables of accuracy, from raw files of `tokenprune bench --json`; dev/readme.py writes them."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from functools import cache
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,9 @@ BENCH = RESULTS / "bench.jsonl"
 VIDEOS = RESULTS / "bench_videos.jsonl"
 FEW = RESULTS / "bench_videos_few.jsonl"
 VIEWS = RESULTS / "bench_views.jsonl"
-KINDS, CONTROLS = "Accuracy by kind of question", "Controls, which must fail"
+MIN_KEPT_POINTS = 60.0  # accuracy in percent at the largest keep, for a row in the table of few tokens
+BASELINES = ("random", "uniform", "downsample")
+VIEW_METHODS = ("random", "divprune", "view_select")
 
 
 def link(path: Path, up: str = "") -> str:
@@ -28,113 +28,128 @@ def link(path: Path, up: str = "") -> str:
     return f"[{name}]({up}{name})"
 
 
+def _raw(path: Path) -> str:
+    return f"[Raw data]({path.relative_to(ROOT).as_posix()})"
+
+
+def _interval(share: Any) -> str:
+    return f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}]"
+
+
 def summary() -> str:
-    """The benchmark of the first model in short: accuracy of each method at each keep, and how many tokens that is."""
+    """Return accuracy and visual tokens of each method at each keep, for demo_vlm."""
     results = results_of(BENCH)
-    keeps = sorted({row.keep for row in results.rows if row.site is not None}, reverse=True)
-    by_place = {(row.method, row.keep): row for row in results.rows}
+    shown = [row for row in results.rows if row.site is not None]
+    keeps = sorted({row.keep for row in shown}, reverse=True)
+    by_setting = {(row.method, row.keep): row for row in shown}
     lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
-    for name in dict.fromkeys(row.method for row in results.rows if row.site is not None):
-        rows = [by_place.get((name, keep)) for keep in keeps]
-        lines.append(f"| `{name}` | " + " | ".join(map(_cell, rows)) + " |")
+    for name in dict.fromkeys(row.method for row in shown):
+        cells = [_accuracy_at_tokens(by_setting.get((name, keep))) for keep in keeps]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
     base = results.baseline
     note = (
-        f"Percent right of {base.questions} questions (unpatched {100 * base.overall.value:.1f}) @ visual tokens "
-        f"averaged over the decoder's layers (unpatched {base.tokens_average:.0f}). ≤rnd, ≤down: not significantly "
-        f"better than `random`, than `downsample`, at the same keep. ▼n: n of the {len(base.kinds)} kinds of questions "
-        "fell by more than 20 points. Times, FLOPs, KV bytes, intervals and every kind: "
-        f"`tokenprune report {BENCH.relative_to(ROOT).as_posix()}`. Raw data: {link(BENCH, '../')}."
+        f"Correct answers in %, of {base.questions} questions, @ visual tokens averaged over layers. Unpatched: "
+        f"{100 * base.overall.value:.1f} @{base.tokens_average:.0f}. ≤rnd, ≤down: not significantly better than "
+        f"`random` or `downsample`. ▼n: n of {len(base.kinds)} kinds of questions lose over 20 points. {_raw(BENCH)}; "
+        f"print all columns with `tokenprune report {BENCH.relative_to(ROOT).as_posix()}`."
     )
-    return "\n\n".join(["![accuracy against visual tokens](images/bench.png)", "\n".join(lines), note])
+    return "\n\n".join(["![Accuracy against visual tokens](docs/images/bench.png)", "\n".join(lines), note])
+
+
+def _accuracy_at_tokens(row: Any) -> str:
+    if row is None:
+        return ""
+    num_lost = sum(share.collapsed for share in row.kinds.values())
+    marks = [*row.marks, *([f"▼{num_lost}"] if num_lost else [])]
+    return f"{100 * row.overall.value:.1f} @{row.tokens_average:.0f} {' '.join(marks)}".strip()
 
 
 def videos() -> str:
-    """Accuracy on drawn videos, and what the unpatched model cannot know."""
-    return _tables(VIDEOS, CONTROLS)
-
-
-def few() -> str:
-    """Accuracy on drawn videos where a tenth of the tokens is kept and less, the best first."""
-    results, made = results_of(FEW), {}
-    base, whole = results.baseline, results.baseline.tokens_average
-    for row in results.rows:
-        if row.site is not None:
-            made.setdefault(row.method, {})[row.keep] = row
-    keeps = sorted({keep for of in made.values() for keep in of}, reverse=True)
-    marks = {keep: all_methods.marks_at(results, [*made], keep) for keep in keeps}
-    order = sorted(made, key=lambda name: -sum(row.overall.value for row in made[name].values()) / len(made[name]))
-    lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
-    for name in order:
-        cells = [_with_interval(made[name].get(keep), marks[keep].get(name, ()), keep * whole) for keep in keeps]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    """Return accuracy on drawn videos, the best method first, and the controls."""
+    results = results_of(VIDEOS)
+    base, *pruned = results.rows
+    lines = ["| method | tokens per layer | evidence, % | correct, % |", "|---|---:|---:|---:|"]
+    for row in [base, *sorted(pruned, key=lambda row: -row.overall.value)]:
+        name = "unpatched" if row is base else f"`{row.method}`"
+        evidence = f"{100 * row.evidence['']:.0f}" if row.evidence and row is not base else ""
+        mark = " ≤rnd" if "≤rnd" in row.marks else ""
+        lines.append(f"| {name} | {row.tokens_average:.0f} | {evidence} | {_interval(row.overall)}{mark} |")
     note = (
-        f"Percent right [95 % Wilson interval] of {base.questions} questions about {base.questions // len(base.kinds)} "
-        f"videos (unpatched {100 * base.overall.value:.1f}); @ tokens averaged over the layers, of {whole:.0f}, where "
-        f"they are not what `keep` says. ≤rnd/uni: not shown to beat `random`, `uniform` at the same keep (McNemar, "
-        f"corrected for all methods). Raw data: {link(FEW, '../')}."
+        f"demo_video, {base.questions} questions, keep 0.25 (`pevlm`: 1). ≤rnd: not significantly better than "
+        f"`random`. {_raw(VIDEOS)}; print all tables with `tokenprune report {VIDEOS.relative_to(ROOT).as_posix()}`."
     )
     return "\n\n".join(["\n".join(lines), note])
 
 
-def _with_interval(row: Any, marks: Any, asked: float) -> str:
+def few() -> str:
+    """Return accuracy on drawn videos at small keeps, the best method first. Weak methods are left out."""
+    results, by_method = results_of(FEW), {}
+    base = results.baseline
+    for row in results.rows:
+        if row.site is not None:
+            by_method.setdefault(row.method, {})[row.keep] = row
+    keeps = sorted({keep for by_keep in by_method.values() for keep in by_keep}, reverse=True)
+    marks = {keep: all_methods.marks_at(results, [*by_method], keep) for keep in keeps}
+    means = {
+        name: sum(row.overall.value for row in by_keep.values()) / len(by_keep) for name, by_keep in by_method.items()
+    }
+    shown = [
+        name
+        for name in sorted(means, key=lambda name: -means[name])
+        if name in BASELINES[:2] or 100 * by_method[name][keeps[0]].overall.value >= MIN_KEPT_POINTS
+    ]
+    lines = ["| method | " + " | ".join(f"keep {keep:g}" for keep in keeps) + " |", "|---" * (1 + len(keeps)) + "|"]
+    for name in shown:
+        cells = [_with_marks(by_method[name].get(keep), marks[keep].get(name, ())) for keep in keeps]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    note = (
+        f"Correct answers in % [95 % interval], of {base.questions} questions about "
+        f"{base.questions // len(base.kinds)} videos; unpatched {100 * base.overall.value:.1f}. ≤rnd, ≤uni: not shown "
+        f"to beat `random`, `uniform` (McNemar, corrected for all methods). Methods below {MIN_KEPT_POINTS:g} % at "
+        f"{keeps[0]:g} are not shown. {_raw(FEW)}."
+    )
+    return "\n\n".join(["\n".join(lines), note])
+
+
+def _with_marks(row: Any, marks: Any) -> str:
     if row is None:
         return ""
-    share, shown = row.overall, "/".join(mark for mark in marks if mark != "down")
-    said = f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}]"
-    said += f" @{row.tokens_average:.0f}" if abs(row.tokens_average - asked) > 1 else ""
-    return f"{said} ≤{shown}" if shown else said
+    shown = "/".join(mark for mark in marks if mark != "down")
+    return f"{_interval(row.overall)} ≤{shown}" if shown else _interval(row.overall)
 
 
 def views() -> str:
-    """Accuracy on prompts of several images, by kind of question."""
-    return _tables(VIEWS, KINDS, CONTROLS, costs=False)
+    """Return accuracy on prompts of several images, by kind of question."""
+    results = results_of(VIEWS)
+    lines = [f"| method | keep | {' | '.join(results.kinds)} |", "|---|---:|" + "---:|" * len(results.kinds)]
+    for row in results.rows:
+        is_base = row is results.baseline
+        if is_base or row.method in VIEW_METHODS:
+            name, keep = ("unpatched", "") if is_base else (f"`{row.method}`", f"{row.keep:g}")
+            shares = [row.kinds[kind] for kind in results.kinds]
+            cells = [f"{100 * one.value:.0f} [{100 * one.low:.0f}–{100 * one.high:.0f}]" for one in shares]
+            lines.append(f"| {name} | {keep} | {' | '.join(cells)} |")
+    note = f"demo_qwen. Correct answers in % [95 % interval] by kind of question. {_raw(VIEWS)}."
+    return "\n\n".join(["\n".join(lines), note])
 
 
 def plot() -> bytes:
-    """Return the image of accuracy against tokens, a PNG."""
+    """Return a PNG of accuracy against tokens."""
     from tokenprune_bench.report.png import plot_png
 
     return plot_png(results_of(BENCH))
 
 
-def _tables(path: Path, *titles: str, costs: bool = True) -> str:
-    """Return the table of costs (if asked for) and those of `titles`, without empty columns; the others are one command
-    away."""
-    from tokenprune_bench.tables import build_tables, to_markdown
-
-    first, *others = build_tables(results_of(path))
-    shown = [one for one in others if one.title in titles]
-    parts = [to_markdown(_filled_columns(one)).strip() for one in ([first] * costs + shown)]
-    name = path.relative_to(ROOT).as_posix()
-    left = ["costs and accuracy overall"] * (not costs) + [f"*{one.title}*" for one in others if one not in shown]
-    more = f"{', '.join(left)}: `tokenprune report {name}` prints them." if left else ""
-    return "\n\n".join([*parts, f"{more} Raw data: {link(path, '../')}, written by `tokenprune bench --json`.".strip()])
-
-
-def _filled_columns(table: Any) -> Any:
-    """Return the table without the columns of which every cell is empty."""
-    taken = [any(row[place].text for row in table.rows) for place in range(len(table.columns))]
-    columns = tuple(compress(table.columns, taken))
-    return replace(table, columns=columns, rows=[list(compress(row, taken)) for row in table.rows])
-
-
-def _cell(row: Any) -> str:
-    if row is None:
-        return ""
-    lost = sum(share.collapsed for share in row.kinds.values())
-    marks = [*row.marks, *([f"▼{lost}"] if lost else [])]
-    return f"{100 * row.overall.value:.1f} @{row.tokens_average:.0f} {' '.join(marks)}".strip()
-
-
 def results_of(path: Path) -> Any:
-    """Return the summary of a raw file, without the times that were taken under load: answers do not depend on it."""
+    """Return the summary of a raw file, without times measured on a busy machine."""
     path = path.resolve()
     return _summary(path, path.stat().st_mtime_ns)
 
 
 @cache
-def _summary(path: Path, written: int) -> Any:
-    """Many sentences read one file, and its intervals take seconds."""
+def _summary(path: Path, modified: int) -> Any:
+    """Cache the summary per file version: the intervals take seconds."""
     from tokenprune_bench.results import read_records, summarise
 
-    return summarise([{**one, "timing": None} if rows.is_loaded(one) else one for one in read_records(path)])
+    records = read_records(path)
+    return summarise([{**record, "timing": None} if rows.is_loaded(record) else record for record in records])

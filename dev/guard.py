@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the guard's table of floors out of records of two shipped models, and the tables in docs/results/guard.md.
+"""Write the guard's floors (guard.json) and the tables of docs/results/guard.md.
 
 python dev/guard.py            # rewrite tokenprune/integrations/hf/guard/guard.json and docs/results/guard.md
-python dev/guard.py --check    # exit with 1 where one of them is not what this would write
+python dev/guard.py --check    # exit with 1 if one of them is stale
 
-A keep is enough for a kind of question if, for each of the benchmarks' kinds that belong to it and in each model, the
-share of right answers is at most LIMIT below that of the unpatched model; and, where fifty questions of a kind were
-asked, the lower end of its 95 % interval (Wilson) at most COLLAPSE below: they cannot tell small differences, but they
-rule a collapse out, as fewer cannot. A method's floor is the lowest keep that is enough, as are all above it that were
-measured in demo_vlm; 1.0 if there is none. The records of demo_smol are at equal cost: a method inside the decoder kept
-a smaller share there than the keep that it speaks for, so that it errs on the strict side.
+A keep is sufficient for a kind of question if accuracy drops by at most LIMIT in every model and for every benchmark
+kind that belongs to it. With at least MANY questions, the lower end of the 95 % interval may drop by at most COLLAPSE.
+A method's floor is the lowest sufficient keep such that all higher measured keeps are sufficient too, or 1.0. The
+records of demo_smol are at equal cost, so methods inside the decoder keep fewer tokens there and the floor is strict.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ TABLE = ROOT / "tokenprune/integrations/hf/guard/guard.json"
 PAGE = ROOT / "docs/results/guard.md"
 LIMIT = 0.10
 MANY = 50  # questions of a kind whose interval rules a collapse out
-# The records of each model, the first of which says what was measured, and the benchmark's kinds of questions that the
-# guard's are judged by.
+# Records of each model, with the benchmark's kinds of questions for each kind of the guard. The first model defines the
+# methods and keeps.
 JUDGED = {
     "bench.jsonl": {
         "text": ("digits", "word", "small"), "grounding": ("position", "grounding"), "counting": ("count",),
@@ -45,8 +43,7 @@ JUDGED = {
 
 
 class Records(NamedTuple):
-    """Measurements of a model. results: by method and keep. base: of the unpatched model. judged: by the guard's
-    kind of question, the benchmark's."""
+    """Measurements of a model: results by method and keep, the unpatched result, and the benchmark kinds to judge."""
 
     header: dict[str, Any]
     results: dict[tuple[str, float], dict[str, Any]]
@@ -64,15 +61,14 @@ class Records(NamedTuple):
         return self.header["environment"]["model"].removesuffix(" (shipped)")
 
     def losses(self, kind: str, method: str, keep: float) -> Iterator[dict[str, Any]]:
-        """Yield what each of the benchmark's kinds has left; nothing where this was not measured."""
+        """Yield the accuracy of each benchmark kind, if this setting was measured."""
         if (record := self.results.get((method, keep))) is not None:
             for one in self.judged[kind]:
                 (share, low, high), (before, *_) = self._share(one, record), self._share(one, self.base)
                 yield {"share": share, "low": low, "high": high, "unpatched": before, "model": self.model}
 
     def is_enough(self, kind: str, method: str, keep: float) -> bool:
-        """Return whether no kind lost more than it may, and where there are questions enough, none can have
-        collapsed."""
+        """Return whether the keep is sufficient for a kind of question."""
         asked = [self.header["kind_of_question"].count(self._number(one)) for one in self.judged[kind]]
         return all(  # not a rounding error away from the limits
             one["unpatched"] - one["share"] <= LIMIT + 1e-9
@@ -84,7 +80,7 @@ class Records(NamedTuple):
         return str(self.header["kinds"].index(kind))
 
     def _share(self, kind: str, record: dict[str, Any]) -> tuple[float, float, float]:
-        """Share right of a kind of the benchmark's questions, over all seeds, with its interval."""
+        """Return accuracy and interval of a benchmark kind over all seeds."""
         number = self._number(kind)
         places = [place for place, asked in enumerate(self.header["kind_of_question"]) if asked == number]
         return pooled_interval(["".join(right[place] for place in places) for right in record["right"]])
@@ -95,7 +91,7 @@ def records() -> list[Records]:
 
 
 def table(models: list[Records]) -> dict[str, Any]:
-    """Return what goes into guard.json."""
+    """Return the content of guard.json."""
     methods: dict[str, Any] = {}
     for name in dict.fromkeys(method for method, _ in models[0].results):
         keeps = sorted((keep for method, keep in models[0].results if method == name), reverse=True)
@@ -126,7 +122,7 @@ def written(made: dict[str, Any]) -> str:
 
 
 def floors(made: dict[str, Any]) -> str:
-    """The table of floors, and of what was lost at each keep."""
+    """Return the table of floors and losses."""
     keeps = [f"{one['keep']:g}" for one in next(iter(made["methods"].values()))["text"]["measured"]]
     head = [cell for kind in KINDS for cell in (f"{kind}: floor", f"lost at {', '.join(keeps)}")]
     lines = ["| method | " + " | ".join(head) + " |", "|---" * (1 + len(head)) + "|"]
@@ -142,16 +138,14 @@ def floors(made: dict[str, Any]) -> str:
 
 
 def page(text: str, made: dict[str, Any]) -> str:
-    """Return docs/results/guard.md with its tables renewed."""
+    """Return docs/results/guard.md with current tables."""
     sys.path[:0] = [str(ROOT / "benchmarks/experiments/studies"), str(ROOT / "benchmarks" / "experiments")]
     import guard_images as images
     import guard_proof as proof
 
-    looks = images.read()
     parts = {
         "floors": floors(made),
-        "images": images.table(looks),
-        "limits": images.roc(looks),
+        "images": images.table(images.read()),
         "proof": proof.table(proof.read()[1]),
     }
     for name, part in parts.items():
@@ -170,7 +164,7 @@ def main() -> int:
     stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if args.check:
         for path in stale:
-            sys.stderr.write(f"{path.relative_to(ROOT)} is not what dev/guard.py writes\n")
+            sys.stderr.write(f"{path.relative_to(ROOT)} is stale: run python dev/guard.py\n")
         return int(bool(stale))
     for path in stale:
         path.write_text(made[path], encoding="utf-8")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of docs/measure/leaderboard.md, from our runs in benchmarks/results and
-experiments/leaderboard/entries.
+"""Write the tables of docs/measure/leaderboard.md, from our runs and benchmarks/experiments/leaderboard/entries.
 
 python dev/leaderboard_page.py            # rewrite the page, after a run, a new entry or a new method
-python dev/leaderboard_page.py --check    # exit with 1 where the page is not what this would write
+python dev/leaderboard_page.py --check    # exit with 1 if the page is stale
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 from tokenprune.selection.method import Site
 from tokenprune_bench.leaderboard.checks import read_entry
-from tokenprune_bench.leaderboard.entry import LeaderboardEntry, Line, entry_of
+from tokenprune_bench.leaderboard.entry import LeaderboardEntry, Line, build_entry
 from tokenprune_bench.results import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -29,43 +28,45 @@ PAGE = ROOT / "docs/measure/leaderboard.md"
 ENTRIES = ROOT / "benchmarks/experiments/leaderboard/entries"
 RESULTS = ROOT / "benchmarks/results"
 OURS = ("all_methods-demo_smol.jsonl",)
-SHOWN = 0.25  # of our own runs; docs/results/all-methods.md has the other keeps
-# The published budget, of 576 tokens, that comes nearest to a share; see docs/results/all-methods.md.
+SHOWN, MAX_ROWS = 0.25, 25  # keep and number of rows of our own runs; docs/results/all-methods.md has the others
+BASELINES = ("random", "uniform", "downsample")
+# The published budget of 576 tokens that is closest to a share.
 PUBLISHED = {0.25: 128, 0.11: 64}
 COLUMNS = (
-    "method", "model", "keep", "right, %", "lost", "tokens, %", "first token", "KV, %", "papers' rank", "acts",
-    "query-aware", "vLLM",
+    "method", "model", "keep", "right, %", "tokens, %", "first token", "papers' rank", "acts", "query-aware", "vLLM",
 )  # fmt: skip
 FILTERS = ("model", "keep", "acts", "query-aware", "vLLM")
 _BLOCK = re.compile(r"(<!-- board:begin[^\n]*-->\n).*?(<!-- board:end -->)", re.DOTALL)
 
 
 class Run(NamedTuple):
-    """An entry, and the file it stands in."""
+    """An entry and its file."""
 
     entry: LeaderboardEntry
     path: Path
 
     @property
     def name(self) -> str:
-        """What the table calls its model."""
+        """Name of the model in the table."""
         return self.entry.model.removesuffix(" (shipped)")
 
 
 def runs() -> list[Run]:
-    """Return the entries of others, by model, then our own runs."""
+    """Return the submitted entries by model, then our own runs."""
     theirs = [Run(read_entry(path), path) for path in sorted(ENTRIES.glob("*.json"))]
     return [*sorted(theirs, key=lambda one: (one.name.lower(), one.path.name)), *map(ours, OURS)]
 
 
 def ours(name: str) -> Run:
     path = RESULTS / name
-    entry = entry_of(read_records(path), by="the project")
-    return Run(replace(entry, lines=[line for line in entry.lines if line.keep == SHOWN]), path)
+    entry = build_entry(read_records(path), by="the project")
+    lines = sorted((line for line in entry.lines if line.keep == SHOWN), key=lambda line: -line.score[0])
+    shown = [line for index, line in enumerate(lines) if index < MAX_ROWS or line.method in BASELINES]
+    return Run(replace(entry, lines=shown), path)
 
 
 def board(found: list[Run]) -> str:
-    """Return the table of all lines, those of one model and keep together, the best first."""
+    """Return the table of all lines by model and keep, the best method first."""
     lines = [_row(COLUMNS), "|---" * len(COLUMNS) + "|"]
     for run in found:
         for line in sorted(run.entry.lines, key=lambda one: (-one.keep, -one.score[0], one.method)):
@@ -83,10 +84,8 @@ def cells(run: Run, line: Line) -> Iterator[str]:
     yield f"{100 * line.keep:g} %" if line.keep <= 1 and not isinstance(line.keep, int) else f"{line.keep} tokens"
     marks = "".join(f" {mark}" for mark in line.marks)
     yield f"{100 * value:.1f} [{100 * low:.0f}–{100 * high:.0f}]{marks}"
-    yield f"{100 * (run.entry.unpatched[0] - value):.1f}"
     yield f"{100 * line.tokens:.1f}"
     yield f"{line.ttft:.2f}" if line.ttft is not None else ""
-    yield f"{100 * line.kv:.0f}" if line.kv is not None else ""
     yield _published(line)
     yield ", ".join(Site(part).description for part in dict.fromkeys(line.site.split("+")))
     yield "yes" if line.query_aware else "no"
@@ -95,7 +94,7 @@ def cells(run: Run, line: Line) -> Iterator[str]:
 
 @cache
 def ranks(budget: int) -> Mapping[str, str]:
-    """Return "2 of 12" for each method of ours that papers print a number of, at so many of 576 tokens."""
+    """Return the rank ("2 of 12") of each method with a published average at this budget of 576 tokens."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "experiments"))
     try:
         from rank_agreement import published_scores
@@ -132,7 +131,7 @@ def served() -> dict[str, str]:
 
 
 def sources(found: list[Run]) -> str:
-    """Return the table of the runs: who ran what on what."""
+    """Return the table of runs: model, questions, environment and author."""
     columns = ("model", "unpatched, %", "asked", "tokens, layers", "ran on", "by", "file")
     lines = [_row(columns), "|---" * len(columns) + "|"]
     for run in found:
@@ -159,7 +158,7 @@ def sources(found: list[Run]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text of others such that it is nothing but text in a table of Markdown."""
+    """Escape submitted text for a Markdown table."""
     return re.sub(r"[\\`*\[\]|~#]|\b_|_\b", lambda match: f"&#{ord(match[0])};", html.escape(text, quote=False))
 
 
@@ -168,7 +167,7 @@ def _row(parts: object) -> str:
 
 
 def page(text: str) -> str:
-    """Return the page with its generated part as it has to be."""
+    """Return the page with its current generated part."""
     found = runs()
     marker = f'<div id="board" data-filters="{",".join(FILTERS)}"></div>'
     made = "\n\n".join([marker, board(found), "## Runs", sources(found)])

@@ -84,7 +84,7 @@ def row(name: str) -> str:
     images = _read_images()
     if name in images.rows:
         cells = {title: cell for title, cell in images.rows[name].items() if title.startswith("at ") and cell}
-        shown = {title: cell.partition("<br>")[0] for title, cell in cells.items()}
+        shown = {title: cell.partition(" ≤")[0] for title, cell in cells.items()}
         titles = ["correct answers, %", "all tokens", *shown]
         beaten_by = {title: _find_unbeaten_baselines(cell) for title, cell in cells.items()}
         note = " ".join([
@@ -109,7 +109,7 @@ def overview() -> str:
     lines = [["all tokens", "", "", images.unpruned, images.unpruned]]
     for name in (*OVERVIEW, *BASELINES.values()):
         info = tokenprune.method_info(name)
-        cells = (images.rows[name][keep].partition("<br>")[0] for keep in keeps)
+        cells = (images.rows[name][keep].partition(" ≤")[0] for keep in keeps)
         lines.append([f"[`{name}`]({name}.md)", docs.SHORT_SITES[info.site], docs.YES[info.query_aware], *cells])
     note = (
         f"Correct answers in percent with 95 % intervals, `{images.model}`, visual tokens averaged over the decoder's "

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/results/speed.md, from benchmarks/results/<device>; dev/readme.py writes them."""
+"""Generated parts of docs/results/speed.md, from benchmarks/results/<device>; dev/readme.py writes them.
+
+The tables show common methods (`SHOWN`). The raw files have all of them."""
 
 from __future__ import annotations
 
@@ -18,23 +20,18 @@ GPU_TABLES = (
     "a_correctness", "b_llava_next", "c_memory", "d_video", "e_kernels", "f_llava15", "g_decode", "h_vllm_answers",
     "h_vllm_times", "i_graphs",
 )  # fmt: skip
-ELSEWHERE = (
-    "b_llava_next",
-    "f_llava15",
-    "e_kernels",
-)  # shown by benchmarks/experiments/peers.py, and by kernel_page.py
-FLOOR = 0.95  # of efficiency
-OF_LIMIT = 0.97  # of what a method's own arithmetic allows, where that is less
-SHARE = 0.02  # of the unpatched prefill that choosing may take
-_MIXED = (
-    "**Batches of unequal prompts.** A batch is as wide as its longest row. Padding leaves with the first cut, so one "
-    "prompt of text among images does not undo what the images save:"
-)
+SHOWN = (
+    "random", "uniform", "divprune", "pool", "tome", "visionzip", "scope", "cdpruner", "dart", "fastv", "sparsevlm",
+    "pyramiddrop", "vidcom2", "flashvid",
+)  # fmt: skip
+NUM_TOKENS = 32768  # visual tokens of the table of selection times
 
 
-def found(name: str, read: Any = rows.quiet) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """The results of one benchmark for each device, of quiet rows: header and records; the CPU first. read: `rows.read`
-    for what does not depend on the load."""
+def _quiet(name: str, read: Any = rows.quiet) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Return header and records of one benchmark for each device, the CPU first.
+
+    Rows measured on a busy machine are left out. Pass `rows.read` to keep them, for numbers that do not depend on it.
+    """
     results = {}
     for path in sorted(RESULTS.glob(f"*/{name}.jsonl"), key=lambda path: (path.parent.name != "cpu", path)):
         if not path.parent.name.endswith("-tiny"):
@@ -44,194 +41,174 @@ def found(name: str, read: Any = rows.quiet) -> dict[str, tuple[dict[str, Any], 
     return results
 
 
-def source(name: str, device: str, up: str = "../") -> str:
+def _source(name: str, device: str) -> str:
     path = f"benchmarks/results/{device}/{name}.jsonl"
-    return f"By `python benchmarks/experiments/{name}.py`; raw data: [{path}]({up}{path})."
+    return f"By `python benchmarks/experiments/{name}.py`; [raw data]({path})."
 
 
-def where(header: dict[str, Any], records: list[dict[str, Any]] | None = None) -> str:
-    """Say where it was measured. records: those whose times are shown; the highest load among them is said."""
-    loads = [one["load"] for one in records or () if "load" in one] or [header["load"]]
+def _describe_setup(header: dict[str, Any], records: list[dict[str, Any]] | None = None) -> str:
+    """Describe where the records were measured, with the highest load among them."""
+    loads = [record["load"] for record in records or () if "load" in record] or [header["load"]]
     load = "" if records is None else f", load at most {max(loads):g}"
-    return (
-        f"{header['device']}, {header['threads']} threads of {header['cpus']} cores, torch {header['torch']}, "
-        f"transformers {header['transformers']}, {header['date']}{load}"
-    )
+    return f"{header['device']}, {header['threads']} threads, torch {header['torch']}, {header['date']}{load}"
 
 
-def _parts(name: str, make: Any, before: str = "", fold: str = "", read: Any = rows.quiet) -> str:
-    """Return what `make` makes of each device's results; nothing where there are none. before: what stands above it.
-    fold: title of the fold that it is put into."""
-    parts = [make(header, records, device) for device, (header, records) in found(name, read).items()]
-    if not parts:
-        return ""
-    text = "\n\n".join(parts)
-    if fold:
-        text = f"<details markdown>\n<summary>{fold}</summary>\n\n{text}\n\n</details>"
-    return f"{before}\n\n{text}".strip()
+def _build(name: str, build: Any, read: Any = rows.quiet) -> str:
+    """Return the table that `build` makes for each device, or an empty text without results."""
+    return "\n\n".join(build(header, records, device) for device, (header, records) in _quiet(name, read).items())
+
+
+def _common(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of common methods, or all records if none is common."""
+    return [record for record in records if record["method"] in SHOWN] or records
 
 
 def efficiency() -> str:
-    return _parts("efficiency", _efficiency, fold="Every method, at each length")
+    return _build("efficiency", _efficiency)
 
 
 def _efficiency(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
-    random = f"a decoder of {header['parameters'] / 1e6:.0f} M random parameters ({header['model']})"
-    parts = [f"{where(header, records)}; {random}, the tower left out."]
-    methods = [one for one in records if one["method"] != "unpatched"]
-    for visual, keep in dict.fromkeys((one["visual"], one["keep"]) for one in methods):
-        own = [one for one in methods if (one["visual"], one["keep"]) == (visual, keep)]
-        whole, step = (median(one[f"unpatched_{key}"]["p50"] for one in own) for key in ("ms", "step_ms"))
-        lines = [
-            f"**{visual} -> {keep} visual tokens**, unpatched {whole:.0f} ms, a step of decoding {step:.1f} ms; "
-            "choosing and steps as shares of these:",
-            "",
-            "| method | tokens a layer | speed-up | efficiency (p20-p80) | limit | choosing | decode step |",
-            "|---" * 7 + "|",
-            *map(_efficiency_row, own),
-        ]
-        parts.append("\n".join(lines))
-    return "\n\n".join([*parts, source("efficiency", device)])
+    records = _common([record for record in records if record["method"] != "unpatched"])
+    cases = list(dict.fromkeys((record["visual"], record["keep"]) for record in records))
+    by_case = {(record["method"], record["visual"]): record for record in records}
+    setup = f"{_describe_setup(header, records)}; decoder with {header['parameters'] / 1e6:.0f} M random parameters."
+    for visual, keep in cases:
+        times = [record["unpatched_ms"]["p50"] for record in records if record["visual"] == visual]
+        setup += f" {visual} -> {keep} visual tokens: {median(times):.0f} ms unpatched."
+    header_cells = [f"{visual} -> {keep}: speed-up | selection" for visual, keep in cases]
+    lines = [f"| method | {' | '.join(header_cells)} |", "|---|" + "---:|---:|" * len(cases)]
+    for method in dict.fromkeys(record["method"] for record in records):
+        cells = [_speedup(by_case.get((method, visual))) for visual, _ in cases]
+        lines.append(f"| `{method}` | {' | '.join(cells)} |")
+    return "\n\n".join([setup, "\n".join(lines), _source("efficiency", device)])
 
 
-def _efficiency_row(one: dict[str, Any]) -> str:
-    """▼: what misses its floor; an efficiency does not where it is all but what the method's arithmetic allows."""
-    reached, share = one["efficiency"], one["overhead_share"]["p50"]
-    low = reached["p50"] < FLOOR and one["of_limit"]["p50"] < OF_LIMIT
-    return (
-        f"| `{one['method']}` | {sum(one['layers']) / len(one['layers']):.0f} | {one['speedup']['p50']:.2f} "
-        f"| {reached['p50']:.3f} ({reached['p20']:.3f}-{reached['p80']:.3f}){' ▼' if low else ''} "
-        f"| {one['limit']['p50']:.3f} | {100 * share:.1f} %{' ▼' if share > SHARE else ''} "
-        f"| {one['step_ratio']['p50']:.2f} |"
-    )
-
-
-def mixed() -> str:
-    return _parts("mixed_batches", _mixed, _MIXED)
-
-
-def _mixed(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
-    lines = [
-        f"{where(header, records)}; the shipped model, {header['rows']} prompts, {records[0]['keep']:.0%} of the "
-        "visual tokens kept, medians (p20 to p80) of runs in turn.",
-        "",
-        "| method | prompts without an image | width of a row, before and in the last layer | padding "
-        "| prefill FLOPs | KV bytes | TTFT, unpatched / patched |",
-        "|---" * 7 + "|",
-    ]
-    for one in records:
-        ratio = one["ttft_ratio"]
-        lines.append(
-            f"| `{one['method']}` | {one['texts']} | {one['length']} -> {one['width_per_layer'][-1]} "
-            f"| {one['padding_share']:.0%} | {one['prefill_flops_ratio']:.0%} "
-            f"| {one['kv_bytes'] / one['kv_bytes_full']:.0%} "
-            f"| {1 / ratio['p50']:.2f} ({1 / ratio['p80']:.2f} to {1 / ratio['p20']:.2f}) |"
-        )
-    return "\n".join([*lines, "", source("mixed_batches", device)])
-
-
-def decode() -> str:
-    return _parts("decode", _decode)
-
-
-def _decode(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
-    lines = [
-        f"{where(header, records)}; a LLaVA with random weights and a decoder `{header['decoder']}`, medians of "
-        f"{header['rounds']} rounds in turn, {header['steps']} steps each.",
-        "",
-        "| visual tokens | method | keep | cache | step, ms | times as fast as unpatched and dynamic | as unpatched |",
-        "|---" * 7 + "|",
-    ]
-    for one in records:
-        lines.append(
-            f"| {one['visual']} | `{one['method']}` | {one['keep']:g} | {one['cache']} | {one['step_ms']['p50']:.1f} "
-            f"| {_ratio(one['speedup'])} | {_ratio(one['over_unpatched'])} |"
-        )
-    return "\n".join([*lines, "", source("decode", device)])
-
-
-def _ratio(one: dict[str, float]) -> str:
-    return f"{one['p50']:.2f} ({one['p20']:.2f} to {one['p80']:.2f})"
+def _speedup(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return " | "
+    return f"{record['speedup']['p50']:.1f}x | {100 * record['overhead_share']['p50']:.1f} %"
 
 
 def memory() -> str:
-    return _parts("memory", _memory, fold="Memory, every method", read=rows.read)  # bytes do not depend on the load
+    return _build("memory", _memory, rows.read)  # bytes do not depend on the load
 
 
 def _memory(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
-    counts = list(dict.fromkeys(one["visual"] for one in records))
+    records = [record for record in records if record["logits"] == "last"]
+    counts = list(dict.fromkeys(record["visual"] for record in records))
+    setup = f"{_describe_setup(header)}; decoder with {header['parameters'] / 1e6:.1f} M random parameters."
     lines = [
-        f"{where(header)}; a decoder of {header['parameters'] / 1e6:.1f} M random parameters, keep {header['keep']:g}; "
-        "MiB, in brackets those of all pairs of tokens, of logits, and of the cache that stays.",
-        "",
-        "| prompt | logits | method | " + " | ".join(f"{count} visual tokens" for count in counts) + " |",
-        "|---" * (3 + len(counts)) + "|",
+        f"| prompt | method | {' | '.join(f'{count} tokens' for count in counts)} |",
+        "|---|---|" + "---:|" * len(counts),
     ]
-    ways = dict.fromkeys((one["prompt"], one["logits"], one["method"]) for one in records)
-    for way in ways:
-        found = {one["visual"]: one for one in records if (one["prompt"], one["logits"], one["method"]) == way}
-        cells = [_held(found[count]) if count in found else "" for count in counts]
-        lines.append(f"| {way[0]} | {way[1]} | {_code(way[2])} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", source("memory", device)])
-
-
-def _code(method: str) -> str:
-    return method if method == "unpatched" else f"`{method}`"
-
-
-def _held(one: dict[str, Any]) -> str:
-    parts = (one["kinds"].get("pairs", 0), one["kinds"].get("logits", 0), one["kv"])
-    return f"{one['peak'] / 2**20:.0f} ({', '.join(f'{part / 2**20:.0f}' for part in parts)})"
+    for prompt, method in dict.fromkeys((record["prompt"], record["method"]) for record in records):
+        peaks = {
+            record["visual"]: f"{record['peak'] / 2**20:.0f}"
+            for record in records
+            if (record["prompt"], record["method"]) == (prompt, method)
+        }
+        name = method if method == "unpatched" else f"`{method}`"
+        lines.append(f"| {prompt} | {name} | {' | '.join(peaks.get(count, '') for count in counts)} |")
+    return "\n\n".join([setup, "\n".join(lines), _source("memory", device)])
 
 
 def scaling() -> str:
-    return _parts("scaling", _scaling, fold="Time by the number of tokens, every method")
-
-
-LONG = (32768,)  # of the counts that were measured
-PRODUCTS = 6  # of all tokens and those that stay; what takes longer is marked
+    return _build("scaling", _scaling)
 
 
 def _scaling(header: dict[str, Any], records: list[dict[str, Any]], device: str) -> str:
-    counts = [str(count) for count in header["counts"] if count in LONG] or [str(header["counts"][-1])]
-    lines = [f"| method | {' | '.join(counts)} | products | exponent |", "|---" * (3 + len(counts)) + "|"]
-    for one in records:
-        key = "cpu" if "cpu_exponent" in one else "seconds"
-        points = one["points"]
-        ran = [point for count in header["counts"] if (point := points.get(str(count))) and "failed" not in point]
-        last = ran[-1] if ran else {}
-        products = last[key] / last["product"] if last.get("product") else None
-        shown = "" if products is None else f"{products:.1f}{' ▼' if products > PRODUCTS else ''}"
-        slope = one.get(f"{key}_exponent")
-        kind = "" if one["what"] == "selection" else f", {one['what']}"
-        cells = [_cell(points.get(count), key, 1e-3) for count in counts]
-        cells += [shown, "" if slope is None else f"{slope:.1f}"]
-        lines.append(f"| `{one['method']}`{kind} | {' | '.join(cells)} |")
-    ends = ""
+    records = _common([record for record in records if record["what"] == "selection"])
+    largest = str(NUM_TOKENS if NUM_TOKENS in header["counts"] else header["counts"][-1])
+    lines = [f"| method | ms for {largest} tokens | exponent |", "|---|---:|---:|"]
+    for record in records:
+        unit = "cpu" if "cpu_exponent" in record else "seconds"
+        exponent = record.get(f"{unit}_exponent")
+        shown = "" if exponent is None else f"{exponent:.1f}"
+        lines.append(f"| `{record['method']}` | {_time(record['points'].get(largest), unit)} | {shown} |")
+    setup = f"{_describe_setup(header, records)}; features of width {header['width']}, keep 1/{header['share']}."
     if header["limit"] is not None:
-        ends = f" >: more than {header['limit'] / 2**30:g} GiB or {header.get('most') or 0:g} s."
-    share = f"features of width {header['width']}, one token of {header['share']} stays"
-    note = (
-        f"{where(header, records)}; {share}. Choosing in ms; in products of all tokens with those that stay (▼: over "
-        f"{PRODUCTS}), at the most tokens that were reached; the raw data have the peaks.{ends}"
-    )
-    return "\n\n".join([note, "\n".join(lines), source("scaling", device)])
+        setup += f" `>`: over {header['limit'] / 2**30:g} GiB or {header.get('most') or 0:g} s."
+    return "\n\n".join([setup, "\n".join(lines), _source("scaling", device)])
 
 
-def _cell(point: dict[str, Any] | None, key: str, unit: float) -> str:
+def _time(point: dict[str, Any] | None, unit: str) -> str:
     if point is None:
         return ""
-    return ">" if "failed" in point else f"{point[key] / unit:.1f}"
+    return ">" if "failed" in point else f"{1e3 * point[unit]:.0f}"
 
 
 def gpu() -> str:
-    if not (text := sheets.pages(tuple(name for name in GPU_TABLES if name not in ELSEWHERE))):
-        return ""
-    absent = ", ".join(f"`{name}`" for name in GPU_TABLES if not sheets.found(name))
-    missing = f"Not run yet: {absent}. " if absent else ""
-    note = (
-        "`none` is the unpatched model. Where a row is bound by launches the GPU waits for the host, *as a graph* says "
-        "how long it computes, and times differ by up to twice between runs. Prefills stand [beside the papers' speed]"
-        "(peers.md), kernels [beside their references](kernels.md#measured-on-an-h200)."
-    )
-    return f"## On a GPU\n\n{missing}{note}\n\n{text}"
+    """Return the GPU tables of prefill, decoding and vLLM; docs/results/peers.md and kernels.md have the others."""
+    return "\n\n".join(filter(None, [_prefill(), _decode_steps(), _vllm_requests()]))
+
+
+def _gpu_table(name: str, title: str, header_cells: str, build_rows: Any) -> str:
+    parts = []
+    for path, header, records in sheets.found(name):
+        columns = header_cells.count("|") + 1
+        source = f"benchmarks/results/{path.parent.name}/{path.name}"
+        lines = [f"| {header_cells} |", "|---" + "|---:" * (columns - 1) + "|"]
+        lines += [f"| {' | '.join(cells)} |" for cells in build_rows(records)]
+        by = f"By `python benchmarks/experiments/gpu/{name}.py`; [raw data]({source})."
+        parts.append("\n\n".join([f"**{title}** {sheets.where(header)}", "\n".join(lines), by]))
+    return "\n\n".join(parts)
+
+
+def _prefill() -> str:
+    def build(records: list[dict[str, Any]]) -> list[list[str]]:
+        methods = ("none", "divprune", "visionzip", "fastv")
+        shown = [record for record in records if record["what"] == "prefill" and record["method"] in methods]
+        keys = ("eager_ms", "graphs_ms", "device_ms")
+        return [
+            [
+                "unpatched" if record["method"] == "none" else f"`{record['method']}`",
+                str(record["batch"]),
+                f"{record['visual']}" + ("" if record["method"] == "none" else f" to {record['keep']}"),
+                *(f"{record[key]:.1f}" if record.get(key) else "" for key in keys),
+            ]
+            for record in shown
+        ]
+
+    columns = "method | batch | tokens | eager, ms | `graphs=True`, ms | GPU busy, ms"
+    return _gpu_table("i_graphs", "Prefill.", columns, build)
+
+
+def _decode_steps() -> str:
+    def build(records: list[dict[str, Any]]) -> list[list[str]]:
+        steps = [
+            record
+            for record in records
+            if record["what"] == "step, static cache" and record["method"] in ("none", "divprune")
+        ]
+        return [
+            [
+                "unpatched" if record["method"] == "none" else f"`{record['method']}`",
+                str(record["batch"]),
+                str(record["left"]),
+                f"{record['ms']['p50']:.1f}",
+                f"{record['graph_ms']['p50'] if isinstance(record['graph_ms'], dict) else record['graph_ms']:.1f}",
+                f"{record['kv_bytes'] / 2**30:.1f}",
+            ]
+            for record in steps
+        ]
+
+    columns = "method | batch | visual tokens | eager, ms | CUDA graph, ms | KV cache, GiB"
+    return _gpu_table("g_decode", "One decoding step, static cache.", columns, build)
+
+
+def _vllm_requests() -> str:
+    def build(records: list[dict[str, Any]]) -> list[list[str]]:
+        return [
+            [
+                record["engine"],
+                "unpatched" if record["setting"] == "off" else record["setting"],
+                str(record["prompt"]),
+                f"{record['first_ms']:.0f}",
+                f"{record['rate']:.1f}",
+                f"{record['whole_rate']:.1f}",
+            ]
+            for record in records
+        ]
+
+    columns = "engine | setting | prompt tokens | first token, ms | requests/s, engine only | requests/s, client"
+    return _gpu_table("h_vllm_times", "vLLM.", columns, build)

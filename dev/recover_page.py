@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/results/training.md, from the raw files of experiments/recover.py and recover_sft.py;
-dev/readme.py writes them."""
+"""Generated parts of docs/results/training.md, from two raw files; dev/readme.py writes them."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/recover.jsonl"
 SFT = ROOT / "benchmarks/results/recover_sft.jsonl"
-PRUNED, CONTROL = "pruning", "nothing"  # as in benchmarks/experiments/recover.py: what a model was tuned under
+PRUNED, CONTROL = "pruning", "nothing"  # training conditions of benchmarks/experiments/recover.py
 
 
 def recover() -> str:
-    """What was tuned how, and right answers before and after, with intervals of the differences."""
+    """Return accuracy before and after training under pruning, with intervals of the paired differences."""
     header, *records = (json.loads(line) for line in RESULTS.read_text().splitlines())
     tuned = {one["under"]: one for one in records if one["record"] == "tuned"}
     results = {(one["tuned"], one["method"], one["keep"]): one for one in records if one["record"] == "result"}
     lines = [
-        "| answered with | as shipped | tuned under pruning | gain | tuned without (control) | gain "
-        "| the first over the control |",
+        "| answered with | before | trained with pruning | gain | trained without (control) | gain "
+        "| gain over the control |",
         "|---" * 7 + "|",
     ]
     for method, keep in [place[1:] for place in results if place[0] is None]:
@@ -30,21 +29,20 @@ def recover() -> str:
         name = f"all {tokens}" if method == CONTROL else f"`{method}`, keep {keep:g} ({tokens})"
         cells = [_share(shipped), _share(ours), _gain(ours, shipped), _share(control), _gain(control, shipped)]
         lines.append(f"| {' | '.join([name, *cells, _gain(ours, control)])} |")
-    tries = [one for one in records if one["record"] == "tried"]
     kinds = _kinds(header["kinds"], results)
-    return "\n\n".join([_setting(header, tuned), "\n".join(lines), kinds, _tries(tries), _source(RESULTS)])
+    return "\n\n".join([_setting(header, tuned), "\n".join(lines), kinds, _source(RESULTS)])
 
 
 def sft() -> str:
-    """Right answers before and after supervised fine-tuning with TRL, with intervals of the differences."""
+    """Return accuracy before and after supervised fine-tuning with TRL, with intervals of the paired differences."""
     header, *records = (json.loads(line) for line in SFT.read_text().splitlines())
     (tuned,) = (one for one in records if one["record"] == "tuned")
     results = {(one["tuned"], one["method"], one["keep"]): one for one in records if one["record"] == "result"}
     said = (
-        f"{header['model']}, {tuned['steps']} steps of {tuned['batch']} lessons, LoRA of rank {header['rank']} on the "
-        f"decoder, learning rate {tuned['rate']:g}; percent right of {header['questions']} held-out questions:"
+        f"{_name(header)}, {tuned['steps']} steps of {tuned['batch']} lessons, LoRA of rank {header['rank']} on the "
+        f"decoder, learning rate {tuned['rate']:g}. Correct answers in %, of {header['questions']} held-out questions."
     )
-    lines = ["| answered with | as shipped | after | gain |", "|---|---|---|---|"]
+    lines = ["| answered with | before | after | gain |", "|---|---|---|---|"]
     for name, method, keep in results:
         if name is None and ("sft", method, keep) in results:
             before, after = results[None, method, keep], results["sft", method, keep]["right"]
@@ -53,40 +51,34 @@ def sft() -> str:
     return "\n\n".join([said, "\n".join(lines), _source(SFT)])
 
 
+def _name(header: dict[str, Any]) -> str:
+    return header["model"].removesuffix(" (shipped)")
+
+
 def _setting(header: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> str:
     one = tuned[PRUNED]
     return (
-        f"{header['model']}, {one['parameters'] / 1e6:.2f} M parameters tuned (LoRA of rank {header['rank']} on the "
+        f"{_name(header)}, {one['parameters'] / 1e6:.2f} M trained parameters (LoRA of rank {header['rank']} on the "
         f"decoder, and the projector) on {one['steps'] * one['batch']} questions about {header['images']} drawn "
-        f"images: {one['steps']} steps of {one['batch']}, under both methods and keeps in turn, AdamW, learning rate "
-        f"{one['rate']:g}. Percent right of "
-        f"{header['questions']} held-out questions with 95 % intervals (Wilson); gains in points, with the interval "
-        "of the paired difference."
+        f"images: {one['steps']} steps of {one['batch']}, alternating methods and keeps, AdamW, learning rate "
+        f"{one['rate']:g}. Correct answers in %, of {header['questions']} held-out questions, and gains in points, "
+        "with 95 % intervals."
     )
 
 
 def _kinds(kinds: list[str], results: dict[Any, dict[str, Any]]) -> str:
-    """Gains over the model as shipped by kind of question, averaged over all methods and keeps."""
+    """Return gains by kind of question, averaged over methods and keeps."""
     from tokenprune_bench.paired import Answers, compare_paired
 
     def answers(tuned: str | None, kind: str) -> Answers:
         pruned = [one["right"] for (name, method, _), one in results.items() if name == tuned and method != CONTROL]
         return Answers([[float(x) for x, its in zip(one, kinds, strict=True) if its == kind] for one in pruned], None)
 
-    lines = ["| gain by kind of question, pruned | under pruning | without (control) |", "|---|---|---|"]
+    lines = ["| gain by kind of question | trained with pruning | without (control) |", "|---|---|---|"]
     for kind in dict.fromkeys(kinds):
         found = [compare_paired(answers(tuned, kind), answers(None, kind)) for tuned in (PRUNED, CONTROL)]
         lines.append(f"| `{kind}` | {' | '.join(map(_interval, found))} |")
     return "\n".join(lines)
-
-
-def _tries(tries: list[dict[str, Any]]) -> str:
-    losses = [f"{one['validation_loss']:.2f} at {one['rate']:g}" for one in tries if one["rate"]]
-    (shipped,) = (one["validation_loss"] for one in tries if not one["rate"])
-    return (
-        f"Learning rates were tried for {tries[-1]['steps']} steps. The loss on the validation draw, {shipped:.2f} as "
-        f"shipped, was then {', '.join(losses)}."
-    )
 
 
 def _share(right: str) -> str:
@@ -109,6 +101,4 @@ def _interval(found: Any) -> str:
 
 def _source(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
-    return (
-        f"By `python benchmarks/experiments/{path.stem}.py`; raw data, with the machine's load: [{name}](../../{name})."
-    )
+    return f"By `python benchmarks/experiments/{path.stem}.py`; [raw data](../../{name})."

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 FILES = {"demo_qwen": "restore_gain.jsonl", "demo_smol": "restore_gain-demo_smol.jsonl"}
 WAYS = ("plain", "merged", "weighed")
+SHOWN = ("divprune", "uniform", "random")
 BASELINES = ("uniform", "random")  # compare no tokens
 SURE = 1.96  # standard errors of an interval of 95 %
 
@@ -21,8 +22,8 @@ Answers = dict[tuple[str, float, str], dict[str, str]]  # of a chooser, keep and
 def gain() -> str:
     """Return the tables, one a model: % right with the chooser, and the points that either form adds to that."""
     about = (
-        "Cells: % right with the chooser alone; points that `restore` adds; and with `calibrate=True`, of the same "
-        "questions; bold where the interval of 95 % leaves out 0. By `python benchmarks/experiments/restore_gain.py`."
+        "Cells: correct answers in % with the chooser only; gain in points with `restore`; gain with `calibrate=True`. "
+        "Bold if the 95 % interval excludes 0. By `python benchmarks/experiments/restore_gain.py`."
     )
     return "\n\n".join([about, *(_of(model, RESULTS / name) for model, name in FILES.items())])
 
@@ -44,8 +45,8 @@ def _of(model: str, path: Path) -> str:
     return "\n".join([
         f"{model}, [questions](../../benchmarks/results/{path.name}): {asked}.", "",
         f"| chooser | {' | '.join(f'{keep:g}' for keep in keeps)} |", "|---" + "|---:" * len(keeps) + "|",
-        *(row(f"`{one}`", [one], list(sets)) for one in choosers),
-        *(row(f"the {len(comparing)} that compare: {one}", comparing, [one]) for one in sets),
+        *(row(f"`{one}`", [one], list(sets)) for one in choosers if one in SHOWN),
+        *(row(f"mean of {len(comparing)} methods: {one}", comparing, [one]) for one in sets),
     ])  # fmt: skip
 
 

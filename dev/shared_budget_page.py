@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated part of docs/results/accuracy.md on prompts of several images: equal shares beside others."""
+"""Generated part of docs/results/accuracy.md: shares of a budget among the images of a prompt."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DRAWS = 2000
 
 
 def shares() -> str:
-    """Return the table: answers right with equal shares, and the points that other shares add."""
+    """Return accuracy with equal shares, and the gain of other shares."""
     header, *rows = (json.loads(line) for line in FILE.read_text().splitlines())
-    titles = ["equal, % right", *WAYS.values(), f"on documents, {WAYS['compete']}", "by entropy"]
+    titles = ["equal shares, %", *WAYS.values(), f"documents, {WAYS['compete']}", "documents, by entropy"]
     lines = [f"| images, keep | {' | '.join(titles)} |", "|---" + "|---:" * len(titles) + "|"]
     for number, keep in sorted({(one["images"], one["keep"]) for one in rows}, key=lambda at: (at[0], -at[1])):
         found = [one for one in rows if (one["images"], one["keep"]) == (number, keep)]
@@ -27,17 +27,15 @@ def shares() -> str:
         cells += [_gain(found, way, "document") for way in ("compete", "entropy")]
         lines.append(f"| {number}, {keep:g} | {' | '.join(cells)} |")
     about = (
-        f"{header['model'].partition(' ')[0]} and `divprune`: {4 * header['images']} images, photographs, other scenes "
-        "and documents, dealt into prompts; each question about its image alone, at the tokens that the image gets. "
-        "Points beside equal shares, of the same questions; bold where an interval of 95 % (prompts drawn anew) leaves "
-        "out 0. By `python benchmarks/experiments/shared_budget.py`; "
-        "[raw data](../../benchmarks/results/shared_budget.jsonl)."
+        f"{header['model'].partition(' ')[0]} and `divprune`, {4 * header['images']} images in prompts. Gains in "
+        "points over equal shares; bold if the 95 % interval excludes 0. By "
+        "`python benchmarks/experiments/shared_budget.py`; [raw data](../../benchmarks/results/shared_budget.jsonl)."
     )
     return "\n".join([about, "", *lines])
 
 
 def _right(rows: Sequence[dict[str, Any]], way: str, kind: str = "") -> list[list[int]]:
-    """Return for each prompt a 1 or 0 for each question, of images of one kind or of all."""
+    """Return 1 or 0 per question for each prompt, of images of one kind or of all."""
     return [
         [int(one) for of, said in zip(row["kinds"], row["right"][way], strict=True) if kind in ("", of) for one in said]
         for row in rows

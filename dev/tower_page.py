@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate parts of docs/results/methods.md (accuracy of `towerdrop` by score and block) and of docs/results/speed.md
-(times to the first token by site, and times of the processor)."""
+"""Generate parts of docs/results/methods.md (accuracy of `towerdrop`) and docs/results/speed.md (first token)."""
 
 from __future__ import annotations
 
@@ -20,19 +19,14 @@ FIRST_TOKEN = {
     RESULTS / "cpu/first_token.jsonl": "Qwen2.5-VL, every width an eighth of the 7 B model's",
     RESULTS / "cpu/first_token-internvl.jsonl": "InternVL3, four tiles, every width an eighth of the 2 B model's",
 }
-PREPROCESSING = RESULTS / "cpu/preprocessing.jsonl"
-PROCESSORS = {
-    "Qwen2.5-VL": "Qwen2.5-VL", "Qwen2.5-VL, Pillow": "... by Pillow", "Qwen2.5-VL, downsample": "... `downsample`",
-    "Qwen2.5-VL, dynres": "... `dynres`", "InternVL3": "InternVL3", "LLaVA-1.5": "LLaVA-1.5",
-}  # fmt: skip
 AFTER = {"diverse": "divprune", "random": "random"}  # the same rule after the tower
 
 
 def blocks() -> str:
-    """Return the tables of docs/results/methods.md: answers right by score and block, of each model."""
+    """Return the tables of docs/results/methods.md: accuracy of each model by score and block."""
     about = (
-        "Right, % of questions, by the block at whose input units leave. After the tower: `divprune`, `random`. "
-        "`downsample` saves what block 0 does. ▼: worse than `divprune` (McNemar's exact test, one-sided, 5 %). By "
+        "Correct answers in %, by the tower block before which patches are dropped, and with `divprune` or `random` "
+        "after the tower. `downsample` saves as much as block 0. ▼: significantly worse than `divprune`. By "
         "`python benchmarks/experiments/tower_blocks.py`."
     )
     return "\n\n".join([about, *map(_blocks, BLOCKS)])
@@ -81,23 +75,22 @@ def _share(right: str) -> str:
 
 
 def first_token() -> str:
-    """Return the tables of docs/results/speed.md: times to the first token by where tokens leave, of each shape.
-    Where the machine was loaded they are of CPU time."""
+    """Return the speed-up of the first token by site for each model shape, in CPU time if the machine was busy."""
     parts = []
     for path, what in FIRST_TOKEN.items():
         header, records = rows.read(path)
         loaded = any(rows.is_loaded(row, header) for row in records)
         keeps = list(dict.fromkeys(row["keep"] for row in records))
         cells = {(row["way"], row["keep"]): _times(row, loaded) for row in records}
-        title = "times as fast, CPU time" if loaded else "times as fast (least to most)"
+        title = "speed-up, CPU time" if loaded else "speed-up (range)"
         lines = [f"| {title} | {' | '.join(f'keep {keep:g}' for keep in keeps)} |", "|---|" + "---:|" * len(keeps)]
         for way in dict.fromkeys(row["way"] for row in records[1:] if row["way"] != "unpatched"):
             lines.append(f"| {way} | {' | '.join(cells[way, keep] for keep in keeps)} |")
         seconds = "" if loaded else f"{records[0]['seconds']:.1f} s unpatched, "
         note = (
-            f"{what}, {header['layers']} layers of its decoder, random weights, from pixels on: {seconds}the tower "
-            f"takes {records[0]['tower']:.0%} of the unpatched time. Medians of ratios in turn, {header['threads']} "
-            f"thread(s) of {header['cpus']} cores, {header['date']}; [raw data](../{path.relative_to(ROOT)})."
+            f"{what}, {header['layers']} decoder layers, random weights, from pixels: {seconds}the tower takes "
+            f"{records[0]['tower']:.0%}. Median ratios, {header['threads']} thread, {header['date']}; "
+            f"[raw data](../{path.relative_to(ROOT)})."
         )
         parts += ["\n".join(lines), note]
     return "\n\n".join([*parts, "By `python benchmarks/experiments/first_token.py`."])
@@ -108,30 +101,3 @@ def _times(row: dict[str, Any], loaded: bool) -> str:
     if loaded:
         return f"{row['cpu']:.2f}{tokens}"
     return f"{row['times']:.2f} ({row['least']:.2f}–{row['most']:.2f}){tokens}"
-
-
-def processor() -> str:
-    """Return the table of docs/results/speed.md: shares of a processor's CPU time, which the load does not
-    change."""
-    _, records = rows.read(PREPROCESSING)
-    sizes = list(dict.fromkeys(row["megapixels"] for row in records))
-    found = {(row["way"], row["megapixels"]): row for row in records}
-    middle = sizes[len(sizes) // 2]
-    titles = ("decode", "resize", "normalise, cut", *(f"{size} MP" for size in sizes))
-    lines = [f"| CPU time | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
-    for way, title in PROCESSORS.items():
-        cpu = found[way, middle]["cpu"]
-        whole = sum(cpu.values())
-        steps = ("decode",), ("resize", "method"), ("normalise", "patchify")
-        shares = [f"{sum(cpu.get(step, 0) for step in several) / whole:.0%}" for several in steps]
-        times = [f"x{found[way, size]['times']:.2f}" for size in sizes]
-        lines.append(f"| {title} | {' | '.join([*shares, *times])} |")
-    free, chosen = (found[f"Qwen2.5-VL, a quarter{how}", middle]["times"] for how in ("", " by detail"))
-    file = PREPROCESSING.relative_to(ROOT)
-    note = (
-        f"Shares at {middle} megapixels; x: Qwen2.5-VL's time, with decoding. The methods, at keep 0.25, resize once, "
-        f"by Pillow. Without the units that a choice by pixels drops it would be x{free:.2f} if choosing were free, "
-        f"x{chosen:.2f} with `detail` chosen here; but the guard and unpatched calls read them. By "
-        f"`python benchmarks/experiments/preprocessing.py`; [raw data](../{file})."
-    )
-    return "\n".join(lines) + f"\n\n{note}"

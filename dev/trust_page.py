@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated parts of docs/results/trust.md, from the committed raw files; dev/readme.py writes them."""
+"""Generated parts of docs/results/trust.md, from the committed raw files; dev/readme.py writes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LLAVA = RESULTS.parent / "experiments/papers/llava15_7b.json"
 
 
 def kinds() -> str:
-    """Return the table of what the headline's model answers right, by kind of question."""
+    """Return accuracy of the headline model by kind of question."""
     results, found = front_page.measured()
     rows = [results.baseline, *(row for row, _ in found)]
     names = ["all tokens", *(f"`{row.method}` {row.keep:g}" for row in rows[1:])]
@@ -28,7 +28,7 @@ def kinds() -> str:
     for kind in results.kinds:
         asked = results.header["kind_of_question"].count(str(results.kinds.index(kind)))
         lines.append(f"| {kind} | {asked} | " + " | ".join(_share(row, kind) for row in rows) + " |")
-    note = f"Percent right. Raw data: {link(front_page.HEADLINE, '../')}."
+    note = f"Raw data: {link(front_page.HEADLINE, '../')}."
     return "\n\n".join(["\n".join(lines), note])
 
 
@@ -38,8 +38,7 @@ def _share(row: Row, kind: str) -> str:
 
 
 def order() -> str:
-    """Return how far the order of methods is that of the papers, at each budget that has a published one, of all
-    questions and of those about smaller and about larger objects."""
+    """Return Kendall's tau between our order and the published order, for all questions and by object size."""
     path = results_file("demo_smol")
     if not path.exists():
         return ""
@@ -55,8 +54,8 @@ def order() -> str:
             rows.append(f"| {100 * at:.0f} % | {budget} of 576 | {len(theirs)} | {' | '.join(found)} |")
     titles = ["here", "papers", "methods", *(f"{name}: {chosen.sum()} questions" for name, chosen in groups.items())]
     note = (
-        f"Kendall's tau with its 95 % interval. Smaller, larger: the object asked about covers less, or more, than "
-        f"{middle:.0f} tokens, the median. Raw data: {link(path, '../')}, {link(LLAVA, '../')}."
+        f"Smaller, larger: the object covers fewer or more than {middle:.0f} tokens (median). Raw data: "
+        f"{link(path, '../')}, {link(LLAVA, '../')}."
     )
     table = [f"| {' | '.join(titles)} |", "|---|---|---:|---|---|---|", *rows]
     return "\n".join(table) + "\n\n" + note
@@ -69,7 +68,7 @@ def _tau(records: list[dict[str, Any]], scores: dict[str, Any], theirs: dict[str
 
 
 def _sizes(header: dict[str, Any]) -> Any:
-    """Return the visual tokens that the object of each question covers, float `[questions]`; nan where it has none."""
+    """Return the visual tokens that each question's object covers, float (questions,). NaN without an object."""
     images = set(images_of(header))
     asked = [one for one in load_heldout(folder=SMOL) if one.index in images]
     areas = [sum((right - left) * (low - top) for left, top, right, low in one.boxes) for one in asked]

@@ -9,14 +9,13 @@ from tokenprune_bench.recommend import advice
 from tokenprune_bench.recommend.advice import Advice, Evidence
 
 UP = "../../"
-ELSEWHERE = 1  # pieces of evidence from elsewhere, of each row
+PIECES, ELSEWHERE = 2, 1  # pieces of evidence per row, for the same questions and for others
 ASKED = ("general", "signs", "documents", "grounding", "counting", "video", "long-video")  # rows by question
 SERVED = ("general", "signs", "documents", "video", "tower")  # rows on the page of the vLLM server
 
 
 def tables(up: str = UP) -> str:
-    """Return the table of advice in two parts: by what is asked about, and by where it runs. up: from the page to the
-    root of the repository."""
+    """Return the table of advice in two parts, by question and by environment. up: path to the repository root."""
     known = advice.load_advice()
     by_question = [known[name] for name in ASKED]
     by_place = [one for name, one in known.items() if name not in ASKED]
@@ -49,18 +48,19 @@ def served() -> str:
 
 
 def pieces() -> str:
-    """Return the evidence of each row; what an earlier row has said of the same setting is not said again."""
-    parts, said = [], set()
-    for one in advice.load_advice().values():
-        near, elsewhere = one.evidence()
-        lines = [f"**{one.title[0].upper()}{one.title[1:]}**: `{one.method}` at {one.keep:g} ({_graded(one)})", ""]
-        found = [*map(_line, near), *(f"- elsewhere: {_line(piece)[2:]}" for piece in elsewhere[:ELSEWHERE])]
-        lines += (line for line in found if line not in said)
-        if len(found) > sum(line not in said for line in found):
-            lines.append("- and what stands above for the same setting")
+    """Return the evidence of each row. Evidence that an earlier row shows is not repeated."""
+    parts, shown = [], set()
+    for row in advice.load_advice().values():
+        near, elsewhere = row.evidence()
+        lines = [f"**{row.title[0].upper()}{row.title[1:]}**: `{row.method}` at {row.keep:g} ({_graded(row)})", ""]
+        strongest = sorted(near, key=lambda piece: piece.grade != "strong")[:PIECES]
+        evidence = [*map(_line, strongest), *(f"- elsewhere: {_line(piece)[2:]}" for piece in elsewhere[:ELSEWHERE])]
+        lines += (line for line in evidence if line not in shown)
+        if any(line in shown for line in evidence):
+            lines.append("- same evidence as above for this setting")
         if not any(piece.about == "accuracy" for piece in near):
-            lines.append(f"- Accuracy: {advice.NONE}")
-        said |= set(found)
+            lines.append(f"- accuracy: {advice.NONE}")
+        shown |= set(evidence)
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -72,11 +72,11 @@ def _graded(one: Advice) -> str:
 
 
 def _line(piece: Evidence) -> str:
-    inside = piece.source.startswith("benchmarks/")
-    source = f"[{piece.source.rsplit('/')[-1]}](../{piece.source})" if inside else piece.source
-    return f"- {piece.kind}, {piece.grade}: {piece.figure} ({source})"
+    is_raw_file = piece.source.startswith("benchmarks/")
+    source = f"[{piece.source.rsplit('/')[-1]}](../{piece.source})" if is_raw_file else piece.source
+    return f"- {piece.kind}, {piece.grade}: {piece.figure.replace(' (shipped)', '')} ({source})"
 
 
 def rule() -> str:
-    """Return how evidence is chosen and graded, as the docstring of advice.py says it."""
+    """Return the rules for choosing and grading evidence, from the docstring of advice.py."""
     return advice.__doc__.partition("\n\n")[2].strip()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All methods at equal cost on a shipped model: accuracy, ranks, and how far they agree with the papers' order.
 
-    python experiments/all_methods.py ask --questions 16                       # go on where an earlier run stopped
+    python benchmarks/experiments/all_methods.py ask --questions 16    # continue an earlier run
     python benchmarks/experiments/all_methods.py ask --methods fastv,divprune --questions 2 --out trial.jsonl
-    python experiments/all_methods.py page                                    # rewrite the page, for_comparison.json
+    python benchmarks/experiments/all_methods.py page  # rewrite the page and for_comparison.json
 
 Every method gets, for each target, the setting in which it spends that share of the visual tokens, averaged over the
 decoder's layers (tokenprune bench --equal-cost); one that has none is written down with the reason. Each row of the
@@ -41,7 +41,7 @@ PAGE = ROOT / "docs/results/all-methods.md"
 ENOUGH = 3  # settings, below which nothing is said of a method as a whole
 COMPARISON = ROOT / "benchmarks/tokenprune_bench/tuning/for_comparison.json"
 BASELINES = {"random": "rnd", "uniform": "uni", "downsample": "down"}
-MODELS = ("demo_smol", "demo_qwen")  # that the page shows
+MODELS = ("demo_smol", "demo_qwen")  # on the page
 SHOWN = (0.05, 0.11, 0.25, 0.5)  # targets in the table; 0.33 lies so near to 0.25 that its column said little more
 # The published budget, of 576 tokens, that comes nearest to a target; at 0.5 nothing is published.
 PUBLISHED = {0.33: 192, 0.25: 128, 0.11: 64}
@@ -191,27 +191,27 @@ def written(text: str) -> str:
 
 
 def section(path: Path, whole: bool = True) -> str:
-    """Return what the page says of one model: the ranks beside the papers' and, if it is whole, the table and what was
-    not reached."""
+    """Return the section of one model: Kendall's tau and, if `whole`, the table and the targets not reached."""
     records = read_records(path)
     results = summarise(records)
     base, targets, header = results.baseline, finished_targets(records), results.header
     share, count, dtype = base.overall, len(set(images_of(header))), header["environment"]["dtype"]
     head = (
-        f"Unpatched: {100 * share.value:.1f} % right [{100 * share.low:.0f}–{100 * share.high:.0f}] of "
-        f"{base.questions} questions on {count} images, {base.tokens_in:.0f} visual tokens "
-        f"each, {len(base.stats['visual_tokens_per_layer'])} decoder layers, {dtype}."
+        f"Unpatched: {100 * share.value:.1f} % [{100 * share.low:.0f}–{100 * share.high:.0f}] of {base.questions} "
+        f"questions about {count} images with {base.tokens_in:.0f} visual tokens; "
+        f"{len(base.stats['visual_tokens_per_layer'])} decoder layers, {dtype}."
     )
-    asked = {"--questions": header["plan"]["images"], "--every": header.get("every", 1)}
-    more = "".join(f" {name} {value}" for name, value in asked.items() if value not in (0, 1))
-    more += "" if dtype == "float32" else f" --dtype {dtype}"
+    options = {"--questions": header["plan"]["images"], "--every": header.get("every", 1)}
+    arguments = "".join(f" {name} {value}" for name, value in options.items() if value not in (0, 1))
+    arguments += "" if dtype == "float32" else f" --dtype {dtype}"
     source = (
-        f"Raw data, with accuracy by kind and each setting: [{path.name}](../benchmarks/results/{path.name}),"
-        f" by `python benchmarks/experiments/all_methods.py ask --model {path.stem.partition('-')[2]}{more}`."
+        f"Raw data: [{path.name}](../../benchmarks/results/{path.name}), by "
+        f"`python benchmarks/experiments/all_methods.py ask --model {path.stem.partition('-')[2]}{arguments}`."
     )
     shown = [at for at in targets if at in SHOWN]
     table, missing = (_table(results, shown), _not_reached(results, shown)) if whole else ("", "")
-    parts = [f"## {header['environment']['model']}", head, table, *_agreements(records, targets), missing, source]
+    title = header["environment"]["model"].removesuffix(" (shipped)")
+    parts = [f"## {title}", head, table, *_agreements(records, targets), missing, source]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -231,20 +231,19 @@ def ranks(scores: Mapping[str, float]) -> dict[str, int]:
 
 
 def _table(results: Results, targets: list[float]) -> str:
+    """Return the table of accuracy at each target, the best mean rank first."""
     rows = {(row.method, row.keep): row for row in results.rows[1:]}
     names = list(dict.fromkeys(name for name, _ in rows))
-    places = {at: ranks({name: rows[name, at].overall.value for name in names if (name, at) in rows}) for at in targets}
-    theirs = {at: published_scores(names, budget) for at, budget in PUBLISHED.items() if at in targets}
-    their_places = {at: ranks(scores) for at, scores in theirs.items()}
-    # The best mean place first; who reached fewer targets stands among those by the ones that it reached.
+    by_rank = {
+        at: ranks({name: rows[name, at].overall.value for name in names if (name, at) in rows}) for at in targets
+    }
+    # Methods that miss a target are ranked by their other targets.
     marks = {at: marks_at(results, names, at) for at in targets}
-    order = sorted(names, key=lambda name: (_mean([places[at][name] for at in targets if name in places[at]]), name))
+    order = sorted(names, key=lambda name: (_mean([by_rank[at][name] for at in targets if name in by_rank[at]]), name))
     header = ["method", *(f"at {100 * at:g} %" for at in targets)]
-    header += [f"published at {PUBLISHED[at]} of 576" for at in theirs]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for name in order:
-        cells = [_cell(rows.get((name, at)), places[at].get(name), marks[at].get(name, ())) for at in targets]
-        cells += [f"{theirs[at][name]:.1f}<br>#{their_places[at][name]}" if name in theirs[at] else "" for at in theirs]
+        cells = [_cell(rows.get((name, at)), marks[at].get(name, ())) for at in targets]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -263,12 +262,12 @@ def marks_at(results: Results, names: Sequence[str], at: float) -> dict[str, lis
     return found
 
 
-def _cell(row: Any, place: int | None, marks: Sequence[str]) -> str:
+def _cell(row: Any, marks: Sequence[str]) -> str:
     if row is None:
         return ""
-    share, loyal = row.overall, "" if row.loyalty is None else f", {100 * row.loyalty.value:.0f} same"
-    said = f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}]<br>#{place}{loyal}"
-    return f"{said}<br>≤{'/'.join(marks)}" if marks else said
+    share = row.overall
+    accuracy = f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}]"
+    return f"{accuracy} ≤{'/'.join(marks)}" if marks else accuracy
 
 
 def _mean(places: list[int]) -> float:
@@ -276,19 +275,19 @@ def _mean(places: list[int]) -> float:
 
 
 def _agreements(records: list[dict[str, Any]], targets: list[float]) -> list[str]:
-    """Kendall's tau between our order and the papers', at the targets that have a published order."""
+    """Return Kendall's tau between our order and the published order, at the targets with published numbers."""
     lines, images = [], images_of(records[0])
     for at, budget in PUBLISHED.items():
         scores = answers(records, at)
-        theirs = published_scores(list(scores), budget)
-        if at not in targets or len(theirs) < 3:
+        printed = published_scores(list(scores), budget)
+        if at not in targets or len(printed) < 3:
             continue
-        one = agreement(scores, theirs, images)
+        found = agreement(scores, printed, images)
         lines.append(
-            f"At {100 * at:g} %, beside the papers at {budget} of 576 tokens: Kendall's tau {one['tau']:.2f} "
-            f"[{one['low']:.2f}, {one['high']:.2f}] over {len(theirs)} methods."
+            f"{100 * at:g} % against {budget} of 576 tokens: tau {found['tau']:.2f} "
+            f"[{found['low']:.2f}, {found['high']:.2f}], {len(printed)} methods"
         )
-    return lines
+    return [f"Kendall's tau against the papers: {'; '.join(lines)}."] if lines else []
 
 
 def _not_reached(results: Results, targets: list[float]) -> str:

@@ -103,7 +103,7 @@ def measure(
     if method is not None:
         tokens = round(sum(model.visual_tokens(one) for one in prompts) / len(prompts))
         steps = Setting.from_json({"method": method, "keep": keep}).steps()
-        cost = DraftCost.of_configs(model.model.config, None, *steps, tokens=tokens, text=16 + words)
+        cost = DraftCost.from_configs(model.model.config, None, *steps, tokens=tokens, text=16 + words)
         record |= {"same_word": right, "c": cost.c}
     return record
 

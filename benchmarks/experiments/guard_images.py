@@ -23,7 +23,7 @@ import torch
 from guard_documents import documents, photographs
 from PIL import Image
 
-from tokenprune.integrations.hf.guard.images import blocks_of, text_shares
+from tokenprune.integrations.hf.guard.images import compute_text_shares, split_blocks
 from tokenprune.integrations.hf.guard.settings import TEXT_LIMIT
 from tokenprune_demo.heldout import load_heldout
 
@@ -79,8 +79,8 @@ def images(seed: int) -> Iterator[tuple[str, str, Image.Image]]:
 
 
 def measure(image: Image.Image) -> float:
-    blocks = blocks_of(torch.from_numpy(np.array(image, np.float32)).permute(2, 0, 1)[None])[0]
-    return float(text_shares(blocks, torch.zeros(len(blocks), dtype=torch.long), 1))
+    blocks = split_blocks(torch.from_numpy(np.array(image, np.float32)).permute(2, 0, 1)[None])[0]
+    return float(compute_text_shares(blocks, torch.zeros(len(blocks), dtype=torch.long), 1))
 
 
 def records() -> Iterator[dict[str, object]]:

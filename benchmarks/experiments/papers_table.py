@@ -4,10 +4,9 @@
     python benchmarks/experiments/papers_table.py commands            # the exact commands of lmms-eval
     python benchmarks/experiments/papers_table.py run --out results   # run them, and go on where an earlier run stopped
     python benchmarks/experiments/papers_table.py table results       # your numbers beside the published ones
-    python experiments/papers_table.py page                # rewrite docs/results/papers.md and a part of
-    docs/results/papers.md
+    python benchmarks/experiments/papers_table.py page     # rewrite the tables of docs/results/papers.md
 
-It needs weights and a GPU; docs/results/papers.md says what is compared with what.
+It needs weights and a GPU; docs/results/papers.md describes the comparison.
 """
 
 from __future__ import annotations
@@ -177,23 +176,13 @@ def page(check: Annotated[bool, typer.Option("--check", help="Exit with 1 where 
 
 
 def written(text: str) -> str:
-    """Return the page with its generated part as it has to be."""
-    made = [
-        *(tables.tasks(), tables.runs(), *tables.beside_published()),
-        *(tables.others(), tables.sources(), tables.left_out()),
-    ]
-    heads = {2: f"## To compare\n\n{_READING}"}
-    parts = []
-    for place, one in enumerate(made):
-        if place in heads:
-            parts.append(heads[place])
-        level = 3 if 2 <= place < len(made) - 3 else 2
-        parts.append(tables.to_markdown(one, level))
-    return _with_block(text, "papers", "\n\n".join(parts))
+    """Return the page with its generated tables of published numbers."""
+    made = [tables.summary(), tables.tasks(), tables.sources()]
+    return _with_block(text, "papers", "\n\n".join(tables.to_markdown(one, 2) for one in made))
 
 
 def budgets_written(text: str) -> str:
-    """Return the page of budgets with its generated part as it has to be."""
+    """Return the page with its generated table of token counts."""
     return _with_block(text, "counts", tables.to_markdown(counts.table(), 2))
 
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed-ups that papers print beside ours on a GPU: docs/results/peers.md, from the tables of
-benchmarks/experiments/gpu.
+"""Write docs/results/peers.md: measured and published speed-ups.
 
     python benchmarks/experiments/peers.py --page
 
-Ours: prefills of a 7 B decoder with random weights (gpu/b_llava_next.py, gpu/f_llava15.py), batch 1. Theirs: what a
-paper prints (experiments/papers/speedups.json), of its own implementation, model and device. `By FLOPs`: the closed
-form at that size, which no implementation beats on a device that is limited by arithmetic.
+Measured: prefills of a 7 B decoder with random weights at batch 1 (gpu/b_llava_next.py, gpu/f_llava15.py). Published:
+numbers that papers print for their own implementation, model and device (experiments/papers/speedups.json). `By FLOPs`
+is the limit in closed form.
 """
 
 from __future__ import annotations
@@ -30,48 +29,49 @@ PUBLISHED = Path(__file__).parent / "papers" / "speedups.json"
 PAGE = Path(__file__).parents[2] / "docs/results/peers.md"
 BEGIN, END = "<!-- peers:begin (benchmarks/experiments/peers.py --page) -->", "<!-- peers:end -->"
 TABLES = {"f_llava15": "LLaVA-1.5-7B", "b_llava_next": "LLaVA-NeXT-7B"}
-PRINTED = (64, 320)  # tokens left where papers print a ratio
-MISSING = (
-    "**Missing until a GPU run (`python experiments/gpu/run.py`): our ratios at the same counts, LLaVA-1.5-7B 576 to "
-    "192, 128 and 64, LLaVA-NeXT-7B 2880 to 640, 320 and 160.**"
-)
-COLUMNS = ("method", "model", "tokens", "prefill", "GPU busy", "by FLOPs", "KV cache", "peak memory", "bound by")
+PRINTED = (64, 320)  # kept tokens for which papers print a speed-up
+MISSING = "**No GPU results. Run `python benchmarks/experiments/gpu/run.py`.**"
+COLUMNS = ("method", "GPU busy", "by FLOPs", "eager prefill", "KV cache")
 
 
 def published() -> list[dict[str, Any]]:
-    """Return what papers print, each with its `ratio`, before / after."""
-    made = []
-    for one in json.loads(PUBLISHED.read_text()):
-        ratio = one["ratio"] if "ratio" in one else one["before"] / one["after"]
-        made.append(one | {"ratio": ratio})
-    return made
+    """Return the published entries, each with its `ratio` of times before and after."""
+    return [
+        entry | {"ratio": entry["ratio"] if "ratio" in entry else entry["before"] / entry["after"]}
+        for entry in json.loads(PUBLISHED.read_text())
+    ]
 
 
 def by_flops(visual: int, layers: list[int]) -> float:
-    """Return the ratio of a 7 B LLaVA's decoder FLOPs in prefill, unpatched over patched. layers: tokens of each."""
+    """Return unpatched over patched prefill FLOPs of a 7 B LLaVA's decoder. layers: visual tokens per layer."""
     shape, text = DecoderShape.from_config(SHAPES[0].made().get_text_config()), BEFORE + AFTER
-    whole = shape.prefill_flops([visual + text] * len(layers))
-    return whole / shape.prefill_flops([left + text for left in layers])
+    unpatched = shape.prefill_flops([visual + text] * len(layers))
+    return unpatched / shape.prefill_flops([kept + text for kept in layers])
 
 
-def ours(model: str, found: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the cells of a table's methods, beside its unpatched model; rows that were cut off have none."""
-    alone = [row for row in found if row.get("batch") == 1 and "ms" in row]
-    whole = next((row for row in alone if row["method"] == "none"), None)
+def ours(records: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the cells of each measured method at batch 1."""
+    timed = [row for row in records if row.get("batch") == 1 and "ms" in row]
+    base = next((row for row in timed if row["method"] == "none"), None)
     return [
         [
-            f"`{row['method']}`", model, f"{row['visual']} to {row['keep']}", f"x{row['speedup']:.2f}",
-            f"x{_busy(whole) / _busy(row):.2f}",
-            f"x{by_flops(row['visual'], row['layers']):.2f}", f"{row['kv_bytes'] / whole['kv_bytes']:.0%}",
-            f"{row['peak_bytes'] / max(1, whole['peak_bytes']):.0%}", row["bound"],
+            f"`{row['method']}`",
+            f"{_busy(base) / _busy(row):.2f}x",
+            f"{by_flops(row['visual'], row['layers']):.2f}x",
+            _describe_ratio(row["speedup"]),
+            f"{row['kv_bytes'] / base['kv_bytes']:.0%}",
         ]
-        for row in alone
-        if whole and row["method"] != "none" and row["keep"] in PRINTED
-    ]  # fmt: skip
+        for row in timed
+        if base and row["method"] != "none" and row["keep"] in PRINTED
+    ]
+
+
+def _describe_ratio(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
 
 
 def _busy(row: dict[str, Any]) -> float:
-    """Return the milliseconds that the GPU is busy in a prefill, which are at most the milliseconds of the prefill."""
+    """Return the GPU busy time in ms, which is at most the prefill time."""
     return min(row["ms"]["p50"], row["device_ms"])
 
 
@@ -79,22 +79,23 @@ def page() -> str:
     """Return both tables as Markdown."""
     text = []
     for name, model in TABLES.items():
-        for _, header, found in sheets.found(name):
-            text += [f"Ours, {sheets.where(header)}", "", "| " + " | ".join(COLUMNS) + " |"]
-            text += ["|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
-            text += ["| " + " | ".join(row) + " |" for row in ours(model, found)] + [""]
+        for _, header, records in sheets.found(name):
+            shown = next(row for row in records if row.get("keep") in PRINTED)
+            text += [f"**{model}, {shown['visual']} to {shown['keep']} tokens.** {sheets.where(header)}", ""]
+            text += ["| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
+            text += ["| " + " | ".join(row) + " |" for row in ours(records)] + [""]
     text = text or [MISSING, ""]
     text += [
-        "Published, by others on their machines (not measured here):",
+        "**Published**, measured by the authors on their machines:",
         "",
-        "| method | printed in | model | what | setting | device | speed-up |",
-        "|---|---|---|---|---|---|---:|",
+        "| method | source | model | setting | device | speed-up |",
+        "|---|---|---|---|---|---:|",
     ]
-    for one in published():
-        source = f"{one['source']}, {one['where']}"
+    for entry in published():
+        setting = entry["setting"] if entry["measured"] == "prefill" else f"{entry['measured']}, {entry['setting']}"
         text.append(
-            f"| {one['title']} | {source} | {one['model']} | {one['measured']} | {one['setting']} "
-            f"| {one['device'] or 'not noted'} | x{one['ratio']:.2f} |"
+            f"| {entry['title']} | {entry['source']}, {entry['where']} | {entry['model']} | {setting} "
+            f"| {entry['device'] or ''} | {entry['ratio']:.2f}x |"
         )
     return "\n".join(text)
 

@@ -41,7 +41,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import tokenprune
-from tokenprune.integrations.hf.pixels.marker import patch_on
+from tokenprune.integrations.hf.pixels.marker import find_patch
 from tokenprune.kernels.take import top_mask
 from tokenprune.methods.encoder.towerdrop import TowerDrop
 
@@ -121,7 +121,7 @@ class Steps:
         for name, step in STEPS.items():
             if hasattr(processor, name):
                 setattr(processor, name, self._timed(step, getattr(processor, name)))
-        if (patch := patch_on(processor)) is not None:
+        if (patch := find_patch(processor)) is not None:
             patch.resizer.change = self._timed("method", patch.resizer.change)
 
     def _timed(self, step: str, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -145,9 +145,9 @@ def compute_batch_recalls(
 
 def _grids(subject: Model, inputs: dict[str, Any], shown: Sequence[Sequence[Any]], video: bool) -> list[list[Grid]]:
     """Return the grids of each row's images, or of the frames of the video."""
-    from tokenprune_bench.show.grids import grids_of
+    from tokenprune_bench.show.grids import get_grids
 
-    grids = iter(grids_of(subject, inputs, sum(map(len, shown)), video))
+    grids = iter(get_grids(subject, inputs, sum(map(len, shown)), video))
     if video:
         return [list(grids)]
     pixels = inputs.get("pixel_values")

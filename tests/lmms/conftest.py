@@ -23,7 +23,7 @@ from loguru import logger
 
 from checkpoints import CHECKPOINTS
 from more_checkpoints import MORE
-from tokenprune_bench.lmms_eval import tasks_folder
+from tokenprune_bench.lmms_eval import get_tasks_folder
 from tokenprune_demo import MODELS
 
 DEMO = MODELS["demo_vlm"]
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def evaluate() -> Callable[..., dict[str, Any]]:
     """evaluate(model_args, tasks, limit, ...): what lmms-eval's `simple_evaluate` returns."""
-    manager = TaskManager("WARNING", include_path=str(tasks_folder()), include_defaults=False)
+    manager = TaskManager("WARNING", include_path=str(get_tasks_folder()), include_defaults=False)
 
     def run(args: str, *tasks: str, limit: int | None = 2, model: str = "tokenprune", **further: Any) -> dict[str, Any]:
         settings = dict(batch_size=1, bootstrap_iters=0, process_docs_parallel=1) | further

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conftest import CPU, DEMO
-from tokenprune_bench.lmms_eval import tasks_folder
+from tokenprune_bench.lmms_eval import get_tasks_folder
 
 
 def run(output: Path, args: str, *further: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
@@ -19,7 +19,7 @@ def run(output: Path, args: str, *further: str) -> tuple[subprocess.CompletedPro
     command = [sys.executable, "-m", "lmms_eval", "--model", "tokenprune", "--model_args", args]
     command += [
         "--include_path",
-        str(tasks_folder()),
+        str(get_tasks_folder()),
         "--tasks",
         "tokenprune_suite_plain",
         "--limit",
@@ -56,5 +56,5 @@ def test_results_file(tmp_path: Path) -> None:
 def test_an_error_is_in_the_log(tmp_path: Path) -> None:
     done, files = run(tmp_path, f"base=llava_hf,method=fastv,keep=0.25,layr=3,pretrained={DEMO},{CPU}")
     assert done.returncode == 0 and not files
-    assert "OptionError: there is no argument 'layr': did you mean 'layer'?" in done.stderr
-    assert "Error during evaluation: there is no argument 'layr'" in done.stdout
+    assert "OptionError: Unknown argument 'layr' for base=llava_hf: did you mean 'layer'?" in done.stderr
+    assert "Error during evaluation: Unknown argument 'layr'" in done.stdout

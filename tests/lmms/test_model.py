@@ -16,7 +16,7 @@ import tokenprune
 from conftest import CPU, DEMO, answers, measured
 from tokenprune import BudgetError
 from tokenprune_bench.lmms_eval import model as integration
-from tokenprune_bench.lmms_eval.measure import watched
+from tokenprune_bench.lmms_eval.measure import measure_calls
 from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.suite import Bench, BenchPlan
 from tokenprune_demo.heldout import load_heldout
@@ -199,12 +199,12 @@ def test_watching_leaves_the_model_as_it_was(subject: Model) -> None:
     model = subject.model
     before = set(vars(model)), dict(model._forward_hooks)
     inputs = subject.inputs([load_heldout(limit=1)[0].image], ["what color is the circle?"])
-    with watched(model) as tally:
+    with measure_calls(model) as tally:
         told = subject.generate(inputs)
     assert (set(vars(model)), dict(model._forward_hooks)) == before
     assert told == subject.generate(inputs)
     assert tally.requests == tally.calls == 1
-    with pytest.raises(IndexError), watched(model) as tally:
+    with pytest.raises(IndexError), measure_calls(model) as tally:
         model.generate(input_ids=torch.full((1, 1), 10**6))  # no token has this id
     assert (tally.failed, tally.calls) == (1, 0)
     assert (set(vars(model)), dict(model._forward_hooks)) == before
@@ -221,7 +221,7 @@ def test_the_time_to_the_first_token(subject: Model) -> None:
     ]
     inputs = subject.inputs([load_heldout(limit=1)[0].image], ["what color is the circle?"])
     try:
-        with watched(model) as tally:
+        with measure_calls(model) as tally:
             begin = clock()
             subject.generate(inputs, min_new_tokens=4)
     finally:

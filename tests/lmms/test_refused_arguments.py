@@ -23,8 +23,8 @@ NOWHERE = f"pretrained=/there/is/no/such/model,{CPU}"
     "args, error, words",
     [
         ("method=dart", OptionError, "base= is missing"),
-        ("base=llava_hff,method=dart", OptionError, "did you mean 'llava_hf'"),
-        ("base=vllm,method=dart", UnsupportedModelError, "base=vllm does not answer with a model of transformers"),
+        ("base=llava_hff,method=dart", OptionError, "Did you mean 'llava_hf'"),
+        ("base=vllm,method=dart", UnsupportedModelError, "base=vllm does not use a supported model of transformers"),
         ("base=tokenprune,method=dart", UnsupportedModelError, "base=tokenprune"),
         ("base=openai_compatible,method=dart", UnsupportedModelError, "base=openai_compatible"),
         ("base=llava_hf", OptionError, "method= is missing"),
@@ -33,7 +33,7 @@ NOWHERE = f"pretrained=/there/is/no/such/model,{CPU}"
         ("base=llava_hf,method=fastv,keep=0.25,lyer=3", OptionError, "did you mean 'layer'"),
         ("base=llava_hf,method=fastv,keep=0.25,layer=first", OptionError, "layer='first'"),
         ("base=qwen2_5_vl,method=dart,max_pixel=9", OptionError, "did you mean 'max_pixels'"),
-        ("base=qwen3_5,method=none,nonsense=9", OptionError, "there is no argument 'nonsense'"),
+        ("base=qwen3_5,method=none,nonsense=9", OptionError, "Unknown argument 'nonsense'"),
     ],
 )
 def test_before_anything_is_loaded(evaluate: Callable[..., Any], args: str, error: type[Exception], words: str) -> None:
@@ -65,7 +65,7 @@ def test_a_base_that_holds_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_manifests", "_alias_to_model_id"):
         monkeypatch.setattr(MODEL_REGISTRY_V2, name, dict(getattr(MODEL_REGISTRY_V2, name)))
     MODEL_REGISTRY_V2.register_manifest(ModelManifest("remote", simple_class_path=f"{__name__}.Remote"))
-    with pytest.raises(UnsupportedModelError, match="base=remote holds no model of transformers"):
+    with pytest.raises(UnsupportedModelError, match="base=remote does not contain a generative model of transformers"):
         integration.load("remote", method="none", endpoint="here")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from lmms_eval.tasks import TaskManager, get_task_dict
 
-from tokenprune_bench.lmms_eval import suite, tasks_folder
+from tokenprune_bench.lmms_eval import get_tasks_folder, suite
 from tokenprune_bench.metrics import METRICS
 from tokenprune_bench.profiling.model import SHORT
 from tokenprune_demo.heldout import load_heldout
@@ -21,14 +21,14 @@ VARIANTS = {"": (SHORT, 16), "_plain": ("", 4)}
 
 @pytest.fixture(scope="module")
 def manager() -> TaskManager:
-    return TaskManager("WARNING", include_path=str(tasks_folder()), include_defaults=False)
+    return TaskManager("WARNING", include_path=str(get_tasks_folder()), include_defaults=False)
 
 
 def test_the_folder_is_printed() -> None:
     printed = subprocess.run(
         [sys.executable, "-m", "tokenprune_bench.lmms_eval"], capture_output=True, text=True, check=True
     )
-    assert Path(printed.stdout.strip()) == tasks_folder()
+    assert Path(printed.stdout.strip()) == get_tasks_folder()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -48,7 +48,7 @@ def draft(
     settings = read_settings(method, keep)
     for setting in settings or (None,):
         methods, budgets = ([], []) if setting is None else setting.steps()
-        cost = DraftCost.of_configs(config, draft_config, methods, budgets, tokens=tokens, text=text)
+        cost = DraftCost.from_configs(config, draft_config, methods, budgets, tokens=tokens, text=text)
         rows = []
         for num_drafts in sorted({1, 2, drafts, 2 * drafts}):
             speedups = [f"x{cost.speedup(acceptance, num_drafts):.2f}" for acceptance in _ACCEPTANCES]

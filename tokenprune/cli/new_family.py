@@ -28,7 +28,7 @@ def new_family(
 
     about, console = describe(model), get_console()
     folder = write_folder(Path(f"family-{about.row.name}") if to is None else to, about.files())
-    lines = [f"{name}: {what}" for name, what in about.found.items()]
+    lines = [f"{name}: {what}" for name, what in about.properties.items()]
     lines += [f"look up {field}: {what}" for field, what in about.missing.items()]
     lines += [f"written: {path}" for path in sorted(folder.iterdir())]
     for line in lines:

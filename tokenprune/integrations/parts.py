@@ -20,7 +20,7 @@ def read_guard(guard: Any, processor: Any) -> Guard | None:
         return None
     from tokenprune.integrations.hf.guard.settings import Guard
 
-    settings: Guard = Guard.of("warn" if guard is None else guard)
+    settings: Guard = Guard.from_argument("warn" if guard is None else guard)
     return None if settings.mode == "off" else settings
 
 
@@ -35,7 +35,7 @@ def build_parts(
     graphs: bool | Graphs | None,
 ) -> list[Any]:
     """Return the parts to attach to `model`, in order. The last part holds the statistics."""
-    from tokenprune.integrations.timm import is_timm, timm_patch
+    from tokenprune.integrations.timm import build_timm_patch, is_timm
 
     if is_timm(model):
         if processor is not None:
@@ -46,7 +46,7 @@ def build_parts(
             raise UnsupportedSetupError("A timm model does not support feature_cache=.")
         if graphs:
             raise UnsupportedSetupError("A timm model does not support graphs=, because it has no decoder.")
-        return [timm_patch(model, methods, budgets)]
+        return [build_timm_patch(model, methods, budgets)]
     from tokenprune.integrations.hf.patch import build_hf_parts
 
     return build_hf_parts(model, methods, budgets, record, processor, guard, feature_cache, graphs)

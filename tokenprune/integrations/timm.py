@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging inside the plain vision transformers of timm: classifiers and other models without a language model."""
+"""Merge tokens inside the vision transformers of timm (classifiers and other models without a language model)."""
 
 from __future__ import annotations
 
@@ -24,44 +24,57 @@ from tokenprune.statistics import Stats
 
 
 def is_timm(model: Any) -> bool:
-    """Return whether `model` comes from timm, without importing timm."""
+    """Return whether `model` is a timm model, without importing timm."""
     return any(cls.__module__.split(".")[0] == "timm" for cls in type(model).__mro__)
 
 
-def timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Budget]) -> TimmPatch:
-    """Return the patch of a timm model; raises UnsupportedModelError for anything but merging in a plain one."""
+def build_timm_patch(model: nn.Module, methods: Sequence[Method], budgets: Sequence[Budget]) -> TimmPatch:
+    """Return the patch of a timm model.
+
+    Args:
+        model: A plain `VisionTransformer` of timm.
+        methods: One method that merges or drops tokens inside the encoder.
+        budgets: Its budget.
+
+    Raises:
+        UnsupportedModelError: If the model or the method is not supported.
+        OptionError: If an option of the method needs a language model.
+    """
     if unmerging := [method.name for method in methods if isinstance(method, EncoderMethod) and method.vtu != "off"]:
-        raise OptionError(f"{unmerging[0]}: a model of timm has no language model to unmerge tokens in: no vtu=")
+        raise OptionError(f"{unmerging[0]}: vtu= needs a language model, and a timm model has none. Leave out vtu=.")
     check_sites(methods)
     others = [method.name for method in methods if not isinstance(method, EncoderMethod)]
     if others:
         raise UnsupportedModelError(
-            f"{type(model).__name__} of timm has no language model, nor grids of any size, which {', '.join(others)} "
-            "acts on: only methods that merge inside the tower (tome, dymu) fit it"
+            f"{', '.join(others)} is not supported for the timm model {type(model).__name__}, which has only a tower. "
+            "Use a method inside the tower, such as tome or dymu."
         )
     vit: Any = sys.modules.get("timm.models.vision_transformer")
     blocks: Any = getattr(model, "blocks", None)
     plain = vit is not None and isinstance(model, vit.VisionTransformer) and isinstance(blocks, nn.Sequential)
     if not plain or any(type(b) is not vit.Block or type(b.attn) is not vit.Attention for b in blocks):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is no plain vision transformer of timm (VisionTransformer with blocks of the kind "
-            "Block and attention of the kind Attention): what windows, pooling or rotary places do to merged tokens is "
-            "not worked out"
+            f"{type(model).__name__} is not a plain timm VisionTransformer with Block and Attention modules. Windows, "
+            "pooling and rotary positions are not supported."
         )
     if "attn_mask" not in inspect.signature(vit.Block.forward).parameters:
-        raise UnsupportedModelError("this version of timm has blocks without attn_mask: upgrade timm")
-    (method,) = (one for one in methods[:1] if isinstance(one, EncoderMethod))
+        raise UnsupportedModelError("This timm version does not support attn_mask in its blocks. Upgrade timm.")
+    (method,) = (method for method in methods[:1] if isinstance(method, EncoderMethod))
     if method.drops and model.global_pool != "token":
         raise UnsupportedModelError(
-            f"{method.name} drops patches, and this model pools them all: only one that reads its class token fits it "
-            '(global_pool="token"); use tome'
+            f"{method.name} drops patches, and this model pools all patches. Use tome, or a model with "
+            'global_pool="token".'
         )
     method.is_identity(budgets[0])  # raises for options that contradict the budget
     return TimmPatch(model, method, budgets[0])
 
 
 class TimmHost(Host):
-    """timm, whose blocks take a bias as `attn_mask`. `name` is the name of the method, for errors."""
+    """Passes an attention bias to timm blocks as `attn_mask`.
+
+    Args:
+        name: Name of the method, for errors.
+    """
 
     takes_bias = True
 
@@ -71,15 +84,24 @@ class TimmHost(Host):
     def pass_bias(self, bias: Tensor | None, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if bias is None:
             return args, kwargs
-        hidden, *given = args
-        if any(one is not None for one in (*given[:1], kwargs.get("attn_mask"))):
-            raise UnsupportedSetupError(f"{self.name}: the tower's blocks got an attention mask of their own")
-        return (hidden, bias, *given[1:]), {name: value for name, value in kwargs.items() if name != "attn_mask"}
+        hidden, *others = args
+        if any(mask is not None for mask in (*others[:1], kwargs.get("attn_mask"))):
+            raise UnsupportedSetupError(
+                f"{self.name} does not support attention masks. Call the model without attn_mask."
+            )
+        return (hidden, bias, *others[1:]), {name: value for name, value in kwargs.items() if name != "attn_mask"}
 
 
 class TimmPatch(Attachable):
-    """Merges in the blocks of `model`. After the last one each patch gets the feature of its merged token, so that
-    every kind of pooling weighs a merged token by its size."""
+    """Merges tokens in the blocks of a timm model.
+
+    After the last block each patch gets the feature of its merged token, so that pooling weighs merged tokens by size.
+
+    Args:
+        model: The timm model.
+        method: The method.
+        budget: Its budget.
+    """
 
     def __init__(self, model: Any, method: EncoderMethod, budget: Budget) -> None:
         blocks = [Block(block, block.norm2, block.drop_path2) for block in model.blocks]
@@ -97,13 +119,13 @@ class TimmPatch(Attachable):
         self.attach_part(self.reducer)
         for index, block in enumerate(self.model.blocks):
             self.hook(block.attn.k_norm.register_forward_hook, partial(self._see_keys, index))
-        self.hook(self.model.blocks[-1].register_forward_hook, self._leave)
+        self.hook(self.model.blocks[-1].register_forward_hook, self._finish)
 
     def _check_mode(self, module: nn.Module, args: tuple) -> None:
         if self.model.grad_checkpointing:
             raise UnsupportedSetupError(
-                f"{self.method.name}: gradient checkpointing runs blocks a second time, when what they merged is "
-                "forgotten; call model.set_grad_checkpointing(False)"
+                f"{self.method.name} does not support gradient checkpointing, which runs blocks twice. Call "
+                "model.set_grad_checkpointing(False)."
             )
 
     def _see_keys(self, index: int, module: nn.Module, args: tuple, output: Tensor) -> None:
@@ -111,27 +133,30 @@ class TimmPatch(Attachable):
         if run is not None and run.plan[index] is not None:
             run.keys = output
 
-    def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def _finish(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         run = self.reducer.pop_run()
-        assert run is not None  # the first block of this forward made it
+        assert run is not None  # created by the first block
         counts, protected = [*run.counts, run.units.num_units], self.layout.shape.protected
         patches = [sum(n - protected for n in rows) for rows in counts]
-        flops, full = self._flops(counts), self._flops([counts[0]] * len(counts))
+        flops, flops_full = self._count_flops(counts), self._count_flops([counts[0]] * len(counts))
         self.stats = Stats(
             visual_tokens_in=patches[0],
             visual_tokens_out=patches[-1],
             visual_tokens_per_layer=patches[:-1],
             keep_ratio=patches[-1] / patches[0],
             prefill_flops=flops,
-            prefill_flops_full=full,
-            prefill_flops_ratio=flops / full,
+            prefill_flops_full=flops_full,
+            prefill_flops_ratio=flops / flops_full,
             encoder_tokens_per_layer=[sum(rows) for rows in counts[:-1]],
         )
         return run.units.expand(output)
 
-    def _flops(self, counts: list[list[int]]) -> float:
-        """Multiply-adds x 2 of all blocks: attention on the tokens that enter a block, the MLP on those it leaves.
-        counts: tokens of each row before each block, and after the last."""
+    def _count_flops(self, counts: list[list[int]]) -> float:
+        """Return the FLOPs of all blocks. A block merges tokens between its attention and its MLP.
+
+        Args:
+            counts: Number of tokens of each row, before each block and after the last block.
+        """
         total = 0.0
         for block, before, after in zip(self.model.blocks, counts[:-1], counts[1:], strict=True):
             attention, mlp = (

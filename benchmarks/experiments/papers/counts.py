@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from papers.published import BUDGETS
-from papers.settings import average, cuts_of, describe_type
+from papers.settings import average, describe_type
 from papers.tables import Table
 
 import tokenprune
-from tokenprune import Budget
 
 _OUTPUT = "what each cut layer hands on: the layer itself sees what reaches it"
 _SCHEDULE = "no number: the schedule that ships with it"
@@ -78,25 +77,15 @@ COUNTS = (
 
 
 def table() -> Table:
-    """Return what each number comes to."""
-    lines, before = [], ""
-    for one in COUNTS:
-        method = tokenprune.method(one.method)
-        met = describe_type(cuts_of(method, Budget(average_tokens=one.average)))
-        spent = f"{one.average:.1f} ({one.average / 576:.1%})"
-        counts = "the same" if one.counts == before else one.counts
-        lines.append([f"`{one.method}`", one.called, counts, describe_type(one.left), spent, met])
-        before = one.counts
-    header = [
-        "method", "its authors say", "which counts", "tokens in their code", "averaged over layers",
-        "here, at that average",
-    ]  # fmt: skip
+    """Return the tokens per layer, and their average, for each number of a paper."""
+    lines = [
+        [f"`{one.method}`", one.called, describe_type(one.left), f"{one.average:.1f} ({one.average / 576:.1%})"]
+        for one in COUNTS
+        if one.options.get("version") is None
+    ]
+    header = ["method", "paper's number", "tokens in the authors' code", "average over layers"]
     about = (
-        "For LLaVA-1.5-7B, with 576 visual tokens and 32 layers. The fourth column is typed in from the authors' code, "
-        "with the tokens that a cut keeps beside those that it is asked for; the last two are computed by the library. "
-        'Where all tokens leave before the decoder, "64" is 64 in every layer. Of all other methods the budget here is '
-        "the average, whatever their authors call it. Code that counts what each cut layer hands on says less "
-        "than its layers process: so does that of `autoprune`, by (576 - last count) / 32, which is 12 to 18 tokens; "
-        "its lists are made anew for each image."
+        "For LLaVA-1.5-7B, with 576 visual tokens and 32 layers. The third column comes from the authors' code. The "
+        'average is computed. For methods that cut before the decoder, "64" means 64 in every layer.'
     )
-    return Table("What the papers' numbers mean", header, lines, about)
+    return Table("Meaning of a paper's number", header, lines, about)

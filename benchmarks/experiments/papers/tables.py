@@ -12,7 +12,7 @@ from statistics import fmean
 from papers.outcomes import Measured
 from papers.published import BUDGETS, UNPATCHED, Published, Row, published
 from papers.sets import SETS
-from papers.settings import UNFIT, Setting, settings
+from papers.settings import Setting, settings
 
 MARK = 1.0  # points: a larger difference is marked
 _EMPTY = ""
@@ -168,49 +168,44 @@ def _alone(methods: Sequence[str], measured: Mapping[str, Measured]) -> Table:
     return Table("Without published numbers", header, lines, "Nothing is published for these at these budgets.")
 
 
-def others() -> Table:
-    """Methods that are not ours, for context."""
-    data, lines = published(), []
-    for method, title in data.others.items():
-        for row in sorted(data.of(method), key=lambda row: -row.budget):
-            own = data.sources[row.source].proposes == method
-            lines.append([title, str(row.budget), *_printed(row), f"[{row.source}]{'' if own else ', a rerun'}"])
-    header = ["method", "tokens", *_TITLES, *_MEANS, "source"]
-    return Table("Other methods", header, lines, "Not in this package; no place for numbers of yours.")
+def summary() -> Table:
+    """Return the averages that papers print for each method and budget, one row per source."""
+    data = published()
+    titles = {name: f"`{name}`" for name in _with_published_numbers() if name != UNPATCHED} | dict(data.others)
+    lines = []
+    for method, title in titles.items():
+        for source in dict.fromkeys(row.source for row in data.of(method)):
+            by_budget = {row.budget: row for row in data.of(method) if row.source == source}
+            if any(row.average is not None for row in by_budget.values()):
+                counts = "/".join(dict.fromkeys(row.means for row in by_budget.values()))
+                cells = [_average(by_budget.get(budget)) for budget in BUDGETS]
+                lines.append([title, f"[{source}]", counts, *cells])
+    header = ["method", "source", "counts", *(f"{budget} tokens" for budget in BUDGETS)]
+    return Table("Published averages", header, lines)
 
 
-def runs() -> Table:
-    """Return the kept share of each setting of a method with published numbers."""
-    lines, shown = [], _with_published_numbers()
-    for one in (one for one in settings() if one.method in shown):
-        given = " ".join(f"`{name}={value}`" for name, value in one.given.items())
-        lines.append([f"`{one.name}`", given, one.tokens, f"{one.average:.1f}"])
-    about = "Of methods without published numbers `python benchmarks/experiments/papers_table.py commands` prints them."
-    return Table("Settings", ["setting", "arguments", "visual tokens", "averaged over layers"], lines, about)
+def _average(row: Row | None) -> str:
+    """Return the printed average with its number of benchmarks, if known."""
+    if row is None or row.average is None:
+        return _EMPTY
+    return f"{row.average:.1f}{f' ({row.sets})' if row.sets else ''}"
 
 
 def tasks() -> Table:
-    """How each benchmark is scored here and in the papers."""
+    """Return the task and the metrics of each benchmark."""
     lines = [
-        [one.title, f"`{one.tasks[0]}`", " + ".join(f"`{metric}`" for metric in one.metrics), one.split, one.papers]
-        for one in SETS.values()
+        [one.title, f"`{one.tasks[0]}`", " + ".join(f"`{metric}`" for metric in one.metrics)] for one in SETS.values()
     ]
-    return Table("Benchmarks", ["", "task", "metric", "scored here", "scored by LLaVA-1.5's own scripts"], lines)
+    return Table("Benchmarks", ["", "task", "metric"], lines)
 
 
 def sources() -> Table:
-    """Where the numbers are from."""
+    """Return the papers, the version that was read, and notes."""
     lines = [
-        [f"[{name}]", one.title, f"[{one.arxiv}](https://arxiv.org/abs/{one.arxiv})", one.version, one.table, one.note]
+        [f"[{name}]", f"[{one.arxiv}](https://arxiv.org/abs/{one.arxiv})", f"{one.version}, {one.table}", one.note]
         for name, one in published().sources.items()
     ]
-    return Table("Sources", ["", "paper", "arXiv", "version read", "table", "notes"], lines)
-
-
-def left_out() -> Table:
-    """Methods and numbers that are not in the tables, and why."""
-    lines = [[what, why] for what, _, why in UNFIT] + [list(one) for one in published().left_out]
-    return Table("Left out", ["what", "why"], lines)
+    return Table("Sources", ["source", "arXiv", "version, table", "notes"], lines)
 
 
 def to_markdown(table: Table, level: int = 3) -> str:

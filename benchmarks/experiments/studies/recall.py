@@ -114,7 +114,7 @@ def answers(session: tokenprune.sessions.Session, stream: DrawnStream) -> list[s
     found = []
     for one in stream.questions:
         ids = session._ids(one.text, closing=True)
-        found.append(session._said.decode(session.fork()._stream.say(ids).argmax(-1)))
+        found.append(session._prompt_writer.decode(session.fork()._stream.say(ids).argmax(-1)))
     return found
 
 
@@ -158,12 +158,12 @@ def measured(subject: Any, number: int, ages: Sequence[int], memories: Sequence[
     stream = draw_stream(number, BEFORE, (SIZE, SIZE))
     places, gold = places_of(stream, BEFORE * FRAMES // 2), [one.answer for one in stream.questions]
     running = sessions(subject, stream, memories)
-    words = next(iter(running.values()))._said
+    words = next(iter(running.values()))._prompt_writer
     rows: dict[Any, dict[str, Any]] = {}
     with encoded_once(subject.model):
         for clip in range(BEFORE + 1 + max(ages) // FRAMES):
             frames = stream.clip(clip)
-            inputs = words.clip([*map(Image.fromarray, frames)], clip * FRAMES, None)
+            inputs = words.prepare_clip([*map(Image.fromarray, frames)], clip * FRAMES, None)
             for session in running.values():
                 session.see(frames) if clip == 0 else session.see(**inputs)  # the first one says the opening, too
             if clip == BEFORE - 1:

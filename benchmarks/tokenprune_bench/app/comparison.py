@@ -209,12 +209,12 @@ def _jpeg(image: Image.Image) -> bytes:
 
 def _timed(subject: Model, prompt: PagePrompt, setting: Setting, still_wanted: Callable[[], None]) -> dict[str, Any]:
     images, question = prompt.images, prompt.question
-    video = len(images) > 1 and contact_sheet.as_video(subject, setting)
+    video = len(images) > 1 and contact_sheet.is_video_input(subject, setting)
 
     def patched() -> AbstractContextManager[Any]:
         still_wanted()
         return patched_by(subject, setting, video)
 
     return timing.compare_times(
-        subject, patched, lambda: contact_sheet.asked(subject, images, question, video), REPEATS, NEW_TOKENS
+        subject, patched, lambda: contact_sheet.build_inputs(subject, images, question, video), REPEATS, NEW_TOKENS
     )

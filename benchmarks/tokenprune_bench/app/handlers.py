@@ -154,7 +154,7 @@ class Handlers:
             return prompt
         if not contact_sheet.takes_video(subject):
             raise OptionError(f"{subject.name} does not support videos. Drop an image, or pass another --model.")
-        frames, note = contact_sheet.fitting(subject, read, FRAMES, question, settings[0])
+        frames, note = contact_sheet.fit_frames(subject, read, FRAMES, question, settings[0])
         return PagePrompt(frames, question, methods, right, example, note)
 
     def move_slider(

@@ -157,10 +157,10 @@ def _keeps(keep: Any) -> list[float]:
 
 
 def _part(model: Any, calibrator: Calibrator, keep: float) -> TowerPart | TimmPatch:
-    from tokenprune.integrations.timm import is_timm, timm_patch
+    from tokenprune.integrations.timm import build_timm_patch, is_timm
 
     if is_timm(model):
-        return timm_patch(model, [calibrator], [Budget.from_keep(keep)])
+        return build_timm_patch(model, [calibrator], [Budget.from_keep(keep)])
     from tokenprune.integrations.hf.families import get_adapter
     from tokenprune.integrations.hf.towers.build import build_tower_part
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that `tokenprune` has where this package is installed (entry points `tokenprune.commands`)."""
+"""Commands of `tokenprune` that this package adds (entry points `tokenprune.commands`)."""

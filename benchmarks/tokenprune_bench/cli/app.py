@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune app`: a page in the browser that shows what a method does."""
+"""`tokenprune app`: compare methods in the browser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def app(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     dtype: DtypeOption = "auto",
-    host: Annotated[str, typer.Option(help="Where to listen; another than this machine lets others in.")] = LOCAL[0],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Other than localhost, the page is open to the network.")
+    ] = LOCAL[0],
     port: Annotated[int, typer.Option(min=1, max=65535, help="A free port.")] = 7860,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
@@ -27,17 +29,17 @@ def app(
     from tokenprune_bench.app.loading import Loading, use_temp_folder
 
     console, loading = get_console(), Loading(model or "demo_vlm")
-    with use_temp_folder() as folder:  # before gradio, which asks for its folder when it is imported
+    with use_temp_folder() as folder:  # before gradio, which reads its folder at import
         try:
             from tokenprune_bench.app.page import build, launch
         except ImportError as error:
             raise TokenPruneError(f"the app needs gradio ({error}): pip install 'tokenprune-bench[app]'") from error
         page = build(loading, folder)
-        launch(page, host, port, open_, block=False)  # before the model: its libraries and weights take longer
+        launch(page, host, port, open_, block=False)  # before the model, which loads slowly
         try:
-            console.print(f"http://{host}:{port} (Ctrl+C ends it)", markup=False, highlight=False)
+            console.print(f"http://{host}:{port} (Ctrl+C stops it)", markup=False, highlight=False)
             if host not in LOCAL:
-                console.print("Whoever reaches this machine can ask: there is no password.", markup=False)
+                console.print("Warning: the page has no password and is open to the network.", markup=False)
             loading.set_model(load_model(model, device, threads, dtype))
             page.block_thread()
         finally:

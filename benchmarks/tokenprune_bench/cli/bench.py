@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune bench`: measure methods, and print what was measured."""
+"""`tokenprune bench`: measure methods and print the results."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def bench(
         bool,
         typer.Option(
             "--equal-cost",
-            help="Each --keep is a share of visual tokens averaged over the decoder's layers: every method gets a "
-            "setting of its own that spends as much, and is skipped with the reason where it has none.",
+            help="Compare at equal cost: each --keep is a share of visual tokens averaged over the decoder's layers. "
+            "Methods without such a setting are skipped.",
         ),
     ] = False,
     images: Annotated[
@@ -75,9 +75,7 @@ def bench(
             "0: all.",
         ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=0, help="Ask only the first questions, so many of them; 0: all.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=0, help="Ask only the first N questions. 0: all.")] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -98,7 +96,7 @@ def bench(
         bool,
         typer.Option(
             "--evidence",
-            help="Ask nothing for its answer: tell how much of what a question needs is kept. For our own questions.",
+            help="Measure only the share of evidence that is kept, without answers. Shipped questions only.",
         ),
     ] = False,
     metric: Annotated[
@@ -111,21 +109,21 @@ def bench(
     frames: FramesOption = 8,
     run: Annotated[
         Path | None,
-        typer.Option(help="Keep config, raw predictions and results in this folder; the same command goes on there."),
+        typer.Option(help="Folder for config, predictions and results. The same command continues a stopped run."),
     ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="With --run: draw what each method keeps on so many questions on which they disagree; default 4.",
+            help="With --run: number of questions to draw with kept tokens. Default: 4.",
         ),
     ] = None,
-    sample: Annotated[str, typer.Option(help="With --run: draw these questions instead, such as 3,17.")] = "",
+    sample: Annotated[str, typer.Option(help="With --run: indices of the questions to draw, such as 3,17.")] = "",
     json: Annotated[Path | None, typer.Option(help="Write raw records as JSON lines, for `tokenprune report`.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write one page with everything, which loads nothing else.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page with everything.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
     details: DetailsOption = False,
-    repeats: Annotated[int, typer.Option(min=0, help="Timed runs of each method and keep; 0: no timing.")] = 7,
+    repeats: Annotated[int, typer.Option(min=0, help="Timed runs per method and keep. 0: no timing.")] = 7,
     batch_size: BatchSizeOption = 32,
     backend: BackendOption = "hf",
     server: ServerOption = None,
@@ -153,7 +151,7 @@ def bench(
 
     engines = Engines(backend, server, engine_args, model, device, threads, dtype, suffix)
     engines.check()
-    significance.wilson(1, 2)  # a missing scipy is said before the work, not after it
+    significance.wilson(1, 2)  # raises before the run if scipy is missing
     set_ = set_ or ("images" if data is not None else get_default_set(model))
     check_set(set_, evidence, data, backend, html, plot, samples, sample)
     if data is not None and images is not None:
@@ -174,7 +172,7 @@ def bench(
     )
     check_output(json, html, plot)
     check_output_folder(run)
-    planned()  # what is wrong in it is said before anything is read or drawn
+    planned()  # raises for invalid options before anything is read
     asked: Data | DrawnSet | None = None
     if data is not None:
         asked = load_data(
@@ -189,12 +187,12 @@ def bench(
         asked = import_demo("drawn_sets").draw_set(set_, planned().images).first(limit or 0)
     questions = [] if asked is None else asked.questions
     plan = planned(
-        several=set_ == "views" or any(len(one.sources) > 1 for one in questions),
-        videos=any(one.is_video for one in questions),
+        several=set_ == "views" or any(len(question.sources) > 1 for question in questions),
+        videos=any(question.is_video for question in questions),
     )
     with resumable(run), ExitStack() as stack:
-        most = max((len(one.sources) for one in asked.questions), default=1) if data is not None else 1
-        subject = engines.open(stack, most)
+        max_images = max((len(question.sources) for question in asked.questions), default=1) if data is not None else 1
+        subject = engines.open(stack, max_images)
         metric = metric or subject.metric
         subject.max_new_tokens = 1 if evidence else max_new_tokens or subject.max_new_tokens
         group = stack.enter_context(join_group())
@@ -217,9 +215,9 @@ def check_set(
     samples: int | None,
     sample: str,
 ) -> None:
-    """Raise OptionError for options that do not go together with a set, or with `--evidence`."""
+    """Raise OptionError for options that conflict with --set or --evidence."""
     if data is None:
-        import_demo("heldout")  # a package that is missing is said before a model is loaded
+        import_demo("heldout")  # raises before the model is loaded if the package is missing
     if set_ != "images" and set_ not in (sets := import_demo("drawn_sets").SETS):
         raise OptionError(f"--set {set_!r} is none of {', '.join(sets)}")
     if data is not None and (set_ != "images" or evidence):
@@ -253,7 +251,7 @@ def _measure(
 
     questions, about = None, {}
     if asked is not None:
-        get_backend(subject).begin(asked.questions)  # before a folder is made for what cannot be asked
+        get_backend(subject).begin(asked.questions)  # raises for invalid questions before a folder is created
         if isinstance(asked, Data) and group.is_leader:
             print_notes(asked)
             print_limits(subject)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of the commands that run a model: their options, loading it, and the progress of a run."""
+"""Helpers of commands that run a model: options, loading and progress."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from tokenprune_bench.profiling.model import Model
 
 WIDTH = 80  # columns of output without --details
-_SILENCE = 30  # seconds after which a long step says where it is
-QUESTION = "what is shown?"  # about a user's image, where none is asked
+_SILENCE = 30  # seconds between progress lines of a long step
+QUESTION = "what is shown?"  # default question
 
-DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda:1 ...; default: cuda if there is one.")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda:1 ...; default: cuda if available.")]
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", min=1, max=1024, help="CPU threads; default: torch's choice.")
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 MostOption = Annotated[
     int | None,
-    typer.Option("--max-visual-tokens", min=1, help="The most tokens that an image may make, ahead of the methods."),
+    typer.Option("--max-visual-tokens", min=1, help="Maximum visual tokens per image, before pruning."),
 ]
-# Of the commands that ask the user's questions.
+# Options of the commands that ask questions.
 ColumnsOption = Annotated[
     str, typer.Option("--columns", help="Columns of --data to rename or drop: query=question,label=answers,id=")
 ]
-SplitOption = Annotated[str | None, typer.Option("--split", help="Which split of a `datasets` folder.")]
-SkipBadOption = Annotated[bool, typer.Option("--skip-bad", help="Leave out rows of --data that cannot be asked.")]
-FramesOption = Annotated[int, typer.Option("--frames", min=1, help="Frames taken of each video.")]
+SplitOption = Annotated[str | None, typer.Option("--split", help="Split of a `datasets` folder.")]
+SkipBadOption = Annotated[bool, typer.Option("--skip-bad", help="Skip invalid rows of --data.")]
+FramesOption = Annotated[int, typer.Option("--frames", min=1, help="Frames per video.")]
 BatchSizeOption = Annotated[int, typer.Option("--batch-size", min=1, help="Questions in a batch.")]
 SuffixOption = Annotated[
     str | None,
@@ -73,7 +73,7 @@ def print_one_table(table: Table) -> None:
 
 @contextmanager
 def resumable(run: Path | None) -> Iterator[None]:
-    """Have Ctrl+C say that the same command goes on, where the run is kept in a folder."""
+    """Print on Ctrl+C that the same command continues, if the run has a folder."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -96,27 +96,29 @@ def load_model(
 
 
 def print_skipped(data: Any) -> None:
-    """Name the rows that --skip-bad left out."""
+    """Print the rows that --skip-bad skipped."""
     for line in data.skipped:
         say(f"skipped: {line}", error=True)
 
 
 def print_notes(data: Any) -> None:
-    """Print the notes on the rows of a user's questions."""
+    """Print the notes on the user's questions."""
     for note in data.notes:
         say(f"note: {note}", error=True)
 
 
 def print_limits(subject: Any) -> None:
-    """Say of a shipped model that it knows nothing of a user's questions."""
+    """Warn if a shipped model was not trained for the user's questions."""
     if said := getattr(subject, "describe_limits", str)():
         say(f"warning: {said}", error=True)
 
 
 @contextmanager
 def show_progress(lines: bool = True) -> Iterator[Any]:
-    """Yield a function that takes (label, done, total), and shows the time left: a bar on a terminal, else a line for
-    each new label (`lines`), and one every half minute."""
+    """Yield a progress function of (label, done, total).
+
+    On a terminal it shows a bar. Otherwise it prints a line for each new label (if `lines`) and every 30 seconds.
+    """
     from tokenprune_bench.profiling.pace import Pace
 
     console, pace = get_console(error=True), Pace()

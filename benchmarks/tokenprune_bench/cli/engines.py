@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of `tokenprune bench`: a model in this process, or vLLM."""
+"""Engines of `tokenprune bench`: a model in this process, or vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKENDS = ("hf", "vllm")
 
 @dataclass(frozen=True)
 class Engines:
-    """The options that say who answers, as they were given."""
+    """Options that select the engine."""
 
     backend: str
     server: str | None
@@ -35,7 +35,7 @@ class Engines:
     suffix: str | None
 
     def check(self) -> None:
-        """Raise OptionError for options that do not go together."""
+        """Raise OptionError for conflicting options."""
         if self.backend not in BACKENDS:
             raise OptionError(f"--backend {self.backend!r} is none of {', '.join(BACKENDS)}")
         if self.backend == "hf":
@@ -57,7 +57,7 @@ class Engines:
                 raise OptionError(f"--{name} is no option of {how}")
 
     def open(self, stack: ExitStack, images: int) -> Model | BenchBackend:
-        """Return what answers; `stack` ends it. images: the most that a question has."""
+        """Return the engine, which `stack` closes. `images` is the maximum number of images per question."""
         if self.backend == "hf":
             return load_model(self.model, select_device(self.device), self.threads, self.dtype, self.suffix)
         from tokenprune.models.model_config import SHIPPED, get_max_answer_tokens, get_shipped_checkpoint

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune fit`: find what a method needs to know of a model before it can act in it."""
+"""`tokenprune fit`: compute a method's calibration file for a model."""
 
 from __future__ import annotations
 

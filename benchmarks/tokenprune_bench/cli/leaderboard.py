@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune leaderboard`: put what was measured beside what others measured."""
+"""`tokenprune leaderboard`: add runs to the leaderboard."""
 
 from __future__ import annotations
 

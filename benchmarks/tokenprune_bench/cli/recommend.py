@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune recommend`: a setting to start from, with its evidence."""
+"""`tokenprune recommend`: recommend a setting with evidence."""
 
 from __future__ import annotations
 

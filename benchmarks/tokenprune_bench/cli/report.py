@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune report`: what runs of `tokenprune bench` say, in the terminal, as Markdown, plot or page."""
+"""`tokenprune report`: print runs of `tokenprune bench`, or write a plot or a page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenprune show`: see what a method keeps."""
+"""`tokenprune show`: draw the tokens that methods keep."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show(
             "commas between them."
         ),
     ] = None,
-    question: Annotated[str, typer.Option(help="Some methods choose by it.")] = QUESTION,
+    question: Annotated[str, typer.Option(help="Question about the image. Some methods select by it.")] = QUESTION,
     scores: Annotated[
         bool, typer.Option("--scores", help="Draw a map of scores, too, of methods that rank tokens by one.")
     ] = False,
@@ -60,18 +60,18 @@ def show(
     wanted = [one.with_keep(share) for share in keeps for one in settings]
     for one in wanted:
         one.validate().steps()
-    # What cannot be read or shown is said before the model is loaded.
+    # Raise for unreadable files before the model is loaded.
     found = len(read_frames(files, min(2, frames)))
     if gif is not None:
         animation.check_kind(gif, keeps, found)
     out = out or Path("tokenprune.png" if gif is None else "tokenprune.gif")
     _check_out(out, gif is not None)
     subject = load_model(model, device, threads, suffix="")
-    images, left_out = contact_sheet.fitting(subject, partial(read_frames, files), frames, question, wanted[0])
+    images, left_out = contact_sheet.fit_frames(subject, partial(read_frames, files), frames, question, wanted[0])
     with show_progress(lines=False) as step:
         shown = side_by_side.show(subject, images, question, wanted, scores, step)
     if gif is not None:
-        animation.save(animation.stills(shown, gif, len(settings)), out)
+        animation.save(animation.build_stills(shown, gif, len(settings)), out)
     else:
         try:
             shown.image().save(out)
@@ -89,13 +89,13 @@ def show(
         console.print(f"{panel.title}: {seen.answer!r}", markup=False)
         console.print(f"  visual tokens: {counts}, {average:.0f} on average over the decoder's layers")
         if len(seen.frames) > 1:
-            counts = " ".join(f"{kept}/{of}" for kept, of in seen.kept_of_frames())
+            counts = " ".join(f"{kept}/{of}" for kept, of in seen.count_kept())
             console.print(f"  of each frame as the model has it: {counts}", markup=False)
     console.print(f"written: {out}", markup=False, soft_wrap=True)
 
 
 def _check_out(out: Path, animated: bool) -> None:
-    """Raise OptionError for a file that cannot be written, or whose name ends like no image."""
+    """Raise OptionError if the file cannot be written or its name has no image extension."""
     from PIL import Image
 
     Image.init()

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tokenprune_bench.group import Group
     from tokenprune_bench.tuning import Tuner, Tuning
 
-NOTHING = 1  # exit code: the search went well and found nothing
+NOTHING = 1  # exit code: the search found no setting
 
 
 def tune(
@@ -77,7 +77,7 @@ def tune(
         int,
         typer.Option(min=0, help="Stacks of these methods at several sites that may be tried, too; 0: none."),
     ] = 16,
-    limit: Annotated[int, typer.Option(min=0, help="Ask only the first questions, so many of them; 0: all.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Ask only the first N questions. 0: all.")] = 0,
     data: Annotated[
         Path | None, typer.Option(help="Your own questions, as for `bench`; default: those that ship, 8 kinds of them.")
     ] = None,
@@ -92,7 +92,7 @@ def tune(
         "tokenprune.json"
     ),
     run: Annotated[
-        Path | None, typer.Option(help="Keep answers in this folder; the same command goes on there.")
+        Path | None, typer.Option(help="Folder for answers. The same command continues a stopped run.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the split of the questions into search and held-out.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of a setting.")] = 7,
@@ -153,7 +153,7 @@ def tune(
         questions, about = read.questions, read.about()
     check_question_count(len(questions), promise)
     with resumable(run), ExitStack() as stack:
-        subject = engines.open(stack, 1 if data is None else max(len(one.sources) for one in questions))
+        subject = engines.open(stack, 1 if data is None else max(len(question.sources) for question in questions))
         subject.max_new_tokens = max_new_tokens or subject.max_new_tokens
         asked, metric = get_backend(subject), metric or subject.metric
         group = stack.enter_context(join_group())
@@ -163,7 +163,7 @@ def tune(
             if group.is_leader:
                 print_skipped(read)
             check_question_count(len(questions), promise)
-        asked.begin(questions)  # before a folder is made for what cannot be asked
+        asked.begin(questions)  # raises for invalid questions before a folder is created
         if data is not None and group.is_leader:
             print_notes(read)
             print_limits(subject)
@@ -188,7 +188,7 @@ def tune(
 
 
 def _announce(tuner: Tuner, settings: int, group: Group) -> None:
-    """Say how long it may take, once the first answers are there."""
+    """Print an estimate of the duration after the first answers."""
     answers, seconds = tuner.estimate()
     if not group.is_leader:
         return

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leaderboard: what a run of `tokenprune bench` says, checked and written as one small file."""
+"""Leaderboard: check runs of `tokenprune bench` and store each as one small file."""

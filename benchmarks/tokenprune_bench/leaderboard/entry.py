@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An entry of the leaderboard: what one run says of its model and its methods."""
+"""An entry of the leaderboard: the model, its methods and the measurements of one run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tokenprune_bench.paired import Answers
 from tokenprune_bench.results import MARKS, UNPATCHED, compute_marks, compute_share, get_answers
 
 SCHEMA = 1
-LEAST_QUESTIONS = 50  # the interval of fewer is wider than 13 points to each side
-LEAST_SEEDS = 3  # of what draws at random
+MIN_QUESTIONS = 50  # with fewer, the interval is wider than 13 points to each side
+MIN_SEEDS = 3  # of random methods
 Count = Annotated[int, Ge(1)]
 Number = Annotated[float, Ge(0), Le(1e6)]
 
@@ -25,12 +25,16 @@ Number = Annotated[float, Ge(0), Le(1e6)]
 class Line:
     """A method at a keep.
 
-    method: as `tokenprune bench` spells it, options and stacks too. keep: what was asked for. site: where it acts.
-    query_aware: whether the question may change what stays. score: share right (or mean score) with its 95 % interval,
-    as three numbers. tokens: visual tokens averaged over the decoder's layers, as a share of the unpatched model's.
-    kv: bytes of the KV cache after prefill, as a share of the unpatched model's. ttft: median time to the first token,
-    as a share of the unpatched model's, taken in turn with it. marks: baselines that it is not significantly better
-    than, at the same keep. None: not known.
+    Attributes:
+        method: Name with options and stacks, as in `tokenprune bench`.
+        keep: Requested keep.
+        site: Site of the method.
+        query_aware: Whether the selection depends on the question.
+        score: Share of correct answers (or mean score), and its 95 % interval.
+        tokens: Visual tokens averaged over the decoder's layers, as a share of unpatched.
+        kv: Bytes of the KV cache after prefill, as a share of unpatched, or None.
+        ttft: Median time to first token as a share of unpatched, or None.
+        marks: Baselines that the method does not significantly beat at the same keep.
     """
 
     method: str
@@ -48,12 +52,29 @@ class Line:
 class LeaderboardEntry:
     """A run.
 
-    schema: of this file. by: who ran it. note: what else a reader should know. date: when it began. model: its id on
-    the hub, or a name. weights: what tells them from others. device: of the model. engine: hf or vllm. versions: of
-    packages. data: what was asked. digest: of the questions; None: those that ship. metric: how answers were scored.
-    equal_cost: whether each keep is a share of tokens averaged over the layers. questions: how many. seeds: of what
-    draws at random. layers: of the decoder. visual_tokens: of a question, unpatched. unpatched: the score of the
-    unpatched model, as those of lines. run: digest of its results, which tells it from other runs.
+    Attributes:
+        schema: Schema of this file.
+        by: Author of the run.
+        note: Additional note.
+        date: Start of the run.
+        model: Hub id or name of the model.
+        model_type: Model type of its config.
+        weights: Digest of the weights.
+        device: Device of the model.
+        dtype: dtype of the model.
+        engine: "hf" or "vllm".
+        versions: Versions of packages.
+        data: Name of the questions.
+        digest: Digest of the questions, None for the shipped questions.
+        metric: Metric of the scores.
+        equal_cost: Whether each keep is a share of tokens averaged over the layers.
+        questions: Number of questions.
+        seeds: Seeds of random methods.
+        layers: Decoder layers.
+        visual_tokens: Visual tokens per question, unpatched.
+        unpatched: Score of the unpatched model, and its interval.
+        run: Digest of the results, which identifies the run.
+        lines: The methods.
     """
 
     schema: Literal[1]
@@ -80,24 +101,28 @@ class LeaderboardEntry:
     lines: Sequence[Line]
 
 
-def entry_of(
+def build_entry(
     records: Sequence[Mapping[str, Any]], *, by: str, note: str = "", model: str = "", run: str = ""
 ) -> LeaderboardEntry:
-    """Return the entry of a run, whose own word is taken for it.
+    """Return the entry of a run.
 
-    records: what `tokenprune bench` wrote, the header first. model: what it shall be called; default: as it calls
-    itself. Of what the tables say only what an entry holds is worked out.
+    Args:
+        records: Records of `tokenprune bench`, the header first.
+        by: Author of the run.
+        note: Additional note.
+        model: Name of the model. Default: the name in the records.
+        run: Digest of the results.
     """
     header, *results = records
     about, data = header["environment"], header.get("data", "shipped")
     metric = METRICS[header.get("metric", "exact")]
     answered = [
-        (one, get_answers(one, metric.right is not None))
-        for one in results
-        if one["record"] == "result" and (one["site"] or one["method"] == UNPATCHED)
+        (record, get_answers(record, metric.right is not None))
+        for record in results
+        if record["record"] == "result" and (record["site"] or record["method"] == UNPATCHED)
     ]
     ((base, theirs),) = (pair for pair in answered if pair[0]["method"] == UNPATCHED)
-    rivals = {(one["method"], one["keep"]): answers for one, answers in answered if one["method"] in MARKS}
+    rivals = {(record["method"], record["keep"]): answers for record, answers in answered if record["method"] in MARKS}
     return LeaderboardEntry(
         schema=SCHEMA,
         by=by,
@@ -109,7 +134,7 @@ def entry_of(
         device=about["device"],
         dtype=about.get("dtype"),
         engine=about.get("engine", "hf"),
-        versions=versions_in(about),
+        versions=get_versions(about),
         data=data if isinstance(data, str) else data["name"],
         digest=None if isinstance(data, str) else data["digest"],
         metric=metric.name,
@@ -120,33 +145,40 @@ def entry_of(
         visual_tokens=round(base["stats"]["visual_tokens_in"] / base["questions"], 2),
         unpatched=_score(theirs),
         run=run,
-        lines=[_line(one, answers, base, rivals) for one, answers in answered if one is not base],
+        lines=[_line(record, answers, base, rivals) for record, answers in answered if record is not base],
     )
 
 
-def versions_in(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions of packages that an environment names."""
+def get_versions(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return the versions of packages in an environment."""
     known = ("python", "torch", "transformers", "vllm", "tokenprune")
     return {name: environment[name] for name in known if name in environment}
 
 
-def _line(one: Mapping[str, Any], answers: Answers, base: Mapping[str, Any], rivals: dict[tuple, Answers]) -> Line:
-    """Return the line of a result. base: that of the unpatched model. rivals: the baselines' answers at each keep."""
-    stats, timing = one["stats"], one.get("timing") or {}
-    kv, whole = stats.get("kv_bytes"), stats.get("kv_bytes_full")
+def _line(record: Mapping[str, Any], answers: Answers, base: Mapping[str, Any], rivals: dict[tuple, Answers]) -> Line:
+    """Return the line of a result.
+
+    Args:
+        record: The result.
+        answers: Its answers.
+        base: Result of the unpatched model.
+        rivals: Answers of the baselines by method and keep.
+    """
+    stats, timing = record["stats"], record.get("timing") or {}
+    kv, unpruned_kv = stats.get("kv_bytes"), stats.get("kv_bytes_full")
     return Line(
-        method=one["method"],
-        keep=one["keep"],
-        site=one["site"],
-        query_aware=any(method.query_aware for method in Setting.from_text(one["method"]).methods),
+        method=record["method"],
+        keep=record["keep"],
+        site=record["site"],
+        query_aware=any(method.query_aware for method in Setting.from_text(record["method"]).methods),
         score=_score(answers),
         tokens=round(stats["visual_tokens_average"] / base["stats"]["visual_tokens_in"], 4),
-        kv=round(kv / whole, 4) if kv and whole else None,
+        kv=round(kv / unpruned_kv, 4) if kv and unpruned_kv else None,
         ttft=timing["ttft_ratio"]["p50"] if "ttft_ratio" in timing else None,
-        marks=list(compute_marks(one["method"], one["keep"], answers, rivals)),
+        marks=list(compute_marks(record["method"], record["keep"], answers, rivals)),
     )
 
 
 def _score(answers: Answers) -> list[float]:
     share = compute_share(answers)
-    return [round(one, 6) for one in (share.value, share.low, share.high)]
+    return [round(value, 6) for value in (share.value, share.low, share.high)]

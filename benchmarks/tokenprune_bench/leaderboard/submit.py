@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measured table of a method's own page, from the entry of a run."""
+"""Measured table of a method's page, from the entry of a run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _BEGIN, _END = "<!-- measured:begin (tokenprune leaderboard submit) -->", "<!-- 
 _BLOCK = re.compile(rf"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
 
 
-def table(entry: LeaderboardEntry) -> str:
-    """Return what an entry measured, as Markdown: each budget's lines, the best first, under device and model."""
+def build_markdown_table(entry: LeaderboardEntry) -> str:
+    """Return the measurements of an entry as Markdown: keeps in descending order, the best method first."""
     about = (
         f"{entry.model} on {entry.device}, {entry.dtype}; {entry.questions} questions ({entry.data}), unpatched "
         f"{_share(entry.unpatched)} %. `keep` is the share of visual tokens averaged over the decoder's layers; "
-        "intervals are of 95 %; ≤rnd, ≤down: not shown to beat `random`, `downsample`."
+        "brackets are 95 % intervals; ≤rnd, ≤down: not shown to beat `random`, `downsample`."
     )
     lines = ["| method | keep | right, % | tokens, % |", "|---|---|---|---|"]
-    lines += map(_row, sorted(entry.lines, key=lambda one: (-one.keep, -one.score[0], one.method)))
-    made = ", ".join(f"{name} {version}" for name, version in entry.versions.items())
-    return "\n".join([about, "", *lines, "", f"By `tokenprune leaderboard submit`, {entry.date[:10]}, {made}."])
+    lines += map(_row, sorted(entry.lines, key=lambda line: (-line.keep, -line.score[0], line.method)))
+    versions = ", ".join(f"{name} {version}" for name, version in entry.versions.items())
+    return "\n".join([about, "", *lines, "", f"By `tokenprune leaderboard submit`, {entry.date[:10]}, {versions}."])
 
 
 def write_table(page: Path, entry: LeaderboardEntry) -> None:
-    """Write the table of an entry into a page: in place of the one that it has, else at its end."""
-    text, block = page.read_text(encoding="utf-8"), f"{_BEGIN}\n\n{table(entry)}\n\n{_END}"
+    """Write the table of an entry into a page. It replaces an existing table or is appended."""
+    text, block = page.read_text(encoding="utf-8"), f"{_BEGIN}\n\n{build_markdown_table(entry)}\n\n{_END}"
     if not _BLOCK.search(text):
         text = f"{text.rstrip()}\n\n## Measured\n\n{block}\n"
     write_text(page, _BLOCK.sub(lambda _: block, text))

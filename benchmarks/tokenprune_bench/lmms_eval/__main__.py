@@ -3,6 +3,6 @@
 
 from __future__ import annotations
 
-from tokenprune_bench.lmms_eval import tasks_folder
+from tokenprune_bench.lmms_eval import get_tasks_folder
 
-print(tasks_folder())
+print(get_tasks_folder())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell our arguments of `--model_args` from those of the model that is patched."""
+"""Separate the arguments of `--model_args` for tokenprune from the arguments of the base model."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ from tokenprune.settings.one_line import parse_number
 from tokenprune.settings.saved import read_config
 
 UNPATCHED = ("none", "unpatched")
-_BUDGET = (*(name for name in TARGETS if name != "frames"), "per")  # a list is no argument, and a base may have it
-_PASSED = ("config", "guard")  # to `tokenprune.patch`, as they are
+_BUDGET = (
+    *(name for name in TARGETS if name != "frames"),
+    "per",
+)  # `frames` is a list, and base models may have an argument of this name
+_PASSED = ("config", "guard")  # arguments of `tokenprune.patch`
 OURS = ("method", *_BUDGET, *_PASSED)
 
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """The parsed `--model_args`, in which a setting stands among arguments of a model of lmms-eval.
+    """Parsed `--model_args`.
 
-    config: what to patch with, None for the unpatched model. rest: arguments of the base model. guard: of
-    `tokenprune.patch`.
+    Attributes:
+        config: Setting to patch with, or None for the unpatched model.
+        rest: Arguments of the base model.
+        guard: `guard` of `tokenprune.patch`.
     """
 
     config: Setting | None
     rest: dict[str, Any]
-    guard: str = "off"  # unless asked for: what is measured is the method, not the guard
+    guard: str = "off"  # off by default, so that benchmarks measure the method without the guard
 
     @property
     def methods(self) -> list[Method]:
@@ -44,12 +49,22 @@ class ModelArguments:
         return any(method.site is Site.PRE_ENCODER for method in self.methods)
 
 
-def read(arguments: dict[str, Any], base: str, accepted: Collection[str], anything: bool = False) -> ModelArguments:
-    """Return the `ModelArguments` that arguments, without `base`, describe.
+def parse_arguments(
+    arguments: dict[str, Any], base: str, accepted: Collection[str], anything: bool = False
+) -> ModelArguments:
+    """Parse the arguments of `--model_args` without `base`.
 
-    accepted: names of the arguments that the base takes; a name that an option has too is the base's argument, and
-    `method.option=...` the option. anything: whether the base may take others as well.
-    Raises UnknownMethodError, OptionError or BudgetError, before any weights are loaded.
+    Args:
+        arguments: The arguments.
+        base: Name of the base model.
+        accepted: Arguments of the base model. They take precedence over options of the same name, for which
+            `method.option=...` is required.
+        anything: Whether the base model accepts other arguments.
+
+    Raises:
+        UnknownMethodError: If a method is not known.
+        OptionError: If an argument is not known or not valid.
+        BudgetError: If the budget is not valid.
     """
     ours = {name: arguments[name] for name in OURS if name in arguments}
     names = _names(ours)
@@ -66,7 +81,7 @@ def read(arguments: dict[str, Any], base: str, accepted: Collection[str], anythi
             options[owners[0]][option] = _typed(owners[0], option, value)
         elif owners:
             raise OptionError(
-                f"{name}={value} is an option of {' and '.join(owners)}: write {owners[0]}.{name}={value} for one"
+                f"{name}={value} is an option of {' and '.join(owners)}. Write {owners[0]}.{name}={value}."
             )
         else:
             raise OptionError(_unknown(name, names, base, accepted))
@@ -78,7 +93,7 @@ def read(arguments: dict[str, Any], base: str, accepted: Collection[str], anythi
         return ModelArguments(None, rest)
     methods = [{"method": name, **options[name]} for name in names]
     config = Setting.from_json({"method": methods} | _budget(ours), "--model_args")
-    config.steps()  # raises
+    config.steps()  # raises for invalid budgets
     return ModelArguments(config, rest, **guard)
 
 
@@ -86,42 +101,42 @@ def _names(ours: dict[str, Any]) -> list[str]:
     method = ours.get("method")
     if method is None and "config" not in ours:
         raise OptionError(
-            "method= is missing: name one (`tokenprune methods` lists them), several with + between them, or none for "
-            "the unpatched model"
+            "method= is missing. Pass a method (see `tokenprune methods`), a stack such as dart+fastv, or none for the "
+            "unpatched model."
         )
     if "config" in ours and (extra := [name for name in ours if name not in _PASSED]):
-        raise OptionError(f"config= names method and budget already: leave out {', '.join(extra)}, or config=")
+        raise OptionError(f"config= already has a method and a budget. Leave out {', '.join(extra)}, or config=.")
     if method is None:
         return []
     if str(method) in UNPATCHED:
         if extra := [name for name in ours if name != "method"]:
-            raise OptionError(f"method={method} leaves the model as it is: leave out {', '.join(extra)} too")
+            raise OptionError(f"method={method} does not patch the model. Leave out {', '.join(extra)}.")
         return []
     names = str(method).split("+")
     for name in names:
         method_class(name)  # raises with close matches
     if len(set(names)) < len(names):
-        raise OptionError(f"method={method} names a method twice")
+        raise OptionError(f"method={method} has a method twice.")
     return names
 
 
 def _owners(name: str, methods: list[str]) -> list[str]:
-    """Return the methods that have the option `name`, or the one that it names in front of a dot."""
+    """Return the methods with the option `name`. A method name before a dot selects one method."""
     method, dot, option = name.rpartition(".")
-    owners = [one for one in methods if option in {field.name for field in fields(method_class(one))}]
-    return [one for one in owners if one == method] if dot else owners
+    owners = [each for each in methods if option in {field.name for field in fields(method_class(each))}]
+    return [owner for owner in owners if owner == method] if dot else owners
 
 
 def _typed(method: str, option: str, value: Any) -> Any:
-    """Return a list where the option is one: a comma would end the argument, so its entries have + between them."""
+    """Convert the value of a list option. Entries are separated by "+", because a comma ends the argument."""
     if not isinstance(tokenprune.method_info(method).options[option], tuple):
         return value
     return tuple(map(parse_number, str(value).split("+")))
 
 
 def _budget(ours: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries `keep` and `per` of a setting, as far as they are given."""
-    given = {
+    """Return the entries `keep` and `per` of a setting, if present."""
+    targets = {
         name: [parse_number(part) for part in str(ours[name]).split("+")]
         if isinstance(ours[name], str)
         else [ours[name]]
@@ -129,11 +144,13 @@ def _budget(ours: dict[str, Any]) -> dict[str, Any]:
         if name in ours
     }
     per = {"per": ours["per"]} if "per" in ours else {}
-    if not given:
+    if not targets:
         return per
-    if len(given) > 1:
-        return {"keep": {name: parts[0] for name, parts in given.items()}} | per  # too many: parse says so
-    ((name, parts),) = given.items()
+    if len(targets) > 1:
+        return {
+            "keep": {name: parts[0] for name, parts in targets.items()}
+        } | per  # Setting.from_json raises for several targets
+    ((name, parts),) = targets.items()
     keeps = parts if name == "keep" else [{name: part} for part in parts]
     return {"keep": keeps if len(keeps) > 1 else keeps[0]} | per
 
@@ -142,5 +159,5 @@ def _unknown(name: str, methods: list[str], base: str, accepted: Collection[str]
     options = [field.name for method in methods for field in fields(method_class(method))]
     close = difflib.get_close_matches(name, [*OURS, *options, *accepted], n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    own = f"options of {'+'.join(methods)} are {', '.join(options) or '(none)'}; " if methods else ""
-    return f"there is no argument {name!r}: {hint}{own}{base} takes {', '.join(sorted(accepted))}"
+    page = "See docs/measure/lmms-eval.md for the arguments."
+    return f"Unknown argument {name!r} for base={base}: {hint}{page}"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of lmms-eval that can be patched: those that generate with a model of transformers that we support.
+"""Models of lmms-eval that can be patched: they generate with a supported model of transformers.
 
-docs/measure/lmms-eval.md has them as a table; tests/lmms/test_bases.py runs each that is tested, and compares the
-table.
+docs/measure/lmms-eval.md has them as a table. tests/lmms/test_bases.py runs the tested models and compares the table.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ TESTED = {
     "qwen3_5": "Qwen3.5",
     "qwen3_vl": "Qwen3-VL",
 }
-# Built the same way around a model type that we support, but not run by our tests; a warning says so.
+# Wrap a supported model type, but are not run by the tests. Loading one logs a warning.
 UNTESTED = {
     "aria": "Aria",
     "fuyu": "Fuyu",

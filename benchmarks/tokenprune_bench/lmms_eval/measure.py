@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs of a model's calls of `generate`, as numbers that lmms-eval can put into its results."""
+"""Costs of calls of `generate`, as metrics for the results of lmms-eval."""
 
 from __future__ import annotations
 
@@ -28,8 +28,14 @@ from tokenprune_bench.profiling.cost import compute_unpatched_cost
 class Tally:
     """Sums over calls of `generate`.
 
-    stats: what all calls spent. requests: rows of all calls. ttft_ms: one time for each call.
-    seconds, new_tokens: of the whole calls. failed: calls that raised.
+    Attributes:
+        stats: Cost of all calls.
+        requests: Rows of all calls.
+        calls: Number of calls.
+        failed: Number of calls that raised.
+        seconds: Time of all calls.
+        new_tokens: Generated tokens of all calls.
+        ttft_ms: Time to first token of each call.
     """
 
     stats: Stats = field(default_factory=Stats)
@@ -42,18 +48,19 @@ class Tally:
 
     @staticmethod
     def total(tallies: Sequence[Tally]) -> Tally:
-        """Return the sum of several."""
+        """Return the sum of several tallies."""
         total = Tally()
         for tally in tallies:
-            for one in fields(Tally):
-                setattr(total, one.name, getattr(total, one.name) + getattr(tally, one.name))
+            for item in fields(Tally):
+                setattr(total, item.name, getattr(total, item.name) + getattr(tally, item.name))
         return total
 
-    def numbers(self, shares: bool = True) -> dict[str, float]:
-        """Return means per request; the times are per call, which answers a batch.
+    def to_metrics(self, shares: bool = True) -> dict[str, float]:
+        """Return means per request. Times are per call (one batch).
 
-        shares: whether the model saw all visual tokens at its entry, so that it can tell what share it kept. Methods on
-        pixels hand it fewer.
+        Args:
+            shares: Whether to report shares of the unpatched cost. Methods on pixels change the number of tokens at the
+                model's entry, so shares are not known.
         """
         requests = max(1, self.requests)
         names = ("visual_tokens_in", "visual_tokens_out", "visual_tokens_average", "kv_bytes")
@@ -70,7 +77,7 @@ class Tally:
 
 
 class _Watch(Attachable):
-    """Stands in for a model's `generate`, and notes in a `Tally` what each call cost."""
+    """Replaces a model's `generate` and records the cost of each call in a `Tally`."""
 
     def __init__(self, model: nn.Module, tally: Tally) -> None:
         super().__init__()
@@ -79,7 +86,7 @@ class _Watch(Attachable):
         self.shape = DecoderShape.from_config(self.adapter.text_config)
         self.error: TokenPruneError | None = None
         self._begin = 0.0
-        self._first: tuple[float, Any] | None = None  # when the first forward was done, and its cache's bytes
+        self._first: tuple[float, Any] | None = None  # time of the first forward pass, and the bytes of its cache
 
     def _attach(self) -> None:
         self.hook(self.model.register_forward_hook, self.first_forward)
@@ -90,7 +97,7 @@ class _Watch(Attachable):
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.error is not None:  # the models of lmms-eval catch it, and would ask the next question in vain
+        if self.error is not None:  # models of lmms-eval catch the error and continue with the next question
             raise self.error
         self._first, self._begin = None, time.perf_counter()
         try:
@@ -104,22 +111,22 @@ class _Watch(Attachable):
         seconds = time.perf_counter() - self._begin
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None or self._first is None:
-            raise TokenPruneError("generate was called without input_ids, so nothing can be counted")
+            raise TokenPruneError("generate was called without input_ids, so its cost cannot be measured.")
         self._note(ids, kwargs, output, seconds)
         return output
 
     def first_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._first is None:
             _wait(output.logits)
-            record = time.perf_counter()
-            self._first = (record - self._begin, count_bytes(getattr(output, compat.CACHE, None), 0)[0])
+            end = time.perf_counter()
+            self._first = (end - self._begin, count_bytes(getattr(output, compat.CACHE, None), 0)[0])
 
     def _note(self, ids: torch.Tensor, kwargs: dict[str, Any], output: Any, seconds: float) -> None:
         rows, length = ids.shape
         first, kv_bytes = self._first
         visual = self._visual_tokens(ids, kwargs)
         stats = compute_unpatched_cost(self.shape, rows, length, visual, kv_bytes)
-        if visual and tokenprune.is_patched(self.model):  # a patch counts only calls with images
+        if visual and tokenprune.is_patched(self.model):  # statistics of a patch cover only calls with images
             stats = tokenprune.stats(self.model)
         self.tally.stats += stats
         self.tally.requests += rows
@@ -134,16 +141,17 @@ class _Watch(Attachable):
 
 
 def _wait(tensor: torch.Tensor) -> None:
-    """Wait until a GPU has caught up with the host, before the clock is read."""
+    """Wait for the GPU before the clock is read."""
     if tensor.device.type == "cuda":
         torch.cuda.synchronize(tensor.device)
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[Tally]:
-    """Measure every call of `model.generate` within the block; works for patched and unpatched models.
+def measure_calls(model: nn.Module) -> Iterator[Tally]:
+    """Measure every call of `model.generate` within the block, for patched and unpatched models.
 
-    Raises the first error of our own that `generate` raised, at the end, since callers may have caught it.
+    Raises:
+        TokenPruneError: The first such error of `generate`, at the end, because callers may have caught it.
     """
     tally = Tally()
     watch = _Watch(model, tally)

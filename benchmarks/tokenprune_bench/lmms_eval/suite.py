@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of our lmms-eval tasks: the held-out questions of the package, as `tokenprune bench` asks them."""
+"""Functions of the lmms-eval tasks: the held-out questions as `tokenprune bench` asks them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,38 @@ from tokenprune_bench.demo_package import import_demo
 from tokenprune_bench.metrics import METRICS
 
 
-def _only(kind: str) -> Callable[[Any], Any]:
+def _select_kind(kind: str) -> Callable[[Any], Any]:
     def process_docs(dataset: Any) -> Any:
         from datasets import Dataset
 
         rows = [
-            {"picture": row["picture"], "question": asked["question"], "answer": asked["answer"]}
+            {"picture": row["picture"], "question": question["question"], "answer": question["answer"]}
             for row in dataset
-            for asked in row["questions"]
-            if asked["kind"] == kind
+            for question in row["questions"]
+            if question["kind"] == kind
         ]
         return Dataset.from_list(rows)
 
     return process_docs
 
 
-# A task's YAML names its function.
-colour, presence, count, position = _only("colour"), _only("presence"), _only("count"), _only("position")
-small, digits, word, grounding = _only("small"), _only("digits"), _only("word"), _only("grounding")
+# The YAML files of the tasks name these functions.
+colour, presence, count, position = (
+    _select_kind("colour"),
+    _select_kind("presence"),
+    _select_kind("count"),
+    _select_kind("position"),
+)
+small, digits, word, grounding = (
+    _select_kind("small"),
+    _select_kind("digits"),
+    _select_kind("word"),
+    _select_kind("grounding"),
+)
 
 
 def doc_to_visual(doc: dict[str, Any]) -> list[Any]:
-    """Return the question's image."""
+    """Return the image of the question."""
     from PIL import Image
 
     with Image.open(import_demo("heldout").FOLDER / doc["picture"]) as image:
@@ -39,11 +49,11 @@ def doc_to_visual(doc: dict[str, Any]) -> list[Any]:
 
 
 def doc_to_text(doc: dict[str, Any], lmms_eval_specific_kwargs: dict[str, str] | None = None) -> str:
-    """Return the question, with the task's suffix."""
+    """Return the question with the suffix of the task."""
     return doc["question"] + (lmms_eval_specific_kwargs or {}).get("post_prompt", "")
 
 
 def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return the score of one answer, by the metric `exact` of `tokenprune bench`."""
+    """Return the score of an answer with the metric `exact` of `tokenprune bench`."""
     (score,) = METRICS["exact"].score(results[:1], [[doc["answer"]]])
     return {"exact": score}

@@ -103,7 +103,7 @@ def answer_with_escalation(subject: Model, batch: list[Any], keep: float | int) 
 def build_cost_record(cost: Stats, unpatched: Stats) -> dict[str, Any]:
     """Return a cost as plain values, with ratios to the unpatched cost of the same questions.
 
-    Methods on pixels cannot compute these ratios themselves.
+    `unpatched` is needed because the statistics of a method that resizes images contain only the resized images.
     """
     plain = cost.sums() | {"visual_tokens_in": unpatched.visual_tokens_in, "kv_bytes_full": unpatched.kv_bytes}
     flops, _ = plain.pop("prefill_flops"), plain.pop("prefill_flops_full")

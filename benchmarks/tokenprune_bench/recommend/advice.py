@@ -93,9 +93,9 @@ class Advice:
     @property
     def served_keep(self) -> float:
         """Keep for servers, which have no guard. It is at least the measured floor of the guarded questions."""
-        from tokenprune.integrations.hf.guard.floors import shipped
+        from tokenprune.integrations.hf.guard.floors import load_floors
 
-        return max(self.keep, shipped().of(self.method, self.guard)) if self.guard else self.keep
+        return max(self.keep, load_floors().get_floor(self.method, self.guard)) if self.guard else self.keep
 
     @property
     def setting(self) -> Setting:

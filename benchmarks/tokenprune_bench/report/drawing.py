@@ -250,10 +250,10 @@ def _whole(subject: Model, question: Any) -> tuple[Image.Image, int]:
     """Return the images as the unpatched model sees them, and the number of their tokens."""
     frames = list(question.video if question.is_video else question.images)
     labels = getattr(question, "labels", ())
-    inputs = contact_sheet.asked(subject, frames, question.question, question.is_video, labels)
+    inputs = contact_sheet.build_inputs(subject, frames, question.question, question.is_video, labels)
     with suppress(UnsupportedSetupError):  # without a grid, the images are shown unchanged
         frames, _ = contact_sheet.seen_frames(subject, inputs, frames, question.is_video)
-    sizes = draw.sizes_of(frames, _side(question))
+    sizes = draw.compute_sizes(frames, _side(question))
     shown = [frame.resize(size) for frame, size in zip(frames, sizes, strict=True)]
     return contact_sheet.row(shown), subject.visual_tokens(inputs)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GIF of what is kept: over several keeps, or over the frames of a video."""
+"""GIF of kept tokens over several keeps, or over the frames of a video."""
 
 from __future__ import annotations
 
@@ -14,46 +14,68 @@ from tokenprune_bench.show.side_by_side import Shown
 
 KEEP, FRAMES = "keep", "frames"
 KEEPS = "1.0,0.75,0.5,0.35,0.25,0.18,0.1"
-_STEP, _LAST = 900, 2500  # milliseconds of each image, and of the last one
+_STEP, _LAST = 900, 2500  # milliseconds per image, and of the last image
 
 
 def check_kind(kind: str, keeps: Sequence[float | int], frames: int) -> None:
-    """Raise OptionError for a kind of animation that is not known, or that would not move.
+    """Check that an animation has several images.
 
-    kind: over what it moves. keeps: that it would show. frames: of what is shown.
+    Args:
+        kind: "keep" or "frames".
+        keeps: Keeps of the animation.
+        frames: Number of input frames.
+
+    Raises:
+        OptionError: If the kind is not known, or the animation would have one image.
     """
     if kind not in (KEEP, FRAMES):
-        raise OptionError(f"--gif {kind!r}: write {KEEP} (an image for each keep) or {FRAMES} (for each video frame)")
+        raise OptionError(
+            f"--gif {kind!r} is not valid. Pass {KEEP} (an image per keep) or {FRAMES} (an image per frame)."
+        )
     if kind == KEEP and len(set(keeps)) < 2:
-        raise OptionError(f"--gif {KEEP} moves over several keeps: name them with commas, such as --keep {KEEPS}")
+        raise OptionError(f"--gif {KEEP} needs several keeps. Pass for example --keep {KEEPS}.")
     if kind == FRAMES and len(set(keeps)) > 1:
-        raise OptionError(f"--gif {FRAMES} moves over the frames of a video at one keep: name one, or use --gif {KEEP}")
+        raise OptionError(f"--gif {FRAMES} needs one keep. Pass one --keep, or --gif {KEEP}.")
     if kind == FRAMES and frames < 2:
-        raise OptionError(f"--gif {FRAMES} needs a video or several images, and this is one image: use --gif {KEEP}")
+        raise OptionError(f"--gif {FRAMES} needs a video or several images. Use --gif {KEEP} for one image.")
 
 
-def stills(shown: Shown, kind: str, methods: int) -> list[Image.Image]:
-    """Return the images of an animation, of one size. kind: see `check_kind`. methods: how many settings each image
-    shows; those of the first keep come first. Raises OptionError for a single image."""
+def build_stills(shown: Shown, kind: str, methods: int) -> list[Image.Image]:
+    """Return the images of an animation, all of one size.
+
+    Args:
+        shown: Output of `show`, with all settings of the first keep first.
+        kind: See `check_kind`.
+        methods: Number of settings per image.
+
+    Raises:
+        OptionError: If there is only one image.
+    """
     if kind == KEEP:
-        parts = [shown.of_settings(start, start + methods) for start in range(0, len(shown.seen), methods)]
+        parts = [shown.select_settings(start, start + methods) for start in range(0, len(shown.seen), methods)]
     else:
-        parts = [shown.of_frame(number) for number in range(max(panel.frames for panel in shown.panels))]
+        parts = [shown.select_frame(index) for index in range(max(panel.frames for panel in shown.panels))]
     if len(parts) < 2:
-        raise OptionError(f"the model has all frames as one: give it more (--frames), or use --gif {KEEP}")
-    rows = [one.lines(one.across) for one in parts]
-    least = max(layout.deepest(lines, layout.ANIMATED) for lines in rows)  # nothing jumps where a caption is longer
-    return [one.image(layout.ANIMATED, least) for one in parts]
+        raise OptionError(f"The model merges all frames into one. Pass more --frames, or use --gif {KEEP}.")
+    rows = [part.lines(part.across) for part in parts]
+    caption_height = max(
+        layout.get_caption_height(lines, layout.ANIMATED) for lines in rows
+    )  # equal heights, so that images do not jump
+    return [part.image(layout.ANIMATED, caption_height) for part in parts]
 
 
 def save(images: Sequence[Image.Image], out: Path) -> None:
-    """Write images as a GIF that goes on for ever; raises TokenPruneError where it cannot be written."""
+    """Write images as an endless GIF.
+
+    Raises:
+        TokenPruneError: If the file cannot be written.
+    """
     first, *rest = (image.quantize(256, dither=Image.Dither.NONE) for image in images)
     times = [_STEP] * len(rest) + [_LAST]
     try:
         first.save(out, "GIF", save_all=True, append_images=rest, duration=times, loop=0)
     except (OSError, ValueError) as error:
-        raise TokenPruneError(f"cannot write {out}: {error}") from error
+        raise TokenPruneError(f"Cannot write {out}: {error}") from error
 
 
-__all__ = ["FRAMES", "KEEP", "KEEPS", "check_kind", "save", "stills"]
+__all__ = ["FRAMES", "KEEP", "KEEPS", "build_stills", "check_kind", "save"]

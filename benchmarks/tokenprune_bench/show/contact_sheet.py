@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw which patches of the images of a prompt, or of a video's frames, a method keeps, drops and merges."""
+"""Draw the patches of images or video frames that a method keeps, drops and merges."""
 
 from __future__ import annotations
 
@@ -21,46 +21,55 @@ from tokenprune.statistics import Stats
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.profiling.patched import patched_by
 from tokenprune_bench.show import draw
-from tokenprune_bench.show.grids import Grid, grids_of
-from tokenprune_bench.show.token_scores import placed_scores, watched_scores
+from tokenprune_bench.show.grids import Grid, get_grids
+from tokenprune_bench.show.token_scores import align_scores, record_scores
 
 _GAP = 6  # pixels between frames
 
 
-def fitting(
+def fit_frames(
     subject: Model, read: Callable[[int], list[Image.Image]], most: int, question: str, setting: Setting
 ) -> tuple[list[Image.Image], str | None]:
-    """Return as many frames as the model's context holds beside the question and the answer, and a sentence that says
-    how many were left out; None where none were.
+    """Read as many frames as fit the model's context with the question and the answer.
 
-    read: returns frames of a video, or images, evenly chosen where there are too many. most: how many are
-    wanted. Raises OptionError where not even one fits.
+    Args:
+        subject: The model.
+        read: Returns at most the given number of evenly spaced frames.
+        most: Requested number of frames.
+        question: The question.
+        setting: The setting.
+
+    Returns:
+        The frames, and a note if frames were left out, else None.
+
+    Raises:
+        OptionError: If not even one frame fits.
     """
     frames = read(most)
-    wanted, context = len(frames), getattr(subject.adapter.text_config, "max_position_embeddings", None)
-    said = None
+    num_requested, context = len(frames), getattr(subject.adapter.text_config, "max_position_embeddings", None)
+    note = None
     while context is not None:
         with _quiet():
-            inputs = asked(subject, frames, question, len(frames) > 1 and as_video(subject, setting))
-        number, visual = len(frames), subject.visual_tokens(inputs)
+            inputs = build_inputs(subject, frames, question, len(frames) > 1 and is_video_input(subject, setting))
+        num_frames, visual = len(frames), subject.visual_tokens(inputs)
         text = inputs["input_ids"].shape[1] - visual + subject.max_new_tokens
         if visual + text <= context:
             break
-        fewer = min(number - 1, (context - text) * number // visual)
+        fewer = min(num_frames - 1, (context - text) * num_frames // visual)
         if fewer < 1:
             raise OptionError(
-                f"an image takes {visual // number} tokens and the rest of the prompt {text}, but this model's context"
-                f" is {context}: ask a shorter question, or take a smaller image"
+                f"An image has {visual // num_frames} tokens and the text {text}, but the context is {context}. "
+                "Use a shorter question or a smaller image."
             )
-        needed = f"all of them and the question take {visual + text} tokens, and this model's context is {context}"
-        said = said or needed
+        needed = f"all frames and the question have {visual + text} tokens, but the context is {context}"
+        note = note or needed
         frames = read(fewer)
-    return frames, said and f"{len(frames)} of the {wanted} frames are taken: {said}"
+    return frames, note and f"{len(frames)} of {num_requested} frames are used: {note}"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the tokenizer from warning of a prompt that is only measured."""
+    """Suppress the tokenizer warning about long prompts, which are only measured here."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -71,8 +80,17 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PromptView:
-    """One method's view of a prompt: its frames, as the model sees them, the grid of each, and for all their tokens
-    `kept` and `groups` as of `draw.patches`."""
+    """A prompt as one method sees it.
+
+    Attributes:
+        frames: Frames as the model sees them.
+        grids: Height and width in tokens of each frame.
+        kept: Kept tokens, see `draw.patches`.
+        groups: Group of each token, see `draw.patches`.
+        answer: The answer.
+        stats: Statistics of the call.
+        scores: Score of each token (NaN without score), or None if the method does not rank tokens.
+    """
 
     frames: list[Image.Image]
     grids: list[Grid]
@@ -80,10 +98,10 @@ class PromptView:
     groups: np.ndarray
     answer: str = ""
     stats: Stats | None = None
-    scores: np.ndarray | None = None  # float, of all tokens, where a method ranks them by one; NaN: has none
+    scores: np.ndarray | None = None
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
-        """Return what belongs to each frame's tokens as `[height, width]`; what comes after the last is left out."""
+        """Split values of all tokens into one (height, width) array per frame, without tokens after the last frame."""
         ends = np.cumsum([height * width for height, width in self.grids])
         return [
             values[end - height * width : end].reshape(height, width)
@@ -91,17 +109,17 @@ class PromptView:
         ]
 
     def drawings(self, cell: int, sizes: Sequence[tuple[int, int]] | None = None) -> list[Image.Image]:
-        """Return the drawing of each frame. cell: pixels of a patch; sizes: or the size of each drawing."""
+        """Return the drawing of each frame, with patches of `cell` pixels or of the given sizes."""
         groups, merged = self.split(self.groups), self.split(draw.shared(self.groups))
         fills = draw.mean_colors(self.frames, groups)
         parts = zip(self.frames, self.split(self.kept), groups, merged, fills, strict=True)
         return [
-            draw.draw(frame, kept, own, shared, cell, fill, None if sizes is None else sizes[place])
-            for place, (frame, kept, own, shared, fill) in enumerate(parts)
+            draw.draw(frame, kept, group, shared, cell, fill, None if sizes is None else sizes[index])
+            for index, (frame, kept, group, shared, fill) in enumerate(parts)
         ]
 
-    def kept_of_frames(self) -> list[tuple[int, int]]:
-        """Return for each frame how many of its tokens stay, and how many it has."""
+    def count_kept(self) -> list[tuple[int, int]]:
+        """Return the number of kept tokens and of all tokens, for each frame."""
         sizes = [height * width for height, width in self.grids]
         starts = np.cumsum([0, *sizes])
         return [(int(self.kept[start : start + size].sum()), size) for start, size in zip(starts, sizes, strict=False)]
@@ -116,19 +134,30 @@ def look(
     side: int,
     labels: Sequence[str] = (),
 ) -> tuple[Image.Image, int]:
-    """Ask under a setting, and return the drawing of what it kept of each image, side by side, and how many tokens that
-    is. Raises UnsupportedSetupError where the tokens of an image form no grid, OptionError for a method that chooses
-    between images.
+    """Draw the kept tokens of each image, side by side.
 
-    video: whether the images are a video. side: pixels of a drawing's longer side, of every method. labels: the text
-    before each image.
+    Args:
+        subject: The model.
+        images: The images.
+        question: The question.
+        setting: The setting.
+        video: Whether the images are a video.
+        side: Longer side of a drawing in pixels.
+        labels: Text before each image.
+
+    Returns:
+        The drawing, and the number of kept tokens.
+
+    Raises:
+        UnsupportedSetupError: If the tokens of an image do not form a grid.
+        OptionError: If the method selects between images.
     """
     draw.check_drawable(setting)
-    seen = seen_under(subject, images, question, setting, video, labels)
-    return row(seen.drawings(0, draw.sizes_of(seen.frames, side))), int(seen.kept.sum())
+    view = view_prompt(subject, images, question, setting, video, labels)
+    return row(view.drawings(0, draw.compute_sizes(view.frames, side))), int(view.kept.sum())
 
 
-def asked(
+def build_inputs(
     subject: Model, frames: Sequence[Image.Image], question: str, video: bool, labels: Sequence[str] = ()
 ) -> dict[str, Any]:
     if video:
@@ -136,7 +165,7 @@ def asked(
     return subject.inputs([list(frames)], [question], [labels] if labels else ())
 
 
-def seen_under(
+def view_prompt(
     subject: Model,
     frames: Sequence[Image.Image],
     question: str,
@@ -144,43 +173,47 @@ def seen_under(
     video: bool,
     labels: Sequence[str] = (),
 ) -> PromptView:
-    with patched_by(subject, setting, video, record=True), watched_scores(subject.model) as found:
-        inputs = asked(subject, frames, question, video, labels)
+    with patched_by(subject, setting, video, record=True), record_scores(subject.model) as recorded:
+        inputs = build_inputs(subject, frames, question, video, labels)
         shown, grids = seen_frames(subject, inputs, frames, video)
         (answer,) = subject.generate(inputs)
         stats = stats_of(subject.model)
     kept, groups = draw.patches(subject, inputs, stats)
-    scores = placed_scores(subject, inputs, stats, found)
+    scores = align_scores(subject, inputs, stats, recorded)
     return PromptView(shown, grids, kept, groups, answer, stats, scores)
 
 
 def seen_frames(
     subject: Model, inputs: dict[str, Any], frames: Sequence[Image.Image], video: bool
 ) -> tuple[list[Image.Image], list[Grid]]:
-    """Return the images, or frames, as a model has them, and the grid of each.
+    """Return the images or frames as the model sees them, and their grids.
 
-    A model that merges frames in time has fewer of them: each shows its first. Raises UnsupportedSetupError where the
-    tokens form no grid.
+    A model that merges frames in time has fewer frames. Each shows the first of its merged frames.
+
+    Raises:
+        UnsupportedSetupError: If the tokens do not form a grid.
     """
-    grids = grids_of(subject, inputs, len(frames), video)
+    grids = get_grids(subject, inputs, len(frames), video)
     step = math.ceil(len(frames) / len(grids))
-    places = [min(number * step, len(frames) - 1) for number in range(len(grids))]
+    indices = [min(index * step, len(frames) - 1) for index in range(len(grids))]
     shown = [
-        frames[place].convert("RGB") if video else draw.seen_image(subject, inputs, frames[place], place)
-        for place in places
+        frames[index].convert("RGB") if video else draw.seen_image(subject, inputs, frames[index], index)
+        for index in indices
     ]
     return shown, grids
 
 
-def as_video(subject: Model, setting: Setting) -> bool:
-    """Return True if a model gets several images as a video: if it takes one, and no method of the setting acts on
-    pixels."""
-    pixels = any(one.site is Site.PRE_ENCODER for one in setting.methods)
+def is_video_input(subject: Model, setting: Setting) -> bool:
+    """Return True if several images are passed as a video.
+
+    The model must support videos, and no method of the setting may run on pixels.
+    """
+    pixels = any(method.site is Site.PRE_ENCODER for method in setting.methods)
     return takes_video(subject) and not pixels
 
 
 def takes_video(subject: Model) -> bool:
-    """Return True if both the model and its processor take videos."""
+    """Return True if the model and its processor support videos."""
     able = getattr(subject.processor, "video_processor", None) is not None
     return able and "video" in subject.adapter.placeholders
 

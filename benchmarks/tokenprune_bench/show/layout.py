@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sheet of drawings with captions, of a size that is sent in a chat and read on a phone."""
+"""A sheet of drawings with captions, sized for chats and phones."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from tokenprune_bench.show import contact_sheet
 
-WIDTH, ANIMATED = 1440, 960  # pixels of a sheet, and of one that moves
+WIDTH, ANIMATED = 1440, 960  # width of a sheet and of an animation, in pixels
 GAP, FRAME_GAP = 24, 6  # between drawings, and between frames of one drawing
 PAPER, INK, PALE, EDGE = "white", "#202020", "#505050", "#909090"
-TALLEST = 1500  # pixels of a drawing
-_ROW = 64  # pixels of a row of a wide image, at least
-_PHONE, _LEAST = 800, 13  # width to which a phone scales a sheet, and the letters that can be read then
-_RATIO = 0.9  # height of a sheet to its width, where there is a choice
-_ACROSS, _FRAMES = 4, 8  # drawings and frames in a line, at most
-_NARROW = 340  # pixels that a caption needs
-_MOST_LINES = 5  # of an answer
+TALLEST = 1500  # maximum height of a drawing, in pixels
+_ROW = 64  # minimum height of a row of a wide image, in pixels
+_PHONE, _LEAST = 800, 13  # width of a sheet on a phone, and the minimum readable font size
+_RATIO = 0.9  # preferred height of a sheet divided by its width
+_ACROSS, _FRAMES = 4, 8  # maximum drawings and frames per line
+_NARROW = 340  # minimum width of a caption, in pixels
+_MOST_LINES = 5  # maximum lines of an answer
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A drawing, with its title and the lines of text below it.
+    """A drawing with a title and lines of text.
 
-    image: at the resolution of what is drawn. scores: whether it is a map of them. frames: how many it has. ratio:
-    height of a frame to its width. draw: returns the frames, as many pixels wide each as it is called with; None: the
-    image is scaled.
+    Attributes:
+        image: The drawing.
+        title: Title of the caption.
+        lines: Further lines of the caption.
+        scores: Whether the drawing is a map of scores.
+        frames: Number of frames.
+        ratio: Height of a frame divided by its width.
+        draw: Returns the frames at a given width. None: scale `image`.
     """
 
     image: Image.Image
@@ -43,37 +48,48 @@ class Panel:
 
     @property
     def shape(self) -> float:
-        """Height of a frame to its width."""
+        """Height of a frame divided by its width."""
         return self.image.height / self.image.width if self.ratio is None else self.ratio
 
     def drawn(self, width: int) -> list[Image.Image]:
-        """Return the frames, `width` pixels wide each."""
+        """Return the frames, each `width` pixels wide."""
         if self.draw is not None:
             return self.draw(width)
         return [self.image.resize((width, max(1, round(width * self.shape))), Image.Resampling.LANCZOS)]
 
     def rows(self, width: int) -> int:
-        """Return the number of rows into which a wide image is cut, so that each row is high enough to be seen."""
+        """Return the number of rows into which a wide image is cut, so that each row is high enough to see."""
         height = width * self.shape
         if self.frames > 1 or height >= _ROW:
             return 1
         return max(1, min(math.ceil(_ROW / height), math.isqrt(int(TALLEST / height))))
 
     def wrapped(self, width: int, per_line: int) -> Image.Image:
-        """Return the frames as one image, `per_line` in a line, `width` pixels each; a wide image in several rows."""
+        """Return the frames as one image. Wide images are cut into rows.
+
+        Args:
+            width: Width of a frame in pixels.
+            per_line: Frames per line.
+        """
         if (rows := self.rows(width)) == 1:
             return strip(self.drawn(width), per_line)
         (image,) = self.drawn(width * rows)
         return column([image.crop((row * width, 0, (row + 1) * width, image.height)) for row in range(rows)])
 
-    def of_frame(self, number: int) -> Panel:
-        """Return the panel with one of its frames."""
-        return replace(self, frames=1, draw=lambda width: [self.drawn(width)[min(number, self.frames - 1)]])
+    def select_frame(self, index: int) -> Panel:
+        """Return the panel with only one frame."""
+        return replace(self, frames=1, draw=lambda width: [self.drawn(width)[min(index, self.frames - 1)]])
 
 
 def columns(number: int, ratio: float, width: int = WIDTH, most: int = _ACROSS) -> int:
-    """Return how many of `number` drawings stand in a line, so that the sheet is about as high as wide and has few
-    empty places. ratio: height of a drawing to its width."""
+    """Return the number of drawings per line that makes the sheet about square with few empty cells.
+
+    Args:
+        number: Number of drawings.
+        ratio: Height of a drawing divided by its width.
+        width: Width of the sheet in pixels.
+        most: Maximum number per line.
+    """
 
     def cost(across: int) -> float:
         down = math.ceil(number / across)
@@ -84,7 +100,7 @@ def columns(number: int, ratio: float, width: int = WIDTH, most: int = _ACROSS) 
 
 
 def letters(width: int) -> int:
-    """Return the size of the letters on a sheet, of which a phone scales down the wide ones."""
+    """Return the font size of a sheet. Wide sheets need larger letters, because phones scale them down."""
     return math.ceil(_LEAST * max(1.0, width / _PHONE))
 
 
@@ -95,44 +111,51 @@ def sheet(
     beside: Image.Image | None = None,
     least: int = 0,
 ) -> Image.Image:
-    """Return rows of panels with their captions, under lines of text. beside: an image right of those. None: an empty
-    place. least: pixels of a caption, at least."""
+    """Return rows of panels with captions below a heading.
+
+    Args:
+        head: Lines of the heading.
+        rows: Rows of panels. None: an empty cell.
+        width: Width of the sheet in pixels.
+        beside: Image on the right of the heading.
+        least: Minimum height of a caption in pixels.
+    """
     across, size = max(map(len, rows)), letters(width)
     cell, frame, per_line = _places(rows, width)
     parts = []
     for line in rows:
-        images = [None if one is None else one.wrapped(frame, per_line) for one in line]
-        texts = [None if one is None else caption(one, cell, size) for one in line]
+        images = [None if panel is None else panel.wrapped(frame, per_line) for panel in line]
+        texts = [None if panel is None else caption(panel, cell, size) for panel in line]
         tall = max(image.height for image in images if image)
         deep = max(least, *(text.height for text in texts if text))
         part = Image.new("RGB", (across * (cell + GAP) - GAP, tall + size // 3 + deep), PAPER)
-        for place, (image, text) in enumerate(zip(images, texts, strict=True)):
+        for index, (image, text) in enumerate(zip(images, texts, strict=True)):
             if image and text:
-                part.paste(image, (place * (cell + GAP), 0))
-                if per_line == 1:  # a white page on white paper needs an edge
-                    edge = place * (cell + GAP), 0, place * (cell + GAP) + image.width - 1, image.height - 1
+                part.paste(image, (index * (cell + GAP), 0))
+                if per_line == 1:  # an edge separates a white image from the background
+                    edge = index * (cell + GAP), 0, index * (cell + GAP) + image.width - 1, image.height - 1
                     ImageDraw.Draw(part).rectangle(edge, outline=EDGE)
-                part.paste(text, (place * (cell + GAP), tall + size // 3))
+                part.paste(text, (index * (cell + GAP), tall + size // 3))
         parts.append(part)
-    whole = column([_head(head, parts[0].width, size, beside), *parts], GAP)
-    return ImageOps.expand(whole, GAP, PAPER)
+    image = column([_head(head, parts[0].width, size, beside), *parts], GAP)
+    return ImageOps.expand(image, GAP, PAPER)
 
 
-def deepest(rows: Sequence[Sequence[Panel | None]], width: int = WIDTH) -> int:
-    """Return the height of the longest caption of a sheet."""
+def get_caption_height(rows: Sequence[Sequence[Panel | None]], width: int = WIDTH) -> int:
+    """Return the height of the highest caption of a sheet."""
     cell, _, _ = _places(rows, width)
-    return max(caption(one, cell, letters(width)).height for line in rows for one in line if one is not None)
+    return max(caption(panel, cell, letters(width)).height for line in rows for panel in line if panel is not None)
 
 
 def _places(rows: Sequence[Sequence[Panel | None]], width: int) -> tuple[int, int, int]:
-    """Return the width of a panel, that of a frame, and how many frames stand in a line."""
-    panels = [one for line in rows for one in line if one is not None]
+    """Return the width of a panel, the width of a frame, and the number of frames per line."""
+    panels = [panel for line in rows for panel in line if panel is not None]
     across = max(map(len, rows))
     cell = (width - 2 * GAP - (across - 1) * GAP) // across
     per_line = _per_line(panels, cell)
     frame = (cell - (per_line - 1) * FRAME_GAP) // per_line
-    frame = max(1, min(frame, round(TALLEST / max(one.shape for one in panels))))
-    if per_line == 1 and frame < cell:  # tall images: no wide margins beside them
+    frame = max(1, min(frame, round(TALLEST / max(panel.shape for panel in panels))))
+    if per_line == 1 and frame < cell:  # narrow panels avoid wide margins beside tall images
         cell = max(frame, _NARROW * letters(width) // letters(WIDTH))
     return cell, frame, per_line
 
@@ -145,20 +168,22 @@ def caption(panel: Panel, width: int, size: int) -> Image.Image:
 
 
 def wrapped(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Return a text in as few lines as fit, all about as long: no word is left alone on the last one. Names of methods
-    are broken after a plus, a comma, a colon or an equals sign."""
+    """Wrap a text into few lines of similar length.
+
+    Names of methods may break after a plus, a comma, a colon or an equals sign.
+    """
     words = re.findall(r"\s*[^\s+,:=]*[+,:=]*", text.strip())
     pieces = [part for word in words if word for part in _pieces(word, font, width)]
     lines = _filled(pieces, font, width)
     if len(lines) < 2:
         return lines or [""]
-    if len(lines) == 2:  # after a comma, where both sides of it fit
-        halves = [(text[: at.start() + 1], text[at.end() :]) for at in re.finditer(r", ", text)]
+    if len(lines) == 2:  # prefer a break after a comma
+        halves = [(text[: comma.start() + 1], text[comma.end() :]) for comma in re.finditer(r", ", text)]
         fitting = [pair for pair in halves if max(map(font.getlength, pair)) <= width]
         if fitting:
             return list(min(fitting, key=lambda pair: max(map(font.getlength, pair))))
     low, high = 1, width
-    while low < high:  # the narrowest column that takes no more lines
+    while low < high:  # binary search for the narrowest column with the same number of lines
         middle = (low + high) // 2
         if max(map(font.getlength, pieces)) <= middle and len(_filled(pieces, font, middle)) <= len(lines):
             high = middle
@@ -174,7 +199,7 @@ def wrapped(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width
 
 
 def _pieces(word: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Return a word, cut where even a line of its own does not hold it."""
+    """Split a word that is wider than a line."""
     pieces = [""]
     for letter in word:
         if pieces[-1] and font.getlength((pieces[-1] + letter).strip()) > width:
@@ -194,8 +219,8 @@ def _filled(pieces: Sequence[str], font: ImageFont.ImageFont | ImageFont.FreeTyp
 
 
 def _per_line(panels: Sequence[Panel], cell: int) -> int:
-    """Return how many frames of each drawing stand in a line; drawings of several frames stand below each other."""
-    frames, ratio = max(one.frames for one in panels), max(one.shape for one in panels)
+    """Return the number of frames per line of a drawing."""
+    frames, ratio = max(panel.frames for panel in panels), max(panel.shape for panel in panels)
     if frames <= _ACROSS:
         return frames
 
@@ -208,13 +233,13 @@ def _per_line(panels: Sequence[Panel], cell: int) -> int:
 
 
 def strip(frames: Sequence[Image.Image], per_line: int) -> Image.Image:
-    """Return frames side by side, and in further lines where there are more than `per_line`."""
+    """Return frames side by side, with at most `per_line` per line."""
     lines = [frames[start : start + per_line] for start in range(0, len(frames), per_line)]
     return column([contact_sheet.row(line, FRAME_GAP) if len(line) > 1 else line[0] for line in lines])
 
 
 def column(rows: Sequence[Image.Image], gap: int = FRAME_GAP) -> Image.Image:
-    """Return images one below the other."""
+    """Return images below each other."""
     if len(rows) == 1:
         return rows[0]
     size = max(row.width for row in rows), sum(row.height + gap for row in rows) - gap
@@ -226,12 +251,12 @@ def column(rows: Sequence[Image.Image], gap: int = FRAME_GAP) -> Image.Image:
 
 
 def _head(lines: Sequence[str], width: int, size: int, beside: Image.Image | None) -> Image.Image:
-    """Return the text above a sheet, with an image on its right."""
+    """Return the heading of a sheet, with an image on the right."""
     if beside is not None:
         beside = ImageOps.contain(beside, (width // 5, 6 * size))
-    own = width if beside is None else width - beside.width - GAP
+    text_width = width if beside is None else width - beside.width - GAP
     font = ImageFont.load_default(size)
-    text = _text([(part, INK) for line in lines for part in wrapped(line, font, own)], own, size)
+    text = _text([(part, INK) for line in lines for part in wrapped(line, font, text_width)], text_width, size)
     if beside is None:
         return text
     head = Image.new("RGB", (width, max(text.height, beside.height)), PAPER)
@@ -241,12 +266,12 @@ def _head(lines: Sequence[str], width: int, size: int, beside: Image.Image | Non
 
 
 def _text(lines: Sequence[tuple[str, str]], width: int, size: int) -> Image.Image:
-    """Return lines of text on paper, each with its colour."""
+    """Return lines of text with their colors, on a plain background."""
     font, high = ImageFont.load_default(size), int(1.35 * size)
     image = Image.new("RGB", (width, high * len(lines) + 4), PAPER)
     pen = ImageDraw.Draw(image)
-    for place, (line, color) in enumerate(lines):
-        pen.text((0, high * place), line, fill=color, font=font)
+    for index, (line, color) in enumerate(lines):
+        pen.text((0, high * index), line, fill=color, font=font)
     return image
 
 
@@ -257,7 +282,7 @@ __all__ = [
     "caption",
     "column",
     "columns",
-    "deepest",
+    "get_caption_height",
     "letters",
     "sheet",
     "strip",

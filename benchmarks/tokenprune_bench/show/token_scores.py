@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scores by which a method ranked the visual tokens of one prompt, for those that rank by one."""
+"""Scores of the visual tokens of one prompt, for methods that rank tokens."""
 
 from __future__ import annotations
 
@@ -15,51 +15,56 @@ from tokenprune.selection.method import Pruner
 from tokenprune.statistics import Stats
 from tokenprune_bench.profiling.model import Model
 
-Found = dict[str, tuple[Tensor, Tensor]]  # by method: the scores of its first choice, `[S, N]`, and the mask of tokens
+# By method: scores of the first selection, shape (segments, tokens), and the mask of tokens.
+Recorded = dict[str, tuple[Tensor, Tensor]]
 
 
 @contextmanager
-def watched_scores(model: Any) -> Iterator[Found]:
-    """Return a context that gives the scores of the methods that a model is patched with, as they are worked out."""
-    found: Found = {}
+def record_scores(model: Any) -> Iterator[Recorded]:
+    """Record the scores of the methods that a model is patched with."""
+    recorded: Recorded = {}
     methods = get_attachment(model).methods
-    watched = [one for one in methods if isinstance(one, Pruner)]
-    for method in watched:
-        object.__setattr__(method, "score", _watched(method, found))  # of this one instance, which is frozen
+    pruners = [method for method in methods if isinstance(method, Pruner)]
+    for method in pruners:
+        object.__setattr__(method, "score", _record(method, recorded))  # on this instance, which is a frozen dataclass
     try:
-        yield found
+        yield recorded
     finally:
-        for method in watched:
+        for method in pruners:
             object.__delattr__(method, "score")
 
 
-def _watched(method: Pruner, found: Found) -> Callable[[Any], Tensor]:
+def _record(method: Pruner, recorded: Recorded) -> Callable[[Any], Tensor]:
     original = method.score
 
     def score(tokens: Any) -> Tensor:
-        made = original(tokens)
-        found.setdefault(method.name, (made.detach().float().cpu(), tokens.mask.cpu()))
-        return made
+        scores = original(tokens)
+        recorded.setdefault(method.name, (scores.detach().float().cpu(), tokens.mask.cpu()))
+        return scores
 
     return score
 
 
-def placed_scores(subject: Model, inputs: dict[str, Any], stats: Stats, found: Found) -> np.ndarray | None:
-    """Return the scores of the last method that has some, for each visual token of the one prompt, float; NaN for those
-    that had left before. None where no method ranks by a score, or where its tokens cannot be placed."""
+def align_scores(subject: Model, inputs: dict[str, Any], stats: Stats, recorded: Recorded) -> np.ndarray | None:
+    """Return the score of each visual token of the last method with scores.
+
+    Returns:
+        Float array with NaN for tokens that earlier cuts dropped. None if no method ranks tokens, or if scores and
+        tokens do not match.
+    """
     (mask,) = (mask for mask in subject.adapter.visual_mask(inputs).values() if mask.any())
-    places = mask[0].nonzero().flatten().tolist()
-    made, alive = None, places
+    positions = mask[0].nonzero().flatten().tolist()
+    scores, alive = None, positions
     for cut in stats.cuts:
-        if cut.method in found:
-            score, there = found[cut.method]
-            values = score[there].numpy()
+        if cut.method in recorded:
+            score, mask = recorded[cut.method]
+            values = score[mask].numpy()
             if len(values) == len(alive):
-                made = np.full(len(places), np.nan)
-                made[np.isin(places, alive)] = values
+                scores = np.full(len(positions), np.nan)
+                scores[np.isin(positions, alive)] = values
         kept = set(cut.kept[0])
-        alive = [place for place in alive if place in kept]
-    return made
+        alive = [position for position in alive if position in kept]
+    return scores
 
 
-__all__ = ["placed_scores", "watched_scores"]
+__all__ = ["align_scores", "record_scores"]

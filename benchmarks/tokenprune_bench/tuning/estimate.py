@@ -36,10 +36,10 @@ class Estimate:
     ) -> Estimate:
         """Estimate the chance of a candidate by a normal approximation.
 
-        The prior counts as `WEIGHT` answers: of two candidates without losses on few questions, the milder one is
-        safer. One lost and one won answer are added, so a few answers never give certainty. A negative mean drop is
-        treated as zero. Otherwise a setting that changes many answers would look safer than a setting that changes
-        none.
+        The prior has the weight of `WEIGHT` answers, so that of two candidates without losses on few questions, the
+        candidate with the smaller prior is safer. The variance includes one imagined lost and one imagined won answer,
+        so a few answers never give certainty. A negative mean drop is treated as zero. Otherwise a setting that changes
+        many answers would look safer than a setting that changes none.
 
         Args:
             drops: Score lost per question, float, shape (questions,).

@@ -40,7 +40,8 @@ def compute_shares(
     Args:
         cost: Result of `Evaluator.cost`.
         timing: Result of `Evaluator.time`, or None. Objectives in `TIMED` need it.
-        predicted: Result of `Evaluator.predict`, for the vision tower. The back end counts the decoder only.
+        predicted: Result of `Evaluator.predict`, or None. `WORK` takes the cost of the vision tower from it, because
+            `cost` covers only the decoder.
     """
     known = {
         "tokens": cost["visual_tokens_average"] / max(1, cost["visual_tokens_in"]),

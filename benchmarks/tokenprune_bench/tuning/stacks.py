@@ -86,9 +86,9 @@ def propose_stacks(
 ) -> list[Setting]:
     """Propose stacks of two or more sites that are worth asking.
 
-    Each stack takes at most one setting per site, from the settings on the site's cost-drop front. Its drop on a
-    question is predicted as the sum of the drops of its parts. A stack is left out if a single setting loses and costs
-    no more, or if its chance to pass the test is below `CHANCE`.
+    Each stack takes at most one setting per site, from the site's Pareto front of cost and drop. Its drop on a question
+    is predicted as the sum of the drops of its parts. A stack is left out if a single setting has neither a larger drop
+    nor a larger cost, or if its chance to pass the test is below `CHANCE`.
 
     Args:
         answered: Single-method settings with answers.
@@ -119,10 +119,10 @@ def propose_stacks(
     return [stacks[index][0] for index in select_promoted([part for _, part in stacks], max_stacks)]
 
 
-def _front(alone: Sequence[StackPart]) -> list[StackPart]:
-    """Return up to `_OF_A_SITE` settings of the cost-drop front, spread from the safest to the cheapest."""
+def _front(parts: Sequence[StackPart]) -> list[StackPart]:
+    """Return up to `_OF_A_SITE` parts on the Pareto front of cost and drop of one site, the safest first."""
     best: list[StackPart] = []
-    for part in sorted(alone, key=lambda part: (part.drop, part.spent)):
+    for part in sorted(parts, key=lambda part: (part.drop, part.spent)):
         if not best or part.spent < best[-1].spent:
             best.append(part)
     if len(best) <= _OF_A_SITE:

@@ -233,7 +233,7 @@ class Tuner:
         return self.evaluator.scores(None, numbers) - self.evaluator.scores(trial.candidate, numbers)
 
     def _hopeless(self, trial: Trial) -> bool:
-        """Return True if the drop is shown to exceed the limit (the same test with the opposite sign)."""
+        """Return True and stop the trial if the test of the negated drops shows that the drop exceeds the limit."""
         gains = -self._drops(trial, self.search[: trial.search])
         if is_below(gains, -self.promise.max_drop, self.promise.level):
             trial.state = f"loses too much after {trial.search} questions"

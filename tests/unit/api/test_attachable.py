@@ -24,9 +24,9 @@ from tests.unit.api.test_patch import forget_rope_deltas
 from tokenprune import Budget
 from tokenprune.integrations.hf.guard.settings import Guard
 from tokenprune.integrations.hf.patch import build_hf_parts
-from tokenprune.integrations.hf.pixels.marker import patch_on
+from tokenprune.integrations.hf.pixels.marker import find_patch
 from tokenprune.integrations.shared.attachable import Attachable
-from tokenprune_bench.lmms_eval.measure import watched
+from tokenprune_bench.lmms_eval.measure import measure_calls
 
 
 class Says:
@@ -196,7 +196,7 @@ def test_measuring_restores_generate(build: Any) -> None:
     mine = model.generate = partial(model.generate, max_new_tokens=2)
     try:
         was, want = snapshot(model), model.generate(**inputs)
-        with watched(model) as tally:
+        with measure_calls(model) as tally:
             assert torch.equal(model.generate(**inputs), want)
         assert tally.calls == 1 and model.generate is mine
         assert snapshot(model) == was
@@ -230,4 +230,4 @@ def test_failing_pixel_patch_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> 
         tokenprune.patch(model, "downsample", keep=0.5, processor=processor)
     monkeypatch.undo()
     assert (type(processor), type(processor.image_processor)) == classes
-    assert snapshot(model) == was and patch_on(processor) is None
+    assert snapshot(model) == was and find_patch(processor) is None

@@ -321,15 +321,15 @@ def test_show_says_what_the_processor_crops_away(subject: Model, tmp_path: Path)
     output = call("show", wide, "--device", "cpu", "--out", tmp_path / "out.png").stdout
     (line,) = (line for line in output.splitlines() if line.startswith(draw.CROPS))
     shares = [int(text) for text in re.findall(r"(\d+)% at the (?:left|right)", line)]
-    width, height = map(int, re.search(r"sees (\d+) x (\d+) of the image's 1000 x 500", line).groups())
+    width, height = map(int, re.search(r"sees (\d+) x (\d+) of 1000 x 500", line).groups())
     assert shares == [25, 25] and abs(width - 500) <= 12 and height == 500
     shown = side_by_side.show(subject, [Image.open(wide)], "what?", [Setting.from_text("uniform", 0.25)])
     assert line in shown.caption
     for size, sides in {(500, 1000): "25% at the top and 25% at the bottom", (600, 600): ""}.items():
         image = Image.new("RGB", size)
-        assert sides in draw.cropped_away(image, draw.seen_box(subject, image))
-        assert bool(sides) == bool(draw.cropped_away(image, draw.seen_box(subject, image)))
-    assert draw.cropped_away(image, None) == ""
+        assert sides in draw.describe_crop(image, draw.seen_box(subject, image))
+        assert bool(sides) == bool(draw.describe_crop(image, draw.seen_box(subject, image)))
+    assert draw.describe_crop(image, None) == ""
 
 
 def test_outlines_are_seen_on_white_and_on_black() -> None:

@@ -47,16 +47,17 @@ ROWS = {
 def cost(name: str) -> DraftCost:
     config, draft, tokens = ROWS[name]
     methods, budgets = [tokenprune.method("divprune")], [Budget(keep=0.1)]
-    return DraftCost.of_configs(config, draft, methods, budgets, tokens=tokens, text=256)
+    return DraftCost.from_configs(config, draft, methods, budgets, tokens=tokens, text=256)
 
 
 def test_bytes_read_per_step() -> None:
     """Every matrix once, the output head among them, and the cache: a key and a value of 4 numbers in each layer."""
     weights = 4 * 8 * (2 * 8 + 2 * 4 + 3 * 16) + 100 * 8
-    full = DraftCost.of_configs(SMALL, tokens=30, text=10, number=2.0)
+    full = DraftCost.from_configs(SMALL, tokens=30, text=10, bytes_per_value=2.0)
     assert full.target == full.draft == 2 * weights + 2 * 2 * 4 * 4 * 40 and full.c == 1
     method, half = tokenprune.method("fastv", layer=2), Budget(keep=0.5)
-    fastv = DraftCost.of_configs(SMALL, None, [method], [half], tokens=30, text=10, number=4.0, weight=1.0)
+    sizes = {"bytes_per_value": 4.0, "bytes_per_weight": 1.0}
+    fastv = DraftCost.from_configs(SMALL, None, [method], [half], tokens=30, text=10, **sizes)
     assert fastv.target == weights + 4 * 2 * 4 * 4 * 40
     assert fastv.draft == weights + 4 * 2 * 4 * (2 * 40 + 2 * 25)
 
@@ -83,10 +84,10 @@ def test_page_numbers_match_the_formula(name: str) -> None:
 
 def test_unsupported_models_are_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match="experts"):
-        DraftCost.of_configs(FAMILIES["qwen3_vl_moe"].build().config, tokens=10)
-    for wrong in (dict(tokens=0), dict(tokens=10, text=-1), dict(tokens=10, number=0.0)):
+        DraftCost.from_configs(FAMILIES["qwen3_vl_moe"].build().config, tokens=10)
+    for wrong in (dict(tokens=0), dict(tokens=10, text=-1), dict(tokens=10, bytes_per_value=0.0)):
         with pytest.raises(OptionError):
-            DraftCost.of_configs(SMALL, **wrong)
+            DraftCost.from_configs(SMALL, **wrong)
     for wrong in ((1.1, 4), (-0.1, 4), (0.5, 0)):
         with pytest.raises(OptionError):
             DraftCost(1.0, 0.5).speedup(*wrong)

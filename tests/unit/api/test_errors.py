@@ -154,8 +154,8 @@ def test_unsupported_models(make: Any, method: str) -> None:
     [
         (linear, "Linear is not a transformers model.*docs/reference/families.md"),
         (lambda: None, "NoneType is not a transformers model"),
-        (bert, "BertModel is a text model: it has no visual tokens. Pass a whole vision-language model"),
-        (vit, "ViTModel is a vision model: it has no language model. Pass a whole vision-language model"),
+        (bert, "BertModel is a text model without visual tokens. Pass a whole vision-language model"),
+        (vit, "ViTModel is a vision model without a language model. Pass a whole vision-language model"),
         (lambda: "llava-hf/llava-1.5-7b-hf", "'llava-hf/llava-1.5-7b-hf' is a name or a path.* Load it first"),
         (lambda: Path("models", "llava"), "is a name or a path.* Load it first"),
     ],

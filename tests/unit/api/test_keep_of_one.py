@@ -29,7 +29,7 @@ from tokenprune.models.decoder_shape import DecoderShape
 from tokenprune.settings import Setting
 from tokenprune.settings.saved import read_config, write_config
 from tokenprune_bench.app import snippets
-from tokenprune_bench.lmms_eval.arguments import read
+from tokenprune_bench.lmms_eval.arguments import parse_arguments
 from tokenprune_bench.plan import BenchPlan
 from zoo import FAMILIES
 
@@ -97,8 +97,8 @@ def test_commands_reject_keep_1(command: list[str]) -> None:
 def test_lmms_eval_rejects_keep_1() -> None:
     for keep in (1, "1", "0.5+1"):
         with pytest.raises(BudgetError, match=BOTH_WAYS):
-            read({"method": "divprune+fastv" if "+" in str(keep) else "divprune", "keep": keep}, "llava", [])
-    assert read({"method": "divprune", "tokens": 1}, "llava", []).config.steps()[1] == [Budget(tokens=1)]
+            parse_arguments({"method": "divprune+fastv" if "+" in str(keep) else "divprune", "keep": keep}, "llava", [])
+    assert parse_arguments({"method": "divprune", "tokens": 1}, "llava", []).config.steps()[1] == [Budget(tokens=1)]
 
 
 def test_json_distinguishes_share_and_count(tmp_path: Path) -> None:
@@ -174,7 +174,9 @@ def test_models_wrapped_for_several_devices_name_their_module(build, monkeypatch
     family = FAMILIES["llava"]
     model, inputs = build(family), family.make_inputs()
     wrapped = nn.DataParallel(model)
-    with pytest.raises(UnsupportedModelError, match=r"DataParallel wraps the model: patch \.module before wrapping"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"DataParallel wraps the model\. Patch the model before wrapping it"
+    ):
         tokenprune.patch(wrapped, "divprune")
     with torch.no_grad(), tokenprune.patched(model, "divprune", keep=0.5):
         want = model(**inputs).logits

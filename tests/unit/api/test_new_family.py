@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from families import FAMILIES as BUILT
 from tokenprune import OptionError, UnsupportedModelError
 from tokenprune.cli import app
-from tokenprune.integrations.hf.families import Adapter, base
+from tokenprune.integrations.hf.families import Adapter, registry
 from tokenprune.integrations.hf.families.describe import describe
 from tokenprune.models import families
 
@@ -32,9 +32,9 @@ WITHOUT_NORM = "blip-2_without_norm"
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     """Rows, adapters and modules that a test makes are gone after it."""
-    rows, adapters, modules, path = dict(families.FAMILIES), dict(base.ADAPTERS), set(sys.modules), list(sys.path)
+    rows, adapters, modules, path = dict(families.FAMILIES), dict(registry.ADAPTERS), set(sys.modules), list(sys.path)
     yield
-    for table, before in ((families.FAMILIES, rows), (base.ADAPTERS, adapters)):
+    for table, before in ((families.FAMILIES, rows), (registry.ADAPTERS, adapters)):
         table.clear()
         table.update(before)
     sys.path[:] = path
@@ -49,7 +49,7 @@ def unknown(build, tmp_path: Path) -> Any:
 
     def take_out(name: str) -> tuple[Path, families.Family]:
         build(BUILT[name]).config.save_pretrained(tmp_path / "config")
-        base.ADAPTERS.pop(BUILT[name].kind, None)
+        registry.ADAPTERS.pop(BUILT[name].kind, None)
         return tmp_path / "config", families.FAMILIES.pop(BUILT[name].kind)
 
     return take_out
@@ -78,7 +78,7 @@ def test_generated_test_passes(name: str, unknown, tmp_path: Path) -> None:
     again = families.FAMILIES[name]
     told = [field for field in READ if field != "tower_rows" or row.tower_rows not in NOT_TOLD]
     assert [getattr(again, field) for field in told] == [getattr(row, field) for field in told]
-    assert base.ADAPTERS[name].__bases__ == (Adapter,)
+    assert registry.ADAPTERS[name].__bases__ == (Adapter,)
     model = test.model.__wrapped__()
     test.test_decoder(model)
     for method in ("divprune", "fastv"):
@@ -92,10 +92,10 @@ def test_missing_decoder_is_reported(unknown) -> None:
 
 def test_supported_family_is_rejected() -> None:
     for kind, error, says in (
-        ("llava", OptionError, "'llava' has a row in the table"),
+        ("llava", OptionError, "'llava' is already in the family table"),
         ("mllama", UnsupportedModelError, "enter through cross-attention"),
-        ("nothing", OptionError, "is no model type of transformers, nor a folder with config.json"),
-        ("llama", OptionError, "builds no 'llama' that takes images from its default config"),
+        ("nothing", OptionError, "is neither a model type of transformers nor a folder with config.json"),
+        ("llama", OptionError, "cannot build 'llama' with images from its default config"),
     ):
         with pytest.raises(error, match=says):
             describe(kind)

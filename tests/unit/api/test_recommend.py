@@ -18,7 +18,7 @@ from each import each
 from tests.unit.docs.test_docs import generator
 from tokenprune.cli import app
 from tokenprune.errors import OptionError, TokenPruneError, UnsupportedModelError
-from tokenprune.integrations.hf.guard.floors import shipped
+from tokenprune.integrations.hf.guard.floors import load_floors
 from tokenprune_bench.recommend import advice
 from tokenprune_bench.recommend.recommendation import TASKS, recommend
 
@@ -147,7 +147,7 @@ def test_a_guard_that_the_evidence_needs_is_in_the_config_and_a_higher_keep_in_v
     found, out = recommend("demo_vlm", task="counting"), tmp_path / "with blanks.json"
     row = ADVICE["counting"]
     assert json.loads(found.config) == found.setting | {"guard": "auto"} and 'guard="auto"' in found.python
-    floor = shipped().of(row.method, "counting")
+    floor = load_floors().get_floor(row.method, "counting")
     assert json.loads(shlex.split(found.vllm)[1]) == {"tokenprune": found.setting | {"keep": floor}}
     assert floor > row.keep and any("vLLM does not support the guard" in one for one in found.notes)
     done = CliRunner().invoke(app, ["recommend", "demo_vlm", "--task", "counting", "--out", str(out)])
@@ -160,7 +160,7 @@ def test_a_guard_that_the_evidence_needs_is_in_the_config_and_a_higher_keep_in_v
     assert "guard" not in plain.config and json.loads(shlex.split(plain.vllm)[1]) == {"tokenprune": plain.setting}
     # At its keep the guard has nothing to add for what a row is about.
     for task, kind in (("signs", "text"), ("grounding", "grounding")):
-        assert ADVICE[task].keep >= shipped().of(ADVICE[task].method, kind)
+        assert ADVICE[task].keep >= load_floors().get_floor(ADVICE[task].method, kind)
 
 
 def test_the_same_budget_by_a_smaller_image_stands_beside_it() -> None:

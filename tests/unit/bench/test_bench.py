@@ -364,11 +364,11 @@ def test_the_image_shown_is_the_crop_that_the_model_sees(subject: Model) -> None
 
 def test_images_that_are_no_single_grid_are_refused(subject: Model) -> None:
     inputs = subject.inputs([noise()], ["is there a star?"])
-    assert grids.grids_of(subject, inputs, 1, False) == [(16, 16)]
+    assert grids.get_grids(subject, inputs, 1, False) == [(16, 16)]
     tiles = inputs["pixel_values"].expand(2, -1, -1, -1)
     for pixels in (tiles, tiles[None]):
         with pytest.raises(UnsupportedSetupError, match="tiles"):
-            grids.grids_of(subject, inputs | {"pixel_values": pixels}, 1, False)
+            grids.get_grids(subject, inputs | {"pixel_values": pixels}, 1, False)
     first = int((inputs["input_ids"][0] == subject.model.config.image_token_id).nonzero()[0])
     with pytest.raises(UnsupportedSetupError, match="255 visual tokens"):
-        grids.grids_of(subject, inputs | {"input_ids": inputs["input_ids"][:, first + 1 :]}, 1, False)
+        grids.get_grids(subject, inputs | {"input_ids": inputs["input_ids"][:, first + 1 :]}, 1, False)

@@ -24,7 +24,7 @@ from tokenprune_bench.profiling.media import read_frames
 from tokenprune_bench.profiling.model import Model
 from tokenprune_bench.show import contact_sheet, draw, layout, side_by_side
 from tokenprune_bench.show.contact_sheet import _GAP
-from tokenprune_bench.show.grids import grids_of
+from tokenprune_bench.show.grids import get_grids
 from zoo import FAMILIES
 
 CELL = 16  # pixels of a patch in the drawings
@@ -124,7 +124,7 @@ def test_a_long_strip_goes_on_below_and_each_frame_is_counted() -> None:
     assert strip.size == (8 * 2 * CELL + 7 * _GAP, 2 * CELL + _GAP)
     assert strip.getpixel((2 * CELL + _GAP + CELL // 2, CELL + _GAP + CELL // 2)) == COLORS[9 % 6]  # kept, of the tenth
     assert shown.pair(0).size == (strip.width, 2 * strip.height + _GAP)  # one below the other
-    assert seen.kept_of_frames() == [(int(kept[2 * n : 2 * n + 2].sum()), 2) for n in range(11)]
+    assert seen.count_kept() == [(int(kept[2 * n : 2 * n + 2].sum()), 2) for n in range(11)]
 
 
 def test_frames_of_squares_with_a_newline_behind_them_are_drawn(build: Any) -> None:
@@ -132,24 +132,24 @@ def test_frames_of_squares_with_a_newline_behind_them_are_drawn(build: Any) -> N
     family = FAMILIES["llava_onevision"]
     subject = Model(build(family), SimpleNamespace(image_processor=None), "tiny")
     inputs = dict(family.make_inputs(images=[0], video=3))
-    assert grids_of(subject, inputs, 3, True) == [(2, 2)] * 3
+    assert get_grids(subject, inputs, 3, True) == [(2, 2)] * 3
     assert subject.visual_tokens(inputs) == 13
 
 
 def test_what_cannot_be_drawn(subject: Model) -> None:
     frames = [photo(90, 120, seed) for seed in range(2)]
-    with pytest.raises(OptionError, match="nothing to draw"):
+    with pytest.raises(OptionError, match="cannot be drawn"):
         side_by_side.show(subject, frames, "image 2?", [Setting.from_text("view_select", 1.0)])
-    with pytest.raises(OptionError, match="nothing to draw"):
+    with pytest.raises(OptionError, match="cannot be drawn"):
         contact_sheet.look(subject, frames[:1], "image 2?", Setting.from_text("view_select", 1.0), False, 64)
     inputs = subject.inputs([frames], ["is there a star?"])
-    assert grids_of(subject, inputs, 2, False) == [(16, 16)] * 2
+    assert get_grids(subject, inputs, 2, False) == [(16, 16)] * 2
     with pytest.raises(UnsupportedSetupError, match="tiles"):
-        grids_of(subject, inputs | {"pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)}, 2, False)
-    with pytest.raises(UnsupportedSetupError, match="no grids"):
-        grids_of(subject, inputs | {"input_ids": inputs["input_ids"][:, 9:]}, 2, False)
-    with pytest.raises(UnsupportedSetupError, match="no grids"):
-        grids_of(subject, inputs, 2, True)
+        get_grids(subject, inputs | {"pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)}, 2, False)
+    with pytest.raises(UnsupportedSetupError, match="do not form a grid"):
+        get_grids(subject, inputs | {"input_ids": inputs["input_ids"][:, 9:]}, 2, False)
+    with pytest.raises(UnsupportedSetupError, match="do not form a grid"):
+        get_grids(subject, inputs, 2, True)
 
 
 # -- a model that takes videos
@@ -182,7 +182,7 @@ def test_a_video_is_drawn_by_its_own_grid(method: str, build: Any) -> None:
     if method == "divprune":
         right = sum(int((one == COLORS[2 * number]).all(-1).sum()) for number, one in enumerate(found))
         assert right == round(total / 2), "every kept patch shows the first of its two frames"
-    counts = seen.kept_of_frames()
+    counts = seen.count_kept()
     assert sum(kept for kept, _ in counts) == seen.kept.sum() and len(counts) == times
     assert not tokenprune.is_patched(model)
 
@@ -236,22 +236,22 @@ def test_show_takes_as_many_frames_as_the_context_holds(
     monkeypatch.setattr(Model, "generate", spy)
     out = tmp_path / "strip.png"
     said = call("show", video, "--method", method, "--device", "cpu", "--out", out).output
-    assert "7 of the 8 frames are taken: all of them and the question take" in said and "context is 2048" in said
+    assert "7 of 8 frames are used: all frames and the question have" in said and "context is 2048" in said
     assert "1792 → 448" in said and max(lengths) <= 2048
     assert Image.open(out).width == layout.WIDTH
     said = call("show", video, "--method", method, "--frames", 7, "--device", "cpu", "--out", out).output
-    assert "1792 → 448" in said and "are taken" not in said
+    assert "1792 → 448" in said and "are used" not in said
 
 
 def test_frames_that_fit_are_chosen_evenly_from_the_whole_video(subject: Model, video: Path) -> None:
     """Not from those that were chosen before."""
-    frames, left_out = contact_sheet.fitting(
+    frames, left_out = contact_sheet.fit_frames(
         subject, lambda most: read_frames([video], most), 20, "?", Setting.from_text("dart")
     )
-    assert "7 of the 20 frames" in left_out
+    assert "7 of 20 frames" in left_out
     for one, other in zip(frames, read_frames([video], 7), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    frames, left_out = contact_sheet.fitting(
+    frames, left_out = contact_sheet.fit_frames(
         subject, lambda most: read_frames([video], most), 3, "?", Setting.from_text("dart")
     )
     assert len(frames) == 3 and left_out is None

@@ -24,7 +24,7 @@ from tokenprune.cli.scaffold import new_method
 from tokenprune.methods import registry
 from tokenprune_bench.errors import DataError
 from tokenprune_bench.leaderboard import checks, entry, submit
-from tokenprune_bench.leaderboard.checks import as_plain, check_entry, file_name, read_entry
+from tokenprune_bench.leaderboard.checks import check_entry, get_file_name, read_entry, to_json
 from tokenprune_bench.leaderboard.run import read_run
 from tokenprune_bench.run_folder import SCHEMA
 from tokenprune_demo.heldout import load_heldout
@@ -103,7 +103,7 @@ def test_an_entry_says_what_the_run_does(run: Path, tmp_path: Path) -> None:
 
 def test_what_bench_writes_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real run, of two questions; one cut short is not."""
-    monkeypatch.setattr(checks, "LEAST_QUESTIONS", 2)
+    monkeypatch.setattr(checks, "MIN_QUESTIONS", 2)
     folder, data = tmp_path / "run", tmp_path / "mine.jsonl"
     asked = load_heldout(kinds=("colour", "word"), limit=1)
     rows = [{"image": str(one.path), "question": one.question, "answer": one.answer} for one in asked]
@@ -120,7 +120,7 @@ def test_what_bench_writes_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert str(tmp_path) not in path.read_text()
     lines = (folder / "results.jsonl").read_text().splitlines(keepends=True)
     (folder / "results.jsonl").write_text("".join(lines[:-1]))
-    assert "has 2 of its 3 rows" in add(folder, tmp_path, code=2).stderr
+    assert "has 2 of 3 rows" in add(folder, tmp_path, code=2).stderr
 
 
 def _other(place: int, **changes: Any) -> Callable[[Records], None]:
@@ -149,21 +149,21 @@ def _short(lines: Records) -> None:
 BROKEN: dict[str, tuple[Callable[[Records], Any], str]] = {
     "another schema": (_other(0, schema=7), "has schema 7"),
     "no header": (lambda lines: lines.pop(0), "its first line is not a header"),
-    "no unpatched row": (lambda lines: lines.pop(1), "no row of the unpatched model"),
-    "a row is missing": (lambda lines: lines.pop(4), "has 4 of its 5 rows"),
-    "no answers": (_other(0, evidence_only=True), "asked nothing for its answer"),
+    "no unpatched row": (lambda lines: lines.pop(1), "lacks the row of the unpatched model"),
+    "a row is missing": (lambda lines: lines.pop(4), "has 4 of 5 rows"),
+    "no answers": (_other(0, evidence_only=True), "has no answers"),
     "an answer is missing": (lambda lines: lines[4]["right"].append(lines[4]["right"].pop()[:-1]), "damaged"),
-    "an answer is neither": (lambda lines: lines[4].update(right=["7" * QUESTIONS]), "neither right"),
-    "another number of questions": (_other(4, questions=10), "has not 200 answers"),
-    "too few questions": (_short, "40 questions are too few: ask 50"),
-    "a seed is missing": (lambda lines: lines[2]["right"].pop(), "each of the seeds"),
-    "other seeds": (_other(2, seeds=[0, 1, 5]), "each of the seeds"),
+    "an answer is neither": (lambda lines: lines[4].update(right=["7" * QUESTIONS]), "neither 1"),
+    "another number of questions": (_other(4, questions=10), "does not have 200 answers"),
+    "too few questions": (_short, "40 questions are too few. Ask at least 50"),
+    "a seed is missing": (lambda lines: lines[2]["right"].pop(), "lacks some of the seeds"),
+    "other seeds": (_other(2, seeds=[0, 1, 5]), "lacks some of the seeds"),
     "one seed": (_one_seed, "1 seeds are too few"),
     "another model": (_about(4, model="b"), "fastv ran with model 'b', not 'an-org/A_Model'"),
     "other weights": (_about(3, weights="b"), "downsample ran with weights 'b'"),
-    "other versions": (_about(3, torch="1.0"), "downsample ran with other versions"),
-    "versions of another run": (_all(torch="1"), "name other versions"),
-    "nothing to compare with": (lambda lines: (lines.pop(2), lines[0].update(rows=4)), "no line of random"),
+    "other versions": (_about(3, torch="1.0"), "downsample ran with different versions"),
+    "versions of another run": (_all(torch="1"), "have different versions"),
+    "nothing to compare with": (lambda lines: (lines.pop(2), lines[0].update(rows=4)), "line of random is missing"),
     "a folder of one machine": (_all(model="/data/models/x"), "with --model-name"),
     "an unknown method": (_other(4, method="mine"), "unknown method 'mine'"),
 }  # fmt: skip
@@ -188,9 +188,9 @@ def test_a_model_in_a_folder_gets_a_name(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
     (tmp_path / "entries").mkdir()
     for folder in (tmp_path, tmp_path / "none", run / "results.jsonl"):
-        assert "is no folder of a run" in add(folder, tmp_path / "entries", code=2).stderr
-    assert "there is no folder" in add(run, tmp_path / "nowhere", code=2).stderr
-    assert "has schema 1, and this version reads" in add(write(run, records(), schema=1), tmp_path, code=2).stderr
+        assert "is not the folder of a run" in add(folder, tmp_path / "entries", code=2).stderr
+    assert "does not exist" in add(run, tmp_path / "nowhere", code=2).stderr
+    assert "has schema 1, but this version reads" in add(write(run, records(), schema=1), tmp_path, code=2).stderr
     (run / "config.json").write_text("{")
     assert "config.json is damaged" in add(run, tmp_path, code=2).stderr
     assert not list(tmp_path.glob("*.json"))
@@ -212,25 +212,25 @@ def _line(**changes: Any) -> Callable[[dict[str, Any]], None]:
 
 UNSOUND: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another schema": (lambda given: given.update(schema=2), "its schema is 2"),
-    "a field too few": (lambda given: given.pop("seeds"), "it lacks seeds"),
-    "a field too many": (_line(extra=1), "line 2: it has no field extra"),
+    "a field too few": (lambda given: given.pop("seeds"), "missing field seeds"),
+    "a field too many": (_line(extra=1), "line 2: unknown field extra"),
     "another type": (lambda given: given.update(questions="200"), "questions='200' must be an int >= 1"),
     "no number": (_line(tokens=float("nan")), "tokens=nan must be a number"),
-    "a better score": (_line(score=[0.95, 0.8, 0.9]), "0.95 does not lie between"),
+    "a better score": (_line(score=[0.95, 0.8, 0.9]), "0.95 is not between"),
     "a narrower interval": (_line(score=[0.85, 0.84, 0.86]), "is not the interval of 0.85 of 200 questions"),
-    "more than all": (_line(score=[1.2, 1.1, 1.3]), "1.2 is no share"),
-    "twice": (lambda given: given["lines"].append(given["lines"][2]), "stands there twice"),
+    "more than all": (_line(score=[1.2, 1.1, 1.3]), "1.2 is not a share"),
+    "twice": (lambda given: given["lines"].append(given["lines"][2]), "occurs twice"),
     "all or one": (_line(keep=1), "keep=1 is ambiguous"),
-    "no site": (_line(site="MOON"), "is none of PRE_ENCODER"),
+    "no site": (_line(site="MOON"), "is not one of PRE_ENCODER"),
     "another mark": (_line(marks=["best"]), "marks are"),
-    "a long note": (lambda given: given.update(note="x" * 301), "note is one line of at most 300"),
-    "two lines": (lambda given: given.update(by="a\nb"), "by is one line"),
-    "nobody": (lambda given: given.update(by=" "), "must say something"),
-    "no version": (lambda given: given["versions"].pop("tokenprune"), "that of tokenprune"),
-    "no version of the engine": (lambda given: given.update(engine="vllm"), "that of vllm"),
-    "another metric": (lambda given: given.update(metric="mine"), "metric='mine' is none of exact"),
-    "no date": (lambda given: given.update(date="yesterday"), "is no date"),
-    "no lines": (lambda given: given.update(lines=[]), "has no lines"),
+    "a long note": (lambda given: given.update(note="x" * 301), "note must be one line of at most 300"),
+    "two lines": (lambda given: given.update(by="a\nb"), "by must be one line"),
+    "nobody": (lambda given: given.update(by=" "), "must not be empty"),
+    "no version": (lambda given: given["versions"].pop("tokenprune"), "must include tokenprune"),
+    "no version of the engine": (lambda given: given.update(engine="vllm"), "must include vllm"),
+    "another metric": (lambda given: given.update(metric="mine"), "metric='mine' is not one of exact"),
+    "no date": (lambda given: given.update(date="yesterday"), "is not a date"),
+    "no lines": (lambda given: given.update(lines=[]), "lines is empty"),
     "another name": (lambda given: given.update(run="0" * 12), "its name must be"),
 }
 
@@ -238,17 +238,17 @@ UNSOUND: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @each("what", UNSOUND)
 def test_an_entry_that_is_not_sound_is_refused(what: str, good: entry.LeaderboardEntry, tmp_path: Path) -> None:
     change, told = UNSOUND[what]
-    given = json.loads(json.dumps(as_plain(good)))
+    given = json.loads(json.dumps(to_json(good)))
     change(given)
-    path = tmp_path / file_name(good)
+    path = tmp_path / get_file_name(good)
     path.write_text(json.dumps(given))
     with pytest.raises(DataError, match=f"{re.escape(str(path))}: .*{re.escape(told)}"):
         read_entry(path)
 
 
 def test_an_entry_is_read_as_it_was_written(good: entry.LeaderboardEntry, tmp_path: Path) -> None:
-    path = tmp_path / file_name(good)
-    path.write_text(json.dumps(as_plain(good)))
+    path = tmp_path / get_file_name(good)
+    path.write_text(json.dumps(to_json(good)))
     assert read_entry(path) == good
 
 
@@ -281,14 +281,13 @@ def test_a_row_says_what_its_line_does(
     one = script.Run(good, ROOT / "benchmarks/experiments/leaderboard/entries/x.json")
     table = script.board([one]).splitlines()
     assert [line.split(" | ")[0] for line in table[2:]] == [
-        f"| [`{n}`](methods/{n}.md)" for n in ("fastv", "random", "downsample")
+        f"| [`{n}`](../methods/{n}.md)" for n in ("fastv", "random", "downsample")
     ]
     fastv = table[2].strip("| ").split(" | ")
     low, high = (round(100 * end) for end in one.entry.lines[2].score[1:])
     assert fastv[1:] == [
-        "an-org/A_Model", "25 %", f"85.0 [{low}–{high}]", "10.0", "25.0", "0.70", "25", "11 of 12",
-        "in the language model",
-        "yes", "in_llm",
+        "an-org/A_Model", "25 %", f"85.0 [{low}–{high}]", "25.0", "0.70", "11 of 12", "in the language model", "yes",
+        "in_llm",
     ]  # fmt: skip
     assert all(line.count(" | ") == len(script.COLUMNS) - 1 for line in table if "---" not in line)
     assert "&lt;b&gt;&#124;me" in script.sources([one])
@@ -312,7 +311,7 @@ def test_a_method_of_another_package_is_checked_measured_and_written(
     site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One command, from the package's folder: its page gets a table, and the entry is one that the page reads."""
-    monkeypatch.setattr(checks, "LEAST_QUESTIONS", 2)
+    monkeypatch.setattr(checks, "MIN_QUESTIONS", 2)
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     monkeypatch.syspath_prepend(folder := new_method("of_others", site, tmp_path / "made"))
     monkeypatch.chdir(folder)
@@ -331,7 +330,7 @@ def test_a_method_of_another_package_is_checked_measured_and_written(
         page = Path("README.md").read_text()
         assert page.count("## Measured") == 1 and "| `of_others` | 0.6 |" in page
         path.unlink()
-        monkeypatch.setattr(submit, "table", lambda entry: "another")
+        monkeypatch.setattr(submit, "build_markdown_table", lambda entry: "another")
         assert CliRunner().invoke(app, command).exit_code == 0
         assert page.partition("<!--")[0] + "<!--" in Path("README.md").read_text()
         assert "another" in Path("README.md").read_text() and "of_others` | 0.6" not in Path("README.md").read_text()

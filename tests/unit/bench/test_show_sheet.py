@@ -137,7 +137,7 @@ def test_the_crop_is_named_and_drawn(subject: Model) -> None:
 # -- GIF
 
 
-def stills(path: Path) -> list[np.ndarray]:
+def build_stills(path: Path) -> list[np.ndarray]:
     with Image.open(path) as image:
         assert image.format == "GIF" and image.info["loop"] == 0
         return [np.asarray(one.convert("RGB"), int) for one in ImageSequence.Iterator(image)]
@@ -148,7 +148,7 @@ def test_a_gif_over_keep(tmp_path: Path) -> None:
     white, out = tmp_path / "white.png", tmp_path / "keep.gif"
     Image.new("RGB", (224, 224), "white").save(white)
     said = call("show", white, "--methods", "uniform,divprune", "--gif", "keep", "--keep", "1.0,0.5,0.1", "--out", out)
-    found = stills(out)
+    found = build_stills(out)
     assert len(found) == 3 and {one.shape[1] for one in found} == {layout.ANIMATED}
     dark = [int((one.max(-1) < 128).sum()) for one in found]
     assert dark[0] < dark[1] < dark[2]
@@ -166,7 +166,7 @@ def test_a_gif_over_the_frames_of_a_video(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"{number}.png").rename(folder / f"{number}.png")
     call("show", folder, "--methods", "uniform", "--gif", "frames", "--out", out)
-    found = stills(out)
+    found = build_stills(out)
     assert len(found) == 3
     for color, image in zip(colors, found, strict=True):
         near = [int((np.abs(image - one).sum(-1) < 30).sum()) for one in colors]
@@ -176,9 +176,9 @@ def test_a_gif_over_the_frames_of_a_video(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("--gif", "size"), "write keep (an image for each keep) or frames"),
+        (("--gif", "size"), "Pass keep (an image per keep) or frames"),
         (("--gif", "frames"), "needs a video or several images"),
-        (("--gif", "keep", "--keep", "0.5"), "such as --keep 1.0,0.75"),
+        (("--gif", "keep", "--keep", "0.5"), "for example --keep 1.0,0.75"),
         (("--gif", "keep", "--keep", "1.5,0.5"), "keep=1.5 is not a valid share"),
         (("--keep", "1.5"), "keep=1.5 is not a valid share"),
         (("--keep", "0.5,0.2"), "is not one number"),
@@ -201,17 +201,17 @@ def test_what_makes_no_sense_is_said_before_a_model_is_loaded(
 def test_frames_at_several_keeps_are_refused() -> None:
     animation.check_kind("frames", [0.5], 2)
     animation.check_kind("keep", [1.0, 0.5], 1)
-    with pytest.raises(OptionError, match="at one keep"):
+    with pytest.raises(OptionError, match="needs one keep"):
         animation.check_kind("frames", [0.5, 0.25], 2)
 
 
 def test_a_video_of_one_frame_does_not_move(subject: Model) -> None:
     shown = side_by_side.show(subject, [photo(64, 64, 0)], "?", [Setting.from_text("uniform", 0.5)])
     for kind in (animation.FRAMES, animation.KEEP):
-        with pytest.raises(OptionError, match="give it more"):
-            animation.stills(shown, kind, 1)
+        with pytest.raises(OptionError, match="Pass more --frames"):
+            animation.build_stills(shown, kind, 1)
 
 
 def test_a_gif_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    with pytest.raises(TokenPruneError, match="cannot write"):
+    with pytest.raises(TokenPruneError, match="Cannot write"):
         animation.save([Image.new("RGB", (4, 4))] * 2, tmp_path / "none" / "a.gif")

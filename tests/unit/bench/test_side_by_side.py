@@ -95,7 +95,7 @@ def test_merged_patches_have_their_mean_colour() -> None:
 def test_scores_are_mapped_where_a_method_ranks_by_one(subject: Model) -> None:
     shown = side_by_side.show(subject, [ramp(224, 224)], QUESTION, settings(0.25, "fastv", "divprune"), scores=True)
     assert [panel.title for panel in shown.panels][2] == "fastv: scores" and len(shown.panels) == 4
-    assert shown.notes == ("divprune ranks no tokens by a score: there is no map of it",)
+    assert shown.notes == ("divprune does not rank tokens by a score, so it has no map",)
     fastv = shown.seen[0]
     assert fastv.scores[fastv.kept].min() >= fastv.scores[~fastv.kept].max()  # it keeps the highest
     wanted = settings(0.5, "divprune+fastv:layer=3")

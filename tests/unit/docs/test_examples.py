@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import tokenprune
+import tokenprune.testing
+from tokenprune.integrations.hf.families.registry import ADAPTERS
+from tokenprune.integrations.hf.sessions.policies import registry as policies
 from tokenprune.methods import registry
+from tokenprune.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[3]
 MODULES = [
@@ -55,7 +61,8 @@ def photo() -> Any:
 @pytest.mark.parametrize("module_name", MODULES)
 def test_examples_run(module_name: str, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # examples may register methods
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # examples may register methods and policies
+    monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -63,7 +70,30 @@ def test_examples_run(module_name: str, names: dict[str, Any], tmp_path: Path, m
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     output: list[str] = []
     for test in doctest.DocTestFinder().find(module, globs={**vars(module), **names}):
-        runner.run(test, out=output.append)
+        with mock.patch.dict(ADAPTERS), mock.patch.dict(FAMILIES):  # examples may register families
+            runner.run(test, out=output.append)
         if tokenprune.is_patched(names["model"]):
             tokenprune.unpatch(names["model"])
     assert runner.tries and not runner.failures, "".join(output)
+
+
+def lacks_example(item: Any) -> bool:
+    return ">>> " not in (inspect.getdoc(item) or "")
+
+
+def is_documented(item: Any) -> bool:
+    is_error = inspect.isclass(item) and issubclass(item, Exception)
+    return (inspect.isclass(item) or inspect.isroutine(item)) and not is_error
+
+
+@pytest.mark.parametrize("module", [tokenprune, tokenprune.testing], ids=lambda module: module.__name__)
+def test_public_names_have_an_example(module: Any) -> None:
+    public = {name: getattr(module, name) for name in module.__all__}
+    missing = [name for name, item in public.items() if is_documented(item) and lacks_example(item)]
+    assert not missing, f"add an Example: section to the docstrings of {', '.join(missing)}"
+
+
+def test_methods_have_an_example() -> None:
+    classes = {name: tokenprune.method_info(name).cls for name in tokenprune.available_methods()}
+    missing = [name for name, cls in classes.items() if cls.__module__.startswith("tokenprune.") and lacks_example(cls)]
+    assert not missing, f"add an Example: section to the docstrings of {', '.join(missing)}"

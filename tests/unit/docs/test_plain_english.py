@@ -21,6 +21,30 @@ def plain() -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize("folder", ["tokenprune", "benchmarks/tokenprune_bench"])
+@pytest.mark.parametrize("kind", ["docstrings", "comments", "strings"])
+def test_code_has_few_markers(plain: ModuleType, folder: str, kind: str) -> None:
+    num_words, hits = plain.count_markers(kind, plain.list_files([folder], ".py"))
+    assert num_words > 1000
+    assert 1000 * hits.total() / num_words <= plain.LIMITS[kind], hits
+
+
+def test_pages_have_few_markers(plain: ModuleType) -> None:
+    num_words, hits = plain.count_markers("pages", plain.list_files(plain.PAGES, ".md"))
+    assert num_words > 10_000
+    assert 1000 * hits.total() / num_words <= plain.LIMITS["pages"], hits
+
+
+def test_code_does_not_use_the_listed_names(plain: ModuleType) -> None:
+    files = plain.list_files(plain.CODE_FOLDERS, ".py")
+    names = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file in files
+        for line, name in plain.assigned_names(file.read_text())
+    ]
+    assert len(names) <= plain.MAX_NAMES, "\n".join(names)
+
+
 def test_readers_find_each_kind(plain: ModuleType) -> None:
     source = '"""What is left."""\n# A place in a list.\ndef of(one):\n    raise ValueError("keep is no number here")\n'
     assert list(plain.docstrings(source)) == [(1, "What is left.")]

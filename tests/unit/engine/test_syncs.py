@@ -227,8 +227,8 @@ def test_guard(family_name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> 
     """The guard reads prompts with what is brought to the host anyway, and has its view of images sent there."""
     # These images are smaller than a block.
     monkeypatch.setattr(guard_pixels, "SIDE", 4)
-    monkeypatch.setattr(guard_pixels, "_LEAST_SIDE", 4)
-    monkeypatch.setattr(guard_pixels, "blocks_of", lambda planes: images.blocks_of(planes, 4))
+    monkeypatch.setattr(guard_pixels, "_MIN_SIDE", 4)
+    monkeypatch.setattr(guard_pixels, "split_blocks", lambda planes: images.split_blocks(planes, 4))
     family = FAMILIES[family_name]
     model, inputs = family.build("eager"), inputs_of(family, None, large=True)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "how many?")

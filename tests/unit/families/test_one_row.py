@@ -17,7 +17,7 @@ import tokenprune
 from families import FAMILIES as BUILT
 from tokenprune import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.errors import PlaceholderMismatchError
-from tokenprune.integrations.hf.families import Adapter, base, get_adapter, register_adapter
+from tokenprune.integrations.hf.families import Adapter, get_adapter, register_adapter, registry
 from tokenprune.integrations.shared import checks
 from tokenprune.models import families
 from tokenprune.models.families import Family, get_config_family
@@ -28,9 +28,9 @@ NEW = "made_up"
 @pytest.fixture(autouse=True)
 def tables() -> Iterator[None]:
     """Take back all that a test registers."""
-    rows, adapters = dict(families.FAMILIES), dict(base.ADAPTERS)
+    rows, adapters = dict(families.FAMILIES), dict(registry.ADAPTERS)
     yield
-    for table, before in ((families.FAMILIES, rows), (base.ADAPTERS, adapters)):
+    for table, before in ((families.FAMILIES, rows), (registry.ADAPTERS, adapters)):
         table.clear()
         table.update(before)
 
@@ -54,7 +54,7 @@ def test_adapters_override_methods_and_the_facts_that_go_with_them() -> None:
 
 
 def test_each_adapter_serves_families_of_the_table() -> None:
-    assert base.ADAPTERS.keys() <= families.SUPPORTED.keys()
+    assert registry.ADAPTERS.keys() <= families.SUPPORTED.keys()
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def test_a_row_is_all_that_a_family_needs(model) -> None:
     assert get_config_family(SimpleNamespace(model_type=NEW)).patches == "tiles"  # the plugin reads the same row
     # What the model itself decides: its config has no id for videos.
     assert get_adapter(model).family == Family(NEW, patches="tiles", square="always", resizing=None)
-    assert NEW in base.list_supported_families()
+    assert NEW in registry.list_supported_families()
 
 
 def test_a_row_names_where_the_decoder_is(model) -> None:
@@ -92,6 +92,6 @@ def test_an_adapter_of_ones_own_overrides_a_method(model, monkeypatch: pytest.Mo
     assert type(get_adapter(model)) is Mine
     with (
         tokenprune.patched(model, "divprune", keep=0.5),
-        pytest.raises(PlaceholderMismatchError, match="holds 0 image"),
+        pytest.raises(PlaceholderMismatchError, match="has 0 image placeholders"),
     ):
         model(**BUILT["llava"].make_inputs(images=(2, 1)))

@@ -174,7 +174,7 @@ def test_errors_leave_nothing_behind(family: Family, model) -> None:
     fewer = {name: value[:1] for name, value in inputs.items()}  # three images, placeholders of two
     fewer |= {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
     with tokenprune.patched(model, "random", keep=0.3):
-        with pytest.raises(UnsupportedSetupError, match="leave out prefill_chunk_size"):
+        with pytest.raises(UnsupportedSetupError, match="without prefill_chunk_size"):
             model.generate(**inputs, max_new_tokens=2, prefill_chunk_size=8)
         for call in (model, model.generate):
             if fewer["pixel_values"].ndim == 4:  # videos are not counted: see Engine._match_features

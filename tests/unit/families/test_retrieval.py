@@ -83,7 +83,7 @@ def test_equals_masking(retriever: Retriever, model: Any, method: str, batch: st
     assert torch.equal(output.kept, alive) and torch.equal(alive & ~visual(inputs, retriever, model),
                                                            real & ~visual(inputs, retriever, model))  # fmt: skip
     assert stats.visual_tokens_out < stats.visual_tokens_in
-    assert f"vectors: {int(alive.sum())} of {int(real.sum())} are left, those of text among them" in stats.notes
+    assert f"vectors: {int(alive.sum())} of {int(real.sum())} kept, including text" in stats.notes
     assert not output.embeddings[~alive].any() and not output.embeddings.isnan().any()
     family = dataclasses.replace(retriever.inner, decoder=f"{retriever.inside(model)}.language_model")
     with reduced(family, model, stats.cuts, length):
@@ -181,7 +181,7 @@ def test_a_row_of_several_pages_is_refused() -> None:
     places = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
     with (
         tokenprune.patched(model, "divprune", keep=0.3),
-        pytest.raises(UnsupportedSetupError, match="a row holds several pages: give each a row of its own"),
+        pytest.raises(UnsupportedSetupError, match="A row of the batch has several pages"),
     ):
         model(input_ids=torch.cat(rows, 1), position_ids=places, pixel_values=together["pixel_values"])
 
@@ -229,7 +229,9 @@ def test_models_of_colpali_engine_are_refused_by_name(build) -> None:
     model = build(FAMILIES["qwen2_vl"])
     for asked in (model, model.model):
         asked.custom_text_proj = nn.Linear(1, 1)
-        with pytest.raises(UnsupportedModelError, match=f"{type(asked).__name__} makes a vector.*colqwen2-v1.0-hf"):
+        with pytest.raises(
+            UnsupportedModelError, match=f"{type(asked).__name__} of colpali-engine is not supported.*colqwen2-v1.0-hf"
+        ):
             tokenprune.patch(asked, "divprune", keep=0.5)
         del asked.custom_text_proj
     with tokenprune.patched(model, "divprune", keep=0.5):

@@ -16,7 +16,7 @@ from basics import snapshot
 from families import REFUSED
 from processors import LIMITS, photo
 from tokenprune import UnsupportedModelError
-from tokenprune.integrations.hf.families import Adapter, base, get_adapter, register_adapter
+from tokenprune.integrations.hf.families import Adapter, get_adapter, register_adapter, registry
 from tokenprune.integrations.shared import checks
 from tokenprune.models import families
 from tokenprune.models.families import Family
@@ -85,7 +85,7 @@ def test_what_leaves_the_prompt_is_refused(name: str, processor: Any) -> None:
 
 
 def test_an_adapter_of_ones_own_may_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "ADAPTERS", dict(base.ADAPTERS))
+    monkeypatch.setattr(registry, "ADAPTERS", dict(registry.ADAPTERS))
     for family in ("minimax_m3_vl", Family("minimax_m3_vl")):
         for row in families.FAMILIES.keys() & families.PIXELS_ONLY:
             monkeypatch.delitem(families.FAMILIES, row)

@@ -18,8 +18,8 @@ from each import each
 from guard_drawings import page, scene
 from tokenprune import Budget, Guard, OptionError, Pruner, UnsupportedSetupError
 from tokenprune.integrations.hf.guard import pixels as guard_pixels
-from tokenprune.integrations.hf.guard.floors import shipped
-from tokenprune.integrations.hf.guard.images import blocks_of
+from tokenprune.integrations.hf.guard.floors import load_floors
+from tokenprune.integrations.hf.guard.images import split_blocks
 from tokenprune.integrations.hf.guard.part import GuardPart
 from tokenprune.integrations.hf.guard.settings import KINDS, TEXT_LIMIT
 from tokenprune.integrations.shared.attachment import get_attachment
@@ -76,7 +76,7 @@ def test_auto_is_a_patch_with_the_raised_budget(subject: Model, method: str, kee
         got, guarded = run(subject, alone, **auto)
         by_hand, plain = keep, run(subject, alone, method=method, keep=keep, guard="off")[1]
         if kinds:
-            floor = Budget(keep=float(shipped().of(method, kinds[0])), per=per)
+            floor = Budget(keep=float(load_floors().get_floor(method, kinds[0])), per=per)
             raised = run(subject, alone, method=method, keep=floor, guard="off")[1]
             if raised.visual_tokens_average > plain.visual_tokens_average:
                 by_hand = floor
@@ -142,7 +142,7 @@ def test_a_floor_in_tokens_is_warned_of(
             inputs = asked(subject, [[page(224)]], QUESTIONS[:1])
             subject.model(**inputs)
             tokenprune.stats(subject.model)
-        assert caplog.text.count("What helps: keep=200;") == caplog.text.count("looks like text") == times
+        assert caplog.text.count("Use: keep=200;") == caplog.text.count("looks like text") == times
 
 
 def test_without_a_tokenizer_images_alone_are_looked_at(subject: Model) -> None:
@@ -177,7 +177,7 @@ def test_warn_changes_nothing(subject: Model, method: Any) -> None:
     assert stats.visual_tokens_per_layer == plain.visual_tokens_per_layer
     assert plain.guard is None and "guard" not in repr(plain)
     at_risk = [row.risks for row in stats.guard]
-    low = [tuple(kind for kind in kinds if shipped().of(name, kind) > 0.2) for kinds in RISKS]
+    low = [tuple(kind for kind in kinds if load_floors().get_floor(name, kind) > 0.2) for kinds in RISKS]
     assert at_risk == low and any(low)
     assert f"guard: {sum(map(bool, low))} of 4 rows at risk, 0 raised" in repr(stats)
     assert stats.as_dict()["guard"][1]["risks"] == ("counting",)
@@ -207,8 +207,8 @@ def test_at_the_default_setting_reading_and_places_are_warned_of(
         subject.model.generate(**asked(subject, questions=QUESTIONS[2:]), max_new_tokens=2)
         assert [row.risks for row in tokenprune.stats(subject.model).guard] == [("grounding",), ("text",)]
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(said) == 2 and all("What helps: keep=0.5; guard=" in one for one in said)
-    assert all("at this keep one of pool" in one for one in said)
+    assert len(said) == 2 and all("Use: keep=0.5; guard=" in one for one in said)
+    assert all("at this keep pool" in one for one in said)
 
 
 def test_nothing_is_said_in_vain(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
@@ -275,8 +275,8 @@ def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> 
     [
         (dict(guard="loud"), OptionError, "guard='loud'.*'warn', 'auto', 'off'"),
         (dict(guard=True), OptionError, "guard=True"),
-        (dict(processor=object()), OptionError, "no tokenizer"),
-        (dict(method="tome", guard="auto"), UnsupportedSetupError, 'IN_ENCODER: use guard="warn"'),
+        (dict(processor=object()), OptionError, "has no tokenizer"),
+        (dict(method="tome", guard="auto"), UnsupportedSetupError, 'IN_ENCODER. Use guard="warn"'),
         (dict(method=tokenprune.method("flowcut", inside=True), guard="auto"), UnsupportedSetupError, "at IN_ENCODER"),
         (dict(method="downsample", guard="auto", processor="demo"), UnsupportedSetupError, "PRE_ENCODER"),
         (dict(method="dyrate", guard="auto"), UnsupportedSetupError, "DECODE"),
@@ -299,16 +299,16 @@ def test_a_processor_turns_it_on_and_one_line_says_what_it_does(
     model, processor = subject.model, subject.processor
     cases = (
         (dict(), None), (dict(processor=processor, guard="off"), None), (dict(processor=processor, keep=1.0), None),
-        (dict(processor=processor), 'guard="warn" looks at prompts and images, and logs one warning for each reason '
-         "where random (text below 1, grounding below 0.5, counting below 1) may keep too few tokens"),
-        (dict(guard="warn"), 'guard="warn" looks at images (prompts need processor=), and logs one warning for each '
-         "reason where random (text below 1, grounding below 0.5, counting below 1) may keep too few tokens"),
-        (dict(processor=processor, method="pool"), 'guard="warn" looks at prompts and images, and logs one warning for '
-         "each reason where pool (text below 0.25, grounding below 0.25, counting below 1) may keep too few tokens"),
-        (dict(processor=processor, method="pool", keep=0.25), 'guard="warn" looks at prompts and images, and logs one '
-         "warning for each reason where pool (counting below 1) may keep too few tokens"),
-        (dict(processor=processor, guard="auto", method=["divprune", "fastv"]), 'guard="auto" looks at prompts and '
-         "images, and keeps more tokens where divprune (text below 0.5, grounding below 0.5, counting below 1) + fastv "
+        (dict(processor=processor), 'guard="warn" checks prompts and images, and logs one warning for each reason '
+         "if random (text below 1, grounding below 0.5, counting below 1) may keep too few tokens"),
+        (dict(guard="warn"), 'guard="warn" checks images (prompts need processor=), and logs one warning for each '
+         "reason if random (text below 1, grounding below 0.5, counting below 1) may keep too few tokens"),
+        (dict(processor=processor, method="pool"), 'guard="warn" checks prompts and images, and logs one warning for '
+         "each reason if pool (text below 0.25, grounding below 0.25, counting below 1) may keep too few tokens"),
+        (dict(processor=processor, method="pool", keep=0.25), 'guard="warn" checks prompts and images, and logs one '
+         "warning for each reason if pool (counting below 1) may keep too few tokens"),
+        (dict(processor=processor, guard="auto", method=["divprune", "fastv"]), 'guard="auto" checks prompts and '
+         "images, and keeps more tokens if divprune (text below 0.5, grounding below 0.5, counting below 1) + fastv "
          "(text below 0.5, grounding below 1, counting below 1) may keep too few tokens"),
     )  # fmt: skip
     for options, line in cases:
@@ -408,10 +408,10 @@ def test_verdicts_find_their_images(name: str, build: Any, monkeypatch: pytest.M
     family = FAMILIES[name]
     model, inputs = build(family), family.make_inputs(images=(2, 1))
     monkeypatch.setattr(guard_pixels, "SIDE", 4)
-    monkeypatch.setattr(guard_pixels, "_LEAST_SIDE", 4)
-    monkeypatch.setattr(guard_pixels, "blocks_of", lambda planes: blocks_of(planes, 4))
+    monkeypatch.setattr(guard_pixels, "_MIN_SIDE", 4)
+    monkeypatch.setattr(guard_pixels, "split_blocks", lambda planes: split_blocks(planes, 4))
     # The value of an image is its number among those that the tower gets.
-    monkeypatch.setattr(guard_pixels, "text_shares", lambda blocks, owner, number: torch.arange(float(number)))
+    monkeypatch.setattr(guard_pixels, "compute_text_shares", lambda blocks, owner, number: torch.arange(float(number)))
     for row, images in ((None, (2, 1)), (0, (2,)), (1, (1,))):
         inputs = family.make_inputs(images=(2, 1)) if row is None else family.make_inputs(images=(2, 1), only=row)
         with tokenprune.patched(model, "random", keep=0.3, guard="warn"):

@@ -15,7 +15,7 @@ import tokenprune
 from each import each
 from guard_drawings import measured, page, planes, scene
 from tokenprune.integrations.hf.guard import pixels as guard_pixels
-from tokenprune.integrations.hf.guard.images import SIDE, blocks_of, text_shares
+from tokenprune.integrations.hf.guard.images import SIDE, compute_text_shares, split_blocks
 from tokenprune.integrations.hf.guard.settings import TEXT_LIMIT
 from tokenprune.models.families import Family
 
@@ -79,7 +79,7 @@ def test_images_without_content() -> None:
     broken[:, :28, :28] = float("inf")
     assert measured(nan) == measured(torch.zeros(3, 56, 56)) == measured(torch.full((3, 84, 84), -2.1)) == 0
     assert measured(broken) > TEXT_LIMIT
-    assert text_shares(torch.zeros(0, 28, 28), torch.zeros(0, dtype=torch.long), 2).tolist() == [0, 0]
+    assert compute_text_shares(torch.zeros(0, 28, 28), torch.zeros(0, dtype=torch.long), 2).tolist() == [0, 0]
 
 
 def naive(image: np.ndarray) -> float:
@@ -104,10 +104,10 @@ def naive(image: np.ndarray) -> float:
 def test_the_measure_is_the_naive_loop() -> None:
     images = [page(336), page(336, 20), scene("noise"), thresholds(336)]
     pixels = torch.stack([planes(image) for image in images])
-    blocks = blocks_of(pixels)
+    blocks = split_blocks(pixels)
     owner = torch.arange(4).repeat_interleave(blocks.shape[1])
     shuffled = torch.randperm(len(owner), generator=torch.Generator().manual_seed(0))
-    got = text_shares(blocks.flatten(0, 1)[shuffled], owner[shuffled], 4)
+    got = compute_text_shares(blocks.flatten(0, 1)[shuffled], owner[shuffled], 4)
     for value, image in zip(got.tolist(), pixels.mean(1).numpy(), strict=True):
         assert value == pytest.approx(naive(image), abs=1e-6)
 
@@ -138,10 +138,10 @@ def test_patches_are_looked_at_like_whole_images(monkeypatch: pytest.MonkeyPatch
     seen: list[torch.Tensor] = []
     with monkeypatch.context() as patch:
         patch.setattr(
-            guard_pixels, "text_shares", lambda blocks, owner, count: seen.append(blocks) or torch.zeros(count)
+            guard_pixels, "compute_text_shares", lambda blocks, owner, count: seen.append(blocks) or torch.zeros(count)
         )
         guard_pixels.look(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes})
-    torch.testing.assert_close(seen[0], torch.cat([blocks_of(one[None])[0] for one in images]))
+    torch.testing.assert_close(seen[0], torch.cat([split_blocks(one[None])[0] for one in images]))
     for wrong in ({"image_grid_thw": None}, {"image_grid_thw": sizes[:2]}, {"pixel_values": patches[:, :-1]}):
         assert guard_pixels.look(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes} | wrong) is None
 

@@ -13,7 +13,7 @@ from each import each
 from guard_questions import FRESH, KNOWN, TRIED
 from tests.unit.docs.test_site import tool
 from tokenprune import Guard, OptionError
-from tokenprune.integrations.hf.guard.floors import Floors, shipped
+from tokenprune.integrations.hf.guard.floors import Floors, load_floors
 from tokenprune.integrations.hf.guard.prompts import KindReader
 from tokenprune.integrations.hf.guard.settings import KINDS
 from tokenprune.methods import DEFAULT_METHOD
@@ -33,49 +33,50 @@ def test_the_table_is_what_the_script_makes_of_the_records() -> None:
 
 def test_floors_hold_what_they_promise() -> None:
     """By the raw counts: at the floor, and above it, no kind of question lost more than ten of a hundred."""
-    script, table = tool("guard"), shipped()
+    script, table = tool("guard"), load_floors()
     raised = 0
     for name, judged in script.JUDGED.items():
         records = [one for one in read_records(script.RESULTS / name) if one["record"] == "result"]
         base = next(one for one in records if one["method"] == "unpatched")
         for record in records:
-            if record is base or table.loss(record["method"], "text", 0.5) is None or record["keep"] == 0.33:
+            if record is base or table.get_loss(record["method"], "text", 0.5) is None or record["keep"] == 0.33:
                 continue  # of one model alone
             for kind, of_kind in judged.items():
-                floor = table.of(record["method"], kind)
+                floor = table.get_floor(record["method"], kind)
                 for one in of_kind:
                     lost = base["correct"][one] / base["n"][one] - record["correct"][one] / record["n"][one]
                     assert record["keep"] < floor or lost <= table.limit + 1e-9
                 raised += floor < 1
     assert raised > 60
-    assert table.of("random", "text") == table.of("downsample", "counting") == 1.0
+    assert table.get_floor("random", "text") == table.get_floor("downsample", "counting") == 1.0
 
 
 def test_a_floor_is_that_of_the_stricter_model() -> None:
-    script, table = tool("guard"), shipped()
+    script, table = tool("guard"), load_floors()
     alone = {one.model: Floors(script.table([one])) for one in script.records()}
     assert set(alone) == {"demo_vlm", "demo_smol"}
     for method in ("divprune", "dart", "fastv", "pool", "vscan"):
         for kind in KINDS:
-            assert table.of(method, kind) >= alone["demo_vlm"].of(method, kind)
+            assert table.get_floor(method, kind) >= alone["demo_vlm"].get_floor(method, kind)
     # demo_vlm has neither pages nor charts, and kept all of its words at a quarter.
-    assert alone["demo_vlm"].of("divprune", "text") == 0.25 < table.of("divprune", "text") == 0.5
-    assert table.loss("divprune", "text", 0.25).model == "demo_smol" != table.loss("random", "text", 0.5).model
+    assert alone["demo_vlm"].get_floor("divprune", "text") == 0.25 < table.get_floor("divprune", "text") == 0.5
+    assert table.get_loss("divprune", "text", 0.25).model == "demo_smol" != table.get_loss("random", "text", 0.5).model
     # What README.md and `tokenprune recommend` send to the guard is watched at the default setting.
-    assert min(table.of(DEFAULT_METHOD, kind) for kind in KINDS) > 0.25
+    assert min(table.get_floor(DEFAULT_METHOD, kind) for kind in KINDS) > 0.25
 
 
 def test_a_method_that_was_not_measured_has_the_median() -> None:
     script = tool("guard")
-    measured = [name for name in tokenprune.available_methods() if shipped().loss(name, "text", 0.5)]
+    measured = [name for name in tokenprune.available_methods() if load_floors().get_loss(name, "text", 0.5)]
     for kind in KINDS:
-        floors = sorted(shipped().of(name, kind) for name in measured)
-        assert shipped().of("somebody_elses", kind) == floors[len(floors) // 2]
-    assert shipped().loss("somebody_elses", "text", 0.5) is None
+        floors = sorted(load_floors().get_floor(name, kind) for name in measured)
+        assert load_floors().get_floor("somebody_elses", kind) == floors[len(floors) // 2]
+    assert load_floors().get_loss("somebody_elses", "text", 0.5) is None
     assert all(set(judged) == set(KINDS) for judged in script.JUDGED.values())
-    loss = shipped().loss("dart", "counting", 0.3)
+    loss = load_floors().get_loss("dart", "counting", 0.3)
     assert (loss.keep, round(loss.points), loss.model) == (0.25, 41, "demo_smol")
-    assert shipped().safe("text", 0.25) == ["pool"] and "random" not in shipped().safe("text", 0.5)
+    assert load_floors().list_safe_methods("text", 0.25) == ["pool"]
+    assert "random" not in load_floors().list_safe_methods("text", 0.5)
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_a_question_about_text_gets_the_full_size() -> None:
     photos = [InputImage(photo(80, 80, seed), question=question) for seed, question in enumerate(["", "read", ""])]
     got = method.compute_shares(photos, 0.5, "prompt")
     assert got[1] == 1.0 and sum(got) == pytest.approx(1.5)
-    with pytest.raises(OptionError, match="whole of it"):
+    with pytest.raises(OptionError, match="full processor"):
         patch_processor(Qwen2VLImageProcessor(**LIMITS), "dynres", question_guard=True)
 
 

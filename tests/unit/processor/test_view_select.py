@@ -177,8 +177,8 @@ def test_wrong_options() -> None:
 def test_what_is_left_of_a_text(text: str, kept: list[int], want: str) -> None:
     reader = PromptReader(llava(), "a test")
     prompt = reader.prompt(text)
-    assert prompt.keeping(kept) == want
-    assert prompt.keeping(range(len(prompt.marks))) == text
+    assert prompt.write(kept) == want
+    assert prompt.write(range(len(prompt.marks))) == text
 
 
 def test_the_question_is_what_stands_behind_the_last_image() -> None:

@@ -218,7 +218,7 @@ def test_what_is_refused() -> None:
         assert not tokenprune.is_patched(model) and state(processor) == before
     with pytest.raises(OptionError, match="both act at"):
         tokenprune.patch(model, ["view_select", "downsample"], processor=processor)
-    with pytest.raises(OptionError, match="whole of it"):
+    with pytest.raises(OptionError, match="full processor"):
         patch_processor(Qwen2VLImageProcessor(), "view_select")
 
 

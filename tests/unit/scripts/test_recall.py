@@ -141,7 +141,7 @@ def test_an_answer_is_the_first_word_that_ask_gives_and_the_tower_runs_once(reca
         third = second.fork()
         for clip in (1, 2):
             frames = [Image.fromarray(frame) for frame in stream.clip(clip)]
-            inputs = second._said.clip(frames, clip * FRAMES, None)
+            inputs = second._prompt_writer.prepare_clip(frames, clip * FRAMES, None)
             second.see(**inputs)
             third.see(**inputs)
     handle.remove()

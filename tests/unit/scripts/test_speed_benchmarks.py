@@ -109,8 +109,6 @@ def test_mixed_batches(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (images["texts"], mixed["texts"]) == (0, 1) and images["length"] == mixed["length"]
     assert images["width_per_layer"] == mixed["width_per_layer"] and mixed["width_per_layer"][-1] < mixed["length"] / 3
     assert images["kv_bytes"] == mixed["kv_bytes"] and images["padding_share"] < mixed["padding_share"]
-    monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
-    assert "| `pool` | 1 |" in script("performance").mixed()
 
 
 @pytest.mark.parametrize("name", ["qwen", "internvl"])
@@ -159,8 +157,6 @@ def test_decode(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     bytes_ = {one["cache"]: one["kv_bytes"] for one in records if one["method"] == "uniform"}
     assert bytes_["compiled"] == bytes_["static"] > bytes_["dynamic"] * 0.98
     assert len({one["step_ms"]["p50"] for one in records}) == 6
-    monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
-    assert "| 576 | `uniform` | 0.25 | compiled |" in script("performance").decode()
     torch._dynamo.reset()
 
 
@@ -213,7 +209,7 @@ def test_memory(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert ("pairs" in one["kinds"]) == pairs and (not pairs or one["kinds"]["pairs"] >= 728**2 * 5)
     assert found["padded", "last", "fastv"]["kinds"]["pairs"] == found["padded", "last", "unpatched"]["kinds"]["pairs"]
     monkeypatch.setattr(script("performance"), "RESULTS", tmp_path)
-    assert "| padded | last | `fastv` |" in script("performance").memory()
+    assert "| padded | `fastv` |" in script("performance").memory()
 
 
 def test_live_bytes_are_those_of_tensors(script) -> None:

@@ -53,7 +53,7 @@ def writer(template: str) -> SimpleNamespace:
 )  # fmt: skip
 def test_a_chat_is_the_sum_of_its_pieces(template: str, opening: str, image: str, video: str) -> None:
     processor = writer(template)
-    made = Template.of(processor)
+    made = Template.from_processor(processor)
     assert (made.opening, made.image, made.video) == (opening, image, video)
     before, after = made.text
     images, text = [{"type": "image"}] * 3, {"type": "text", "text": "why is it blue?"}
@@ -69,8 +69,8 @@ def test_a_chat_is_the_sum_of_its_pieces(template: str, opening: str, image: str
 
 @pytest.mark.parametrize("template", ["{{ messages | length }}", "{{ nothing.at.all }}", "{{ messages[0].content }}"])
 def test_a_template_that_cannot_be_taken_apart_is_refused(template: str) -> None:
-    with pytest.raises(SessionError, match="hand over ids"):
-        Template.of(writer(template))
+    with pytest.raises(SessionError, match="Pass token ids"):
+        Template.from_processor(writer(template))
 
 
 def test_questions_about_one_image_are_answered_as_by_generate() -> None:
@@ -109,7 +109,7 @@ def test_a_remembered_turn_reads_as_a_chat() -> None:
     again = session.ask("how many circles", max_new_tokens=8, remember=True)
     chat = processor.decode(session._stream.memory.tables[0][3, 0]).replace("<image> ", "")
     asked = f"what color is the circle assistant : {answer} user : how many circles assistant : {again} user :"
-    assert chat == f"{processor.decode(session._said.opening()[0])} {asked}"
+    assert chat == f"{processor.decode(session._prompt_writer.encode_opening()[0])} {asked}"
 
 
 def test_arrays_are_frames_and_long_lists_are_cut_into_blocks() -> None:

@@ -13,7 +13,7 @@ from processors import demo_model, llava, photo
 from session_oracle import NAMES, Recorded, close, played, recorded
 from tokenprune.errors import BudgetError, OptionError
 from tokenprune.integrations.hf.sessions.memory import FRAME
-from tokenprune.integrations.hf.sessions.positions import text_positions
+from tokenprune.integrations.hf.sessions.positions import make_text_positions
 from zoo import FAMILIES
 
 QUESTION = [30, 31, 32]
@@ -27,7 +27,7 @@ def stream_of(name: str, build, policy: str = "uniform", memory: int = 120) -> R
 def forward(stream, memory, ids: list[int], start: int, **options):
     """Return the model's output for ids behind `start` positions of question and answer, on a memory's cache."""
     row = torch.tensor([ids])
-    positions = text_positions(stream.adapter, stream.progress.next + start, len(ids), row.device)
+    positions = make_text_positions(stream.adapter, stream.progress.next + start, len(ids), row.device)
     with torch.no_grad():
         return stream.model(
             input_ids=row, position_ids=positions if len(positions) > 1 else positions[0],
@@ -46,7 +46,7 @@ def naive_answer(made: Recorded, count: int, attend: int) -> list[torch.Tensor]:
     finally:
         model.set_attn_implementation("sdpa")
     heads, hidden = stream.adapter.text_config.num_attention_heads, {}
-    for place, index in enumerate(memory.full):
+    for place, index in enumerate(memory.full_layers):
         table, row = memory.tables[place], rows[index][0, :, :, :held]  # `[Hq, question, held]`
         per_head = heads // table.shape[1]
         mask = torch.zeros(heads, held, dtype=torch.bool)
@@ -70,7 +70,7 @@ def naive_answer(made: Recorded, count: int, attend: int) -> list[torch.Tensor]:
     output, found, kwargs_length = forward(stream, memory, QUESTION, 0), [], [held + len(QUESTION)]
     handles = [
         stream.adapter.decoder.layers[index].register_forward_pre_hook(masked(index), with_kwargs=True)
-        for index in memory.full
+        for index in memory.full_layers
     ]
     try:
         for step in range(count):

@@ -64,8 +64,8 @@ def unchanged(session: tokenprune.sessions.Session, before: tuple) -> bool:
         ({"memory": "-1MiB"}, BudgetError, "memory='-1MiB' must be"),
         ({"memory": "9" * 400 + "GiB"}, BudgetError, "must be"),
         ({"memory": "0.5KiB"}, BudgetError, "is 512 bytes: one token takes 1024 of this model's cache$"),
-        ({"memory": "50KiB"}, BudgetError, "room for 50 visual tokens, of which a compression leaves 37"),
-        ({"memory": 50}, BudgetError, "pins 64: nothing new would stay. Raise memory= to 87 "),
+        ({"memory": "50KiB"}, BudgetError, "room for 50 visual tokens; a compression keeps 37"),
+        ({"memory": 50}, BudgetError, "pins 64, so that no new token would be kept. Raise memory= to 87 "),
         ({"memory": 100, "target": 0}, BudgetError, "target=0"),
         ({"memory": 100, "target": 1.1}, BudgetError, "target=1.1"),
         ({"memory": 100, "target": float("nan")}, BudgetError, "target=nan"),
@@ -84,16 +84,20 @@ def test_settings_that_mean_nothing_are_refused(options: dict, error: type, says
 @pytest.mark.parametrize(
     "bad, error, says",
     [
-        (lambda: {}, SessionError, "nothing to see"),
-        (lambda: {"frames": []}, SessionError, "nothing to see: no frames"),
-        (lambda: {"input_ids": [20, 21]}, SessionError, "no placeholder"),
+        (lambda: {}, SessionError, "There are no frames"),
+        (lambda: {"frames": []}, SessionError, "There are no frames"),
+        (lambda: {"input_ids": [20, 21]}, SessionError, "no image or video placeholder"),
         (lambda: block(1) | {"input_ids": []}, SessionError, "not one row"),
         (lambda: block(1) | {"input_ids": [[IMAGE], [IMAGE]]}, SessionError, "a batch of 1"),
         (lambda: {"pixel_values": block(1)["pixel_values"]}, SessionError, "not one row"),
         (lambda: block(1) | {"pixel_values": torch.full((1, 3, 24, 24), torch.nan)}, SessionError, "NaN"),
         (lambda: block(3), BudgetError, "108 tokens, and memory=100 has room for 100"),
-        (lambda: block(1) | {"input_ids": [IMAGE] * 35}, SessionError, "the model refuses this block: .*tokens: 35"),
-        (lambda: {"frames": object()}, SessionError, "cannot see a object"),
+        (
+            lambda: block(1) | {"input_ids": [IMAGE] * 35},
+            SessionError,
+            "The model does not accept this block: .*tokens: 35",
+        ),
+        (lambda: {"frames": object()}, SessionError, "Frames of type object are not supported"),
     ],
 )
 def test_what_cannot_be_seen_leaves_the_session_as_it_was(bad, error: type, says: str, session) -> None:
@@ -117,8 +121,8 @@ def test_a_failure_in_the_second_block_takes_back_the_first(session, monkeypatch
         return see(ids, inputs)
 
     monkeypatch.setattr(session._stream, "see", fails)
-    monkeypatch.setattr(type(session), "_words", None)
-    monkeypatch.setattr("tokenprune.integrations.hf.sessions.api.blocks_of", lambda *given: iter([made, made]))
+    monkeypatch.setattr(type(session), "_writer", None)
+    monkeypatch.setattr("tokenprune.integrations.hf.sessions.api.iter_blocks", lambda *given: iter([made, made]))
     monkeypatch.setattr("tokenprune.integrations.hf.sessions.api.as_frames", lambda frames: frames)
     with pytest.raises(MemoryError):
         session.see([1])
@@ -148,12 +152,12 @@ def test_a_failure_between_two_layers_is_taken_back(session, build) -> None:
 @each(
     "options, says",
     [
-        ({"num_beams": 2}, "num_beams=2 does not go with a session"),
+        ({"num_beams": 2}, "num_beams=2 is not supported by a session"),
         ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
         ({"assistant_model": object()}, "assistant_model"),
         ({"cache_implementation": "static"}, "cache_implementation"),
-        ({"past_key_values": object()}, "past_key_values of a question is given"),
-        ({"position_ids": object()}, "position_ids of a question is given"),
+        ({"past_key_values": object()}, "past_key_values is set by the session"),
+        ({"position_ids": object()}, "position_ids is set by the session"),
         ({"use_cache": False}, "use_cache=False"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
     ],
@@ -197,7 +201,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(session, build) -> Non
         first.start()
         assert inside.wait(20)
         for call in (lambda: session.say([5]), lambda: session.see(**block(1)), session.reset):
-            with pytest.raises(SessionError, match="another call is inside"):
+            with pytest.raises(SessionError, match="Another call of this session"):
                 call()
             errors.append(1)
     finally:
@@ -212,7 +216,9 @@ def test_a_model_that_is_patched_meanwhile_is_refused(session, build) -> None:
     model = build(LLAVA)
     with tokenprune.patched(model, "divprune", keep=0.5):
         before = state(session)
-        with pytest.raises(UnsupportedSetupError, match="began on a model with no patch, and now there is tokenprune"):
+        with pytest.raises(
+            UnsupportedSetupError, match="began on a model with no patch, and the patch is now tokenprune"
+        ):
             session.see(**block(1))
         assert unchanged(session, before)
     session.see(**block(1))
@@ -261,7 +267,7 @@ def test_a_position_past_the_horizon_is_refused(build) -> None:
     session = tokenprune.sessions.session(build(LLAVA), memory=100, horizon=90, reanchor=False)
     session.say([1, 20]).see(**block(2))
     before = state(session)
-    with pytest.raises(UnsupportedSetupError, match=r"position 109, the model's last one is 90.*reset\(\)"):
+    with pytest.raises(UnsupportedSetupError, match=r"position 109, the last position is 90.*reset\(\)"):
         session.see(**block(1))
     with pytest.raises(UnsupportedSetupError, match="horizon"):
         session.ask([30], max_new_tokens=64, return_dict=True)
@@ -274,7 +280,7 @@ def test_the_horizon_is_that_of_the_config(build) -> None:
     session = tokenprune.sessions.session(build(LLAVA), memory=100, reanchor=False)
     for _ in range(7):
         session.see(**block(2))
-    with pytest.raises(UnsupportedSetupError, match="last one is 511"):
+    with pytest.raises(UnsupportedSetupError, match="last position is 511"):
         session.see(**block(2))
 
 
@@ -288,12 +294,12 @@ def test_families_without_a_test_are_refused_by_name(name: str, build) -> None:
 def test_a_cache_that_cannot_be_cut_is_refused_by_name(name: str) -> None:
     from families import FAMILIES as ALL
 
-    with pytest.raises(UnsupportedModelError, match="from which no entries can be taken"):
+    with pytest.raises(UnsupportedModelError, match="cannot drop entries from the"):
         tokenprune.sessions.session(ALL[name].build(), memory=100)
 
 
 def test_a_memory_smaller_than_a_sliding_window_is_refused(build) -> None:
-    with pytest.raises(BudgetError, match="leaves 15 visual tokens, fewer than the 16"):
+    with pytest.raises(BudgetError, match="keeps 15 visual tokens, fewer than the 16"):
         tokenprune.sessions.session(build(FAMILIES["gemma3"]), memory=20, policy="uniform")
 
 
@@ -330,13 +336,13 @@ def test_a_policy_that_chooses_otherwise_is_named(choice, says: str, build, monk
 @each(
     "frames, says",
     [
-        (np.zeros((4, 8, 8)), "is no video"),
-        (np.zeros((2, 0, 8, 3), np.uint8), "nothing to see in a frame of 8x0"),
+        (np.zeros((4, 8, 8)), "is not a video"),
+        (np.zeros((2, 0, 8, 3), np.uint8), "A frame of 8x0 pixels is empty"),
         (np.full((2, 8, 8, 3), np.nan), "NaN"),
         (np.full((2, 8, 8, 3), 255.0), r"\[0, 1\]"),
         (np.zeros((2, 8, 8, 3), np.int64), "int64"),
-        ("frame.png", "cannot see a str"),
-        (None, "cannot see a NoneType"),
+        ("frame.png", "Frames of type str"),
+        (None, "Frames of type NoneType"),
     ],
 )
 def test_frames_that_are_none_are_refused(frames, says: str) -> None:

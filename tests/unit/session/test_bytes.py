@@ -68,7 +68,7 @@ def test_text_pushes_visual_tokens_out_and_is_refused_where_none_would_be_left(b
     made.session.say([20] * 30)
     assert made.session.stats.visual == int(0.75 * 70) and made.session.stats.text == 30
     before = made.session.stats
-    with pytest.raises(BudgetError, match="memory='100KiB' has room for 10 visual tokens beside 90 tokens of text"):
+    with pytest.raises(BudgetError, match="memory='100KiB' has room for 10 visual tokens beside 90 text tokens"):
         made.session.say([20] * 60)
     with pytest.raises(BudgetError, match="72 tokens, and memory='100KiB' has room for 70"):
         made.see(images_of(family, 2))

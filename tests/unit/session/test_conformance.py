@@ -64,15 +64,15 @@ def frames_of_all_heads(self, view, keep):
 
 
 BROKEN = {
-    "must return long": lambda self, view, keep: torch.arange(keep + 1),
+    "must return torch.int64": lambda self, view, keep: torch.arange(keep + 1),
     "returned torch.float32": lambda self, view, keep: torch.arange(float(keep)),
     "ascending": lambda self, view, keep: torch.arange(keep).flip(0),
-    "must return places of its view": lambda self, view, keep: torch.arange(keep) + view.count,
+    "unique indices of its view": lambda self, view, keep: torch.arange(keep) + view.count,
     "called again": with_state,
     "use only view.generator": lambda self, view, keep: torch.randperm(view.count)[:keep].sort().values,
     "it modifies its input keys": in_place,
     r"returned torch.int64 \(3, ": one_head_too_many,
-    r"returned torch.int64 \(5,\), and must return long \(1,\)": frames_of_all_heads,
+    r"returned torch.int64 \(5,\), and must return torch.int64 \(1,\)": frames_of_all_heads,
     "raises TypeError": lambda self, view, keep: view.proxy_attention[0],
     "with 30 entries": lambda self, view, keep: view.values.isfinite().all(-1)[0].nonzero()[:keep, 0],
 }

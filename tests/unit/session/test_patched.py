@@ -124,12 +124,12 @@ def test_a_failed_block_leaves_the_cache_an_ordinary_one(patched, monkeypatch) -
     [
         ("llava", "fastv", 0.5, {"layer": 1}, "fastv acts in the language model"),
         ("llava", "restore", 0.5, {"calibrate": True}, "restore weighs attention"),
-        ("llava", "divprune", Budget.by_age(0.5, ((0, 1.0), (1, 0.5))), {}, "depends on other images of a prompt"),
-        ("llava", "divprune", Budget(0.5, per="prompt"), {}, "depends on other images of a prompt"),
+        ("llava", "divprune", Budget.by_age(0.5, ((0, 1.0), (1, 0.5))), {}, "depends on all images of a prompt"),
+        ("llava", "divprune", Budget(0.5, per="prompt"), {}, "depends on all images of a prompt"),
         ("llava", "cdpruner", 0.5, {}, "cdpruner reads the question"),
-        ("llava", "divprune", 0.5, {"feature_cache": 10**6}, "feature_cache= keeps what a session drops"),
+        ("llava", "divprune", 0.5, {"feature_cache": 10**6}, "feature_cache= keeps the features"),
         ("llava", "divprune", 0.5, {"guard": "warn"}, "guard='off'"),
-        ("gemma3", "divprune", 0.5, {}, "masks of 'gemma3' by type of token"),
+        ("gemma3", "divprune", 0.5, {}, "token type masks of 'gemma3'"),
     ],
 )
 def test_other_patches_are_refused_by_name(name: str, method: str, keep, options: dict, says: str, patched) -> None:
@@ -141,10 +141,10 @@ def test_a_patch_that_changed_since_is_refused(patched) -> None:
     model = patched("llava")
     made = recorded(FAMILIES["llava"], model, memory=100)
     tokenprune.patch(model, "divprune", keep=0.25, replace=True)
-    with pytest.raises(UnsupportedSetupError, match=r"keep=0.5.* and now there is .*keep=0.25"):
+    with pytest.raises(UnsupportedSetupError, match=r"keep=0.5.* and the patch is now .*keep=0.25"):
         made.session.say([5])
     tokenprune.unpatch(model)
-    with pytest.raises(UnsupportedSetupError, match="now there is none: put it back"):
+    with pytest.raises(UnsupportedSetupError, match=r"the patch is now none\. Restore it"):
         made.session.say([5])
     tokenprune.patch(model, "divprune", keep=0.5)
     made.session.say([5])

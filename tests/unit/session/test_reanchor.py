@@ -176,9 +176,7 @@ def test_text_that_fills_the_horizon_is_refused_with_the_session_as_it_was(build
     made = recorded(FAMILIES["llava"], build(FAMILIES["llava"]), horizon=100, reanchor=True, policy="uniform")
     made.session.say([5] * 80)
     before = made.session.stats
-    with pytest.raises(
-        UnsupportedSetupError, match=r"position 115, .*leaves no room \(memory=\): begin anew with reset"
-    ):
+    with pytest.raises(UnsupportedSetupError, match=r"position 115, .*leaves no room \(memory=\). Call reset"):
         made.see(images_of(FAMILIES["llava"], 1))
     assert made.session.stats == before
     made.session.say([5] * 15)
@@ -229,7 +227,7 @@ def test_a_session_goes_on_past_the_last_position_by_itself(name: str) -> None:
     for one, other in zip(answers[:3], answers[3:], strict=True):
         assert torch.equal(one.logits, other.logits) and torch.equal(one.ids, other.ids)
     kept = sessions.session(model, **options, reanchor=False)
-    with pytest.raises(UnsupportedSetupError, match=r"nothing moves down \(reanchor=False\): begin anew with reset"):
+    with pytest.raises(UnsupportedSetupError, match=r"positions cannot move down \(reanchor=False\). Call reset"):
         for image in images_of(family, 20):
             kept.see(input_ids=image.ids, **family.collate([[image]]))
 
@@ -278,7 +276,7 @@ def test_positions_that_cannot_be_moved_are_refused_by_name(build) -> None:
     for name, value in (("attention_scaling", 1.2), ("rope_type", "dynamic"), ("inv_freq", rotary.inv_freq[:2])):
         old = getattr(rotary, name)
         setattr(rotary, name, value)
-        with pytest.raises(UnsupportedModelError, match="leave out reanchor=True"):
+        with pytest.raises(UnsupportedModelError, match="Leave out reanchor=True"):
             sessions.session(model, memory=100, reanchor=True)
         setattr(rotary, name, old)
     sessions.session(model, memory=100, reanchor=True)

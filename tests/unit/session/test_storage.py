@@ -101,20 +101,20 @@ def changed(path: Path, change) -> Path:
 @pytest.mark.parametrize(
     "change, error, says",
     [
-        (lambda f, t: f.update(schema=3), ConfigError, "another schema"),
-        (lambda f, t: f.pop("settings"), ConfigError, "holds no session"),
-        (lambda f, t: f["settings"].pop("policy"), ConfigError, "damaged"),
-        (lambda f, t: f["settings"].update(colour="red"), ConfigError, "damaged"),
+        (lambda f, t: f.update(schema=3), ConfigError, "has schema 3"),
+        (lambda f, t: f.pop("settings"), ConfigError, "is not a session file"),
+        (lambda f, t: f["settings"].pop("policy"), ConfigError, "corrupt"),
+        (lambda f, t: f["settings"].update(colour="red"), ConfigError, "corrupt"),
         (lambda f, t: f["settings"].update(memory=-1), BudgetError, "memory=-1"),
         (lambda f, t: f["settings"]["policy"].update(name="gone"), UnknownPolicyError, "gone"),
-        (lambda f, t: f["progress"].update(next=-5), ConfigError, "its numbers are none"),
-        (lambda f, t: f["progress"].update(next="x"), ConfigError, "its numbers are none"),
-        (lambda f, t: f["progress"].pop("next"), ConfigError, "damaged"),
-        (lambda f, t: f.update(visual=3), ConfigError, "do not count"),
+        (lambda f, t: f["progress"].update(next=-5), ConfigError, "the progress is not valid"),
+        (lambda f, t: f["progress"].update(next="x"), ConfigError, "the progress is not valid"),
+        (lambda f, t: f["progress"].pop("next"), ConfigError, "corrupt"),
+        (lambda f, t: f.update(visual=3), ConfigError, "sizes disagree"),
         (lambda f, t: t.update({"table.0": t["table.0"].long()}), ConfigError, "tables do not fit"),
-        (lambda f, t: t.pop("table.0"), ConfigError, "damaged"),
-        (lambda f, t: t.pop("keys.2"), ConfigError, "damaged"),
-        (lambda f, t: t.update({"keys.1": t["keys.1"][:, :, 1:].clone()}), ConfigError, "do not fit its tables"),
+        (lambda f, t: t.pop("table.0"), ConfigError, "corrupt"),
+        (lambda f, t: t.pop("keys.2"), ConfigError, "corrupt"),
+        (lambda f, t: t.update({"keys.1": t["keys.1"][:, :, 1:].clone()}), ConfigError, "do not fit the tables"),
         (
             lambda f, t: t.update({n: v[:, :1].clone() for n, v in t.items() if n.endswith("s.1")}),
             ConfigError,
@@ -131,13 +131,13 @@ def test_other_files_and_other_models_are_refused(saved: Path, build, tmp_path: 
     model = build(FAMILIES["llava"])
     (tmp_path / "text").write_text("no tensors")
     save_file({"x": torch.zeros(1)}, tmp_path / "other")
-    for name, says in (("text", "cannot read"), ("absent", "cannot read"), ("other", "holds no session")):
+    for name, says in (("text", "cannot read"), ("absent", "cannot read"), ("other", "is not a session file")):
         with pytest.raises(ConfigError, match=says):
             tokenprune.sessions.Session.load(tmp_path / name, model)
     with pytest.raises(ConfigError, match="another model"):
         tokenprune.sessions.Session.load(saved, build(FAMILIES["qwen2_5_vl"]))
     with pytest.raises(ConfigError, match="cannot write"):
         tokenprune.sessions.session(model, memory=110, policy="random").save(tmp_path / "no" / "folder")
-    said = "is of a model with no patch, not tokenprune: divprune"
+    said = "needs a model with no patch, not tokenprune: divprune"
     with tokenprune.patched(model, "divprune", keep=0.5), pytest.raises(ConfigError, match=said):
         tokenprune.sessions.Session.load(saved, model)

@@ -16,7 +16,7 @@ from processors import demo_model, llava, photo
 from session_oracle import Recorded, close, images_of, played, recorded
 from tokenprune.errors import OptionError, SessionError, UnsupportedSetupError
 from tokenprune.integrations.hf.sessions.memory import FRAME, INDEX, Memory
-from tokenprune.integrations.hf.sessions.positions import text_positions
+from tokenprune.integrations.hf.sessions.positions import make_text_positions
 from zoo import FAMILIES, IMAGE
 
 PROXY = (30, 31, 32, 33)
@@ -36,7 +36,7 @@ def eager_rows(stream, memory: Memory) -> list[torch.Tensor]:
     other = stream.fork()
     other.memory = memory.copy()
     ids = torch.tensor([PROXY])
-    positions = text_positions(stream.adapter, stream.progress.next, len(PROXY), ids.device)
+    positions = make_text_positions(stream.adapter, stream.progress.next, len(PROXY), ids.device)
     types = other._token_types(ids)
     stream.model.set_attn_implementation("eager")
     try:
@@ -47,7 +47,7 @@ def eager_rows(stream, memory: Memory) -> list[torch.Tensor]:
             )  # fmt: skip
     finally:
         stream.model.set_attn_implementation("sdpa")
-    return [output.attentions[layer][0, ..., : memory.held] for layer in memory.full]
+    return [output.attentions[layer][0, ..., : memory.held] for layer in memory.full_layers]
 
 
 def naive(rows: torch.Tensor, visual: list[list[int]], keep: int) -> list[tuple[dict[int, float], set[int]]]:
@@ -146,7 +146,7 @@ def test_what_the_proxy_overlooks_goes_first() -> None:
 def test_the_chat_template_is_the_proxy_or_a_text() -> None:
     model, processor = demo_model(), llava()
     session = tokenprune.sessions.session(model, processor, memory=400, policy="streammem")
-    assert torch.equal(session._stream.proxy, session._said.closing()) and session._stream.proxy.numel()
+    assert torch.equal(session._stream.proxy, session._prompt_writer.encode_closing()) and session._stream.proxy.numel()
     session.say("look").see([photo(64, 64, seed) for seed in range(6)])
     assert session.stats.compressions and session.stats.visual <= 400
     asked = tokenprune.sessions.session(
@@ -174,10 +174,10 @@ def test_a_saved_session_goes_on_with_its_proxy(build, tmp_path) -> None:
 
 def test_a_proxy_that_cannot_be_is_refused(build) -> None:
     model = build(FAMILIES["llava"])
-    with pytest.raises(SessionError, match=r"without a processor there are none.*proxy=\[...\]"):
+    with pytest.raises(SessionError, match=r"needs a processor.*proxy=\[...\]"):
         tokenprune.sessions.session(model, memory=100, policy="streammem")
     for proxy in ((), (5, IMAGE)):
-        with pytest.raises(OptionError, match="must be ids of text"):
+        with pytest.raises(OptionError, match="list of text token ids"):
             tokenprune.sessions.session(model, memory=100, policy=tokenprune.sessions.policy("streammem", proxy=proxy))
     with pytest.raises(OptionError, match="proxy=3 must be"):
         tokenprune.sessions.policy("streammem", proxy=3)

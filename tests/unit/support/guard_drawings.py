@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from tokenprune.integrations.hf.guard.images import blocks_of, text_shares
+from tokenprune.integrations.hf.guard.images import compute_text_shares, split_blocks
 
 
 def page(side: int = 336, letters: int = 12, paper: str = "white", ink: str = "black") -> Image.Image:
@@ -39,5 +39,5 @@ def planes(image: Image.Image) -> torch.Tensor:
 
 
 def measured(pixels: torch.Tensor) -> float:
-    blocks = blocks_of(pixels[None])[0]
-    return float(text_shares(blocks, torch.zeros(len(blocks), dtype=torch.long), 1))
+    blocks = split_blocks(pixels[None])[0]
+    return float(compute_text_shares(blocks, torch.zeros(len(blocks), dtype=torch.long), 1))

@@ -40,12 +40,12 @@ class Recorded:
 
     def __post_init__(self) -> None:
         stream = self.session._stream
-        original = stream._note
+        original = stream._record
 
-        def note(ids, positions, of_frames, behind):
+        def record(ids, positions, frame_table, next_position):
             held = [table[INDEX].long() for table in stream.memory.tables]
             before = stream.progress.tokens
-            original(ids, positions, of_frames, behind)
+            original(ids, positions, frame_table, next_position)
             now = stream.memory.tables[0][INDEX, 0].long()
             inputs = stream_inputs.pop() if stream_inputs else {}
             self.forwards.append(Forward(ids, inputs, positions, held, now[now >= before] - before))
@@ -57,7 +57,7 @@ class Recorded:
             stream_inputs.append({k: v for k, v in inputs.items() if k != "input_ids"})
             return see(ids, inputs)
 
-        stream._note, stream.see = note, seen
+        stream._record, stream.see = record, seen
 
     def see(self, images: list[InputImage]) -> None:
         ids = [token for image in images for token in image.ids]
@@ -65,7 +65,7 @@ class Recorded:
 
     def logits(self, ids: list[int] = (50, 51, 52)) -> torch.Tensor:
         """Say something, and return the logits of its last token, `[V]`."""
-        with self.session._inside():
+        with self.session._enter_call():
             return self.session._stream.say(torch.tensor([list(ids)]))[0]
 
     def one_prefill(self, masked: bool = True) -> torch.Tensor:

@@ -19,7 +19,6 @@ from tokenprune.selection.observable import ObservedAt
 from tokenprune.selection.observable_registry import select_observables
 from tokenprune.selection.sites.encoder import TowerMethod
 
-# Decoder arguments with one entry per token that the engine cuts itself.
 # Observables of the attention in the layer before a cut, and in the layer after it.
 BEFORE, AFTER = (ObservedAt.LAYER_BEFORE, ObservedAt.UNROTATED), (ObservedAt.NEXT_LAYER,)
 # Attributes under which wrappers hold the original module: torch.compile, DataParallel, FSDP, gradient checkpointing.

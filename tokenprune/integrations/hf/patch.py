@@ -24,8 +24,8 @@ from tokenprune.integrations.hf.engine.video_frames import VideoFrames, compares
 from tokenprune.integrations.hf.families import Adapter, get_adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.plan import Step
+from tokenprune.integrations.hf.guard.part import build_guard
 from tokenprune.integrations.hf.guard.part import check_processor as check_unread_processor
-from tokenprune.integrations.hf.guard.part import guard_for
 from tokenprune.integrations.hf.processor_check import check_processor
 from tokenprune.integrations.hf.towers.attention_scores import BlockReader
 from tokenprune.integrations.hf.towers.base import TowerPart
@@ -178,7 +178,7 @@ def _build_parts(
         parts += [Weighing(adapter, step) for step in weighing]
     removes = bool(cutting or parts)
     if guard is not None:
-        parts += guard_for(adapter, guard, methods, budgets, processor)
+        parts += build_guard(adapter, guard, methods, budgets, processor)
     if feature_cache is not None:
         if any(method.query_aware for method in tower_methods):
             raise OptionError(

@@ -218,9 +218,9 @@ def change_output(change: Callable[[Any], Any], output: Any) -> Any:
 
 
 def get_thread_states() -> MutableMapping[Any, Any]:
-    """Return the states of this thread's forward by part. Threads share the parts.
+    """Return the dictionary from each part to its state in this thread's forward.
 
-    An entry is removed with its part, because another part may later get the same id.
+    Parts are shared by threads, so they keep the state of a forward here. Keys are weak references.
     """
     return _thread.__dict__.setdefault("states", WeakKeyDictionary())
 

@@ -67,7 +67,9 @@ class Weighing(Part):
         if find_sliding_layers(adapter.text_config):
             self._refuse("layers with a sliding window")
         layers = (layer for layer in range(len(adapter.decoder.layers)) if layer not in adapter.stateful)
-        self.observers = [Observer(adapter.get_attention(layer), partial(self._mask, layer == 0)) for layer in layers]
+        self.observers = [
+            Observer(adapter.get_attention(layer), partial(self._get_mask, layer == 0)) for layer in layers
+        ]
 
     def _refuse(self, setup: str, alternative: str = "") -> None:
         options = f"{alternative}, or pass" if alternative else "Pass"
@@ -127,7 +129,7 @@ class Weighing(Part):
 
     # -- in each layer
 
-    def _mask(self, is_first: bool, observation: Observation) -> Tensor | None:
+    def _get_mask(self, is_first: bool, observation: Observation) -> Tensor | None:
         """Return the mask of an attention call. Layers on the same device share a mask."""
         call = self.current()
         if call is None:

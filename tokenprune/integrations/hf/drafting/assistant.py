@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model that sees fewer visual tokens, for assisted generation: the parts of `tokenprune.assistant`."""
+"""Prepare and connect a draft model for `tokenprune.assistant`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,23 @@ from tokenprune.settings.saved import read_config
 
 
 def prepare_draft(model: Any, draft: Any, method: Any, options: dict[str, Any]) -> Any:
-    """Return an unpatched draft for `model`: `draft` itself, or a model that shares every weight with `model`.
+    """Return an unpatched draft for `model`.
 
-    Raises OptionError for a method on pixels and for a draft that reads other prompts than the model.
+    Args:
+        model: The target model.
+        draft: A smaller model, or None for a draft that shares all weights with `model`.
+        method: Method of the draft, or a list of methods.
+        options: Other arguments of `tokenprune.assistant`.
+
+    Raises:
+        OptionError: If a method acts on pixels, or the draft reads other prompts than the model.
     """
     check_target(model)
-    for name, site in _sites(method, options).items():
+    for name, site in _get_sites(method, options).items():
         if site is Site.PRE_ENCODER:
             raise OptionError(
-                f"{name} acts on pixels, and a draft reads the prompt of its target: the target would see less too. "
-                "Use a method that acts in the model, such as divprune or fastv"
+                f"{name} acts on pixels, which the draft shares with its target. Use a method that acts in the model, "
+                "such as divprune or fastv."
             )
     if draft is not None:
         check_pair(model, draft)
@@ -39,18 +46,19 @@ def prepare_draft(model: Any, draft: Any, method: Any, options: dict[str, Any]) 
 
 
 def connect_draft(model: Any, draft: Any, *, shares_weights: bool) -> None:
-    """Attach the parts by which a patched draft takes encoded images from `model`."""
+    """Attach the parts that pass encoded images from `model` to a patched draft."""
     attachment = get_attachment(draft)
     shares = shares_weights and not any(map(needs_tower, attachment.engine.parts))
     attachment.add(DraftImages(draft, shares))
     attachment.add(Target(model, draft))
 
 
-def _sites(method: Any, options: dict[str, Any]) -> dict[str, Site]:
-    """Return the site of each method that is asked for."""
-    given: list[Any]
+def _get_sites(method: Any, options: dict[str, Any]) -> dict[str, Site]:
+    """Return the site of each requested method, by name."""
+    methods: list[Any]
     if options.get("config") is not None:
-        given = read_config(options["config"]).methods
+        methods = read_config(options["config"]).methods
     else:
-        given = list(method) if isinstance(method, (list, tuple)) else [] if method is None else [method]
-    return {one.name: one.site for one in (x if isinstance(x, Method) else method_info(x) for x in given)}
+        methods = list(method) if isinstance(method, (list, tuple)) else [] if method is None else [method]
+    infos = (entry if isinstance(entry, Method) else method_info(entry) for entry in methods)
+    return {info.name: info.site for info in infos}

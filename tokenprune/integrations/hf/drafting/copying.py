@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second model on the same weights."""
+"""Copy a model without copying its weights."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from torch import nn
 
 from tokenprune.errors import UnsupportedSetupError
 
-# What `generate` keeps on a model that it has compiled: calls of that model.
+# Attributes that `generate` stores on a compiled model. They call the original model.
 _COMPILED = ("_compiled_call", "_last_compile_config")
 
 
 def share_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` with modules, hooks, config and generation config of its own; each parameter and buffer
-    is the very object that `model` has, so that it costs no memory.
+    """Return a copy of `model` that shares all parameters and buffers, so it needs no memory.
 
-    Raises UnsupportedSetupError for a model whose weights are not in memory.
+    Modules, hooks, config and generation config are copied.
+
+    Raises:
+        UnsupportedSetupError: If weights of the model are offloaded.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedSetupError(
-            "some weights of the model are offloaded, and come and go with its own forward: a draft cannot share them. "
-            "Load the model onto its devices, or give a smaller model as draft="
+            "Some weights of the model are offloaded, and a draft cannot share them. Load all weights, or pass a "
+            "smaller model as draft=."
         )
     tensors = chain(model.parameters(), model.buffers())
     draft = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

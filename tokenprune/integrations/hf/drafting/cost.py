@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gain of a draft: the cost of one of its steps beside one of the target's, in closed form."""
+"""Estimate the speed-up of a draft from the configs of both models."""
 
 from __future__ import annotations
 
@@ -18,16 +18,25 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class DraftCost:
-    """The bytes that a step of decoding reads from memory, which is its cost for one prompt at a time.
+    """Bytes that a decoding step reads from memory. They determine its time for a single prompt.
 
-    target, draft: bytes of weights (output head included) and of keys and values, for a step of each.
+    The bytes include weights (with the output head), keys and values.
+
+    Args:
+        target: Bytes of a step of the target.
+        draft: Bytes of a step of the draft.
+
+    Example:
+        >>> cost = tokenprune.DraftCost(target=1.0, draft=0.1)
+        >>> round(cost.speedup(0.8, drafts=4), 2)
+        2.4
     """
 
     target: float
     draft: float
 
     @classmethod
-    def of_configs(
+    def from_configs(
         cls,
         config: Any,
         draft: Any = None,
@@ -36,46 +45,66 @@ class DraftCost:
         *,
         tokens: int,
         text: int = TEXT,
-        number: float = 2.0,
-        weight: float | None = None,
+        bytes_per_value: float = 2.0,
+        bytes_per_weight: float | None = None,
     ) -> DraftCost:
-        """Return the cost from the configs of two whole models.
+        """Compute the costs from the configs of two models.
 
-        config, draft: of the target, and of a smaller draft; None: the draft shares the target's weights.
-        methods, budgets: what the draft is patched with; none: it sees all that the target sees.
-        tokens, text: visual tokens of the prompt, and tokens of text, the answer's among them.
-        number: bytes of a number of keys and values, 2 for bfloat16. weight: of a number of weights; None: the same.
+        Args:
+            config: Config of the target.
+            draft: Config of a smaller draft. None: the draft shares the weights of the target.
+            methods: Methods of the draft. Empty: the draft is not patched.
+            budgets: Budget of each method.
+            tokens: Number of visual tokens of the prompt.
+            text: Number of text tokens of the prompt and the answer.
+            bytes_per_value: Bytes of a key or value element, 2 for bfloat16.
+            bytes_per_weight: Bytes of a weight. None: `bytes_per_value`.
 
-        Raises OptionError for counts that no prompt has, UnsupportedModelError for mixtures of experts.
+        Raises:
+            OptionError: If a number is not valid.
+            UnsupportedModelError: If a model is a mixture of experts.
+
+        Example:
+            >>> half = tokenprune.Budget(keep=0.5)
+            >>> methods = [tokenprune.method("divprune")]
+            >>> cost = tokenprune.DraftCost.from_configs(model.config, None, methods, [half], tokens=576)
+            >>> cost.c < 1
+            True
         """
-        if tokens < 1 or text < 0 or number <= 0 or (weight is not None and weight <= 0):
-            raise OptionError("a prompt has at least one visual token and no fewer than 0 of text; bytes are positive")
-        weight = number if weight is None else weight
+        if tokens < 1 or text < 0 or bytes_per_value <= 0 or (bytes_per_weight is not None and bytes_per_weight <= 0):
+            raise OptionError(
+                f"tokens={tokens}, text={text} or the bytes are out of range. Pass tokens >= 1, text >= 0, bytes > 0."
+            )
+        bytes_per_weight = bytes_per_value if bytes_per_weight is None else bytes_per_weight
         load = Load((), tokens, text)
-        sides = []
-        for one, patched in ((config, False), (config if draft is None else draft, True)):
-            closed, weights = _closed(one)
-            cost = closed.predict(load, methods, budgets) if patched else closed.compute_cost(load)
-            sides.append(weight * weights + number * cost.cache)
-        return cls(*sides)
+        costs = []
+        for model_config, is_draft in ((config, False), (config if draft is None else draft, True)):
+            model, num_weights = _build_cost_model(model_config)
+            cost = model.predict(load, methods, budgets) if is_draft else model.compute_cost(load)
+            costs.append(bytes_per_weight * num_weights + bytes_per_value * cost.cache)
+        return cls(*costs)
 
     @property
     def c(self) -> float:
-        """One step of the draft over one of the target, which checks several drafts at the price of one step."""
+        """Cost of a draft step relative to a target step. The target verifies all drafts of a round in one step."""
         return self.draft / self.target
 
     def speedup(self, acceptance: float, drafts: int) -> float:
-        """Return how many times faster decoding is with `drafts` tokens drafted a round, each of which is accepted with
-        a chance of `acceptance` in [0, 1]: (1 - a^(g+1)) / ((1 - a) (g c + 1)).
+        """Return the speed-up of decoding: (1 - a^(g+1)) / ((1 - a) (g c + 1)).
 
-        Source: Leviathan et al. (arXiv 2211.17192), theorem 3.8.
+        Args:
+            acceptance: Probability a that a draft token is accepted, in [0, 1].
+            drafts: Number g of draft tokens per round.
+
+        Source:
+            Leviathan et al. (arXiv 2211.17192), theorem 3.8.
         """
         if not 0 <= acceptance <= 1 or drafts < 1:
-            raise OptionError("acceptance lies in [0, 1], and a round drafts at least one token")
+            raise OptionError(f"acceptance={acceptance} must be in [0, 1], and drafts={drafts} at least 1")
         return sum(acceptance**i for i in range(drafts + 1)) / (drafts * self.c + 1)
 
     def break_even(self, drafts: int) -> float | None:
-        """Return the acceptance from which on it pays to draft `drafts` tokens a round; None: never."""
+        """Return the smallest acceptance with a speed-up for `drafts` tokens per round, or None if there is none."""
         if self.speedup(1.0, drafts) <= 1:
             return None
         low, high = 0.0, 1.0
@@ -85,13 +114,12 @@ class DraftCost:
         return high
 
 
-def _closed(config: Any) -> tuple[CostModel, int]:
-    """Return the closed forms of a model's decoder, and how many weights a step reads: embeddings are looked up."""
+def _build_cost_model(config: Any) -> tuple[CostModel, int]:
+    """Return the cost model of a decoder, and the number of weights that a step reads (without input embeddings)."""
     text = config.get_text_config()
     if any((getattr(text, name, None) or 0) > 1 for name in _EXPERTS):
         raise UnsupportedModelError(
-            f"{config.model_type!r} is a mixture of experts: which of them a step reads depends on its tokens. Measure "
-            "a run with the assistant instead"
+            f"{config.model_type!r} is a mixture of experts, so its cost depends on the tokens. Measure a run instead."
         )
     shape = DecoderShape.from_config(text)
     return CostModel(shape), shape.num_weights + text.vocab_size * text.hidden_size

@@ -91,7 +91,10 @@ class CallCheck(Part):
         return plan
 
     def _note_step(self, call: Call, shape: tuple[int, int]) -> None:
-        """Note a step of `generate` without a cache, which reads the prompt and the generated tokens again."""
+        """Note that methods select tokens again in each step if `generate` runs without a cache.
+
+        Such a step has one token more than the previous call of the thread.
+        """
         if not self.reading or call.arguments.get("use_cache") is not False:
             return
         rows, length = shape
@@ -124,10 +127,10 @@ class CallCheck(Part):
 
 
 class ChunkedPrefillCheck(Part):
-    """Raises UnsupportedSetupError if `generate` encodes images and does not pass all features to the prompt's forward.
+    """Raises UnsupportedSetupError if a forward receives fewer features than `generate` encoded.
 
-    With `prefill_chunk_size`, transformers 5.19 silently drops the images, and 5.23 passes the features of each chunk.
-    Methods select from complete images.
+    With `prefill_chunk_size`, `generate` encodes the images first and then passes the prompt in chunks. transformers
+    5.19 passes no features, and 5.23 passes the features of each chunk. Methods select from complete images.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -146,15 +149,15 @@ class ChunkedPrefillCheck(Part):
         waiting = get_thread_states().pop(self, None) if self.encoded_ahead else None
         if waiting is None:
             return
-        ahead = {modality: output for modality, ref in waiting.items() if (output := ref()) is not None}
-        handed = call.arguments.get("mm_encoder_outputs") or {}
-        if call.outputs and not handed:
-            return  # another prompt, with pixels
-        masks = self.adapter.visual_mask(call.arguments) if ahead else {}
-        if ahead and not call.outputs and not any(bool(mask.any()) for mask in masks.values()):
-            get_thread_states()[self] = waiting  # text before the images
+        pending = {modality: output for modality, ref in waiting.items() if (output := ref()) is not None}
+        passed = call.arguments.get("mm_encoder_outputs") or {}
+        if call.outputs and not passed:
+            return  # a different prompt, called with pixels
+        masks = self.adapter.visual_mask(call.arguments) if pending else {}
+        if pending and not call.outputs and not any(bool(mask.any()) for mask in masks.values()):
+            get_thread_states()[self] = waiting  # a chunk of text before the images
             return
-        for modality, output in ahead.items():
+        for modality, output in pending.items():
             if modality in call.outputs:
                 received, encoded = count_features(call.outputs[modality]), count_features(output)
                 lost = received is not None and encoded is not None and received < encoded
@@ -162,15 +165,19 @@ class ChunkedPrefillCheck(Part):
                 lost = modality in masks and bool(masks[modality].any())
             if lost:
                 raise UnsupportedSetupError(
-                    "A part of the prompt came without its images, because generate() got prefill_chunk_size. Leave "
-                    "prefill_chunk_size out."
+                    "A chunk of the prompt has placeholders without image features, because prefill_chunk_size is set. "
+                    "Call generate() without prefill_chunk_size."
                 )
 
 
 def check_call(steps: Iterable[Step], adapter: Adapter, inputs: DecoderInputs, in_blocks: bool = False) -> None:
-    """Raise UnsupportedSetupError if a decoder that is called with `inputs` cannot be cut by `steps`.
+    """Raise UnsupportedSetupError if `steps` cannot cut this call of the decoder.
 
-    in_blocks: whether some of its layers attend in blocks.
+    Args:
+        steps: Steps of the patch.
+        adapter: Adapter of the model.
+        inputs: Inputs of the decoder.
+        in_blocks: Whether some layers use block attention.
     """
     cache = inputs.cache
     if isinstance(cache, Cache):
@@ -189,7 +196,7 @@ def check_call(steps: Iterable[Step], adapter: Adapter, inputs: DecoderInputs, i
 
 
 def check_cache(cache: Cache) -> None:
-    """Raise UnsupportedSetupError if tokens cannot be left out of this kind of cache."""
+    """Raise UnsupportedSetupError if tokens cannot be dropped from this kind of cache."""
     for layer in getattr(cache, "layers", []):
         if type(layer) not in _KNOWN_LAYERS and not is_quantized(layer):
             kind = type(layer).__name__
@@ -203,8 +210,8 @@ def check_static(cache: Cache, steps: Iterable[Step], adapter: Adapter, in_block
     sliding: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
     if sliding and len(sliding) == len(cache.layers):
         raise UnsupportedSetupError(
-            "Pruning with a static cache of sliding layers only is not supported, because the cache does not tell its "
-            "capacity. Use a dynamic cache."
+            "Pruning with a static cache of sliding layers only is not supported, because such a cache does not "
+            "expose its capacity. Use a dynamic cache."
         )
     past = int(cache.get_seq_length())
     filled = past and any(past >= layer.max_cache_len for layer in sliding)

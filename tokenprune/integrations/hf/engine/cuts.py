@@ -97,8 +97,7 @@ def prepare(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Decode
 def _mask_functions(call: Call, inputs: DecoderInputs, adapter: Adapter) -> MaskFunctions | None:
     """Return the functions that build the decoder's masks.
 
-    None if the masks exist already, if a static cache has slots for later tokens, or if attention takes no masks of
-    query-key pairs.
+    None if the caller passed masks of query-key pairs, or if a static cache has slots for later tokens.
     """
     embeds, mask = inputs.embeds, inputs.mask
     if call.cached.capacity is not None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
@@ -163,9 +162,11 @@ def cut_entry(call: Call, inputs: DecoderInputs, step: Step | None, adapter: Ada
 
 
 def _uncut_mask(call: Call, inputs: DecoderInputs, adapter: Adapter) -> tuple[Any, bool]:
-    """Return the attention mask before the cut, and whether it has the form that layers take.
+    """Return the attention mask before the cut, and True if it has the form that layers take.
 
-    A 2-D mask is expanded to that form if there is a cache or a sliding window. Otherwise it stays a mask of tokens.
+    A 4-D mask and a dictionary of masks by kind of layer have this form already. A 2-D mask is converted, if possible
+    to `MaskFunction`, if the model has a sliding window, or the cache holds tokens or has a fixed size. Otherwise it
+    is returned unchanged, with False.
     """
     mask, cached = inputs.mask, call.cached
     if isinstance(mask, dict) or (mask is not None and mask.ndim == 4):

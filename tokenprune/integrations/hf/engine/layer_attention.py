@@ -29,7 +29,10 @@ class _Stop(Exception):
 
 
 class LayerAttention(Part):
-    """Observes the attention of the layer before a cut, and the attention that the next layer would compute.
+    """Records the inputs of attention (query, key and mask) that methods read at a cut.
+
+    The inputs are recorded in the layer before the cut, and in the layer after it. The layer after the cut runs on the
+    tokens before the cut, and stops when it calls its attention function.
 
     Args:
         adapter: Adapter of the model.

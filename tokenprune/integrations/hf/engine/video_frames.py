@@ -21,7 +21,9 @@ def compares_frames(step: Step) -> bool:
 
 
 class VideoFrames(Part):
-    """Keeps all tokens of images for methods that compare frames, and rejects videos with unknown frames.
+    """Checks the calls of methods that compare the frames of a video. These methods keep all tokens of images.
+
+    Videos whose number of tokens per frame is unknown are rejected.
 
     Args:
         adapter: Adapter of the model.
@@ -30,7 +32,7 @@ class VideoFrames(Part):
 
     Raises:
         BudgetError: If a video has no single budget.
-        OptionError: If another method drops tokens before such a method.
+        OptionError: If another method drops or merges tokens before a method that compares frames.
     """
 
     def __init__(self, adapter: Adapter, steps: Sequence[Step], merges: Sequence[str]) -> None:

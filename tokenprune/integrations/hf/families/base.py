@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter for model families that hand images to their decoder in the common way; exceptions override its members.
+"""Default adapter for vision-language models of transformers.
 
-The common contract of transformers (>= 5.0): `get_image_features` -> placeholders in `input_ids` -> `masked_scatter`
-into `inputs_embeds` -> `language_model(inputs_embeds=..., attention_mask=..., position_ids=..., cache=...)`.
+The default adapter serves models that follow the contract of transformers (>= 5.0): `get_image_features` returns
+features, `masked_scatter` writes them over the placeholders of `input_ids` in `inputs_embeds`, and
+`language_model(inputs_embeds=..., attention_mask=..., position_ids=..., cache=...)` runs the decoder.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,65 +18,91 @@ from transformers import PreTrainedModel
 from tokenprune.errors import UnsupportedModelError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import read_keys
+from tokenprune.integrations.hf.families.registry import suggest_families
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.token_state import Layout
 from tokenprune.integrations.hf.sequence.masks import find_sliding_layers
 from tokenprune.integrations.shared.towers.patch_grid import PatchSource
 from tokenprune.kernels.transfer import to_device
-from tokenprune.models.families import FAMILIES, PIXELS_ONLY, SUPPORTED, Family, get_config_family, get_family
+from tokenprune.models.families import PIXELS_ONLY, get_config_family
 
-# Layers that keep a key and a value for each token.
+# Layers that cache a key and a value per token.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
-_STATIC = {"full_attention", "sliding_attention"}  # those that can hold fewer tokens in a static cache
-# Layers that carry a state from token to token (linear attention, state space, convolution), or look at one token at a
-# time. Their state is built from the tokens that reach them, as if there had never been others.
+_STATIC = {"full_attention", "sliding_attention"}  # attention layers that support a pruned static cache
+# Layers that carry a state from token to token (linear attention, state space, convolution). Dropped tokens do not
+# enter the state.
 STATEFUL = {"linear_attention", "conv", "mamba"}
-_POINTWISE = {"mlp", "moe"}
+_POINTWISE = {"mlp", "moe"}  # layers that process each token separately
 
 
 class Adapter(PatchSource):
-    """The common contract; it serves every model type for which no other adapter is registered.
+    """Default adapter, used for every model type without a registered adapter.
 
-    Facts are in its row, `family`: that of the model's type, as this very model has it. Behaviour is in its methods,
-    which the adapter of a family that differs overrides.
+    Data about the model type is in `family`, a row of the family table that is adjusted to this model. Behaviour is in
+    the methods. The adapter of a family with different code overrides some of them.
+
+    Args:
+        model: Model to patch, or a wrapper of it.
+
+    Attributes:
+        model: The transformers model inside wrappers.
+        base: Module that merges images into text.
+        decoder: Decoder inside `base`.
+        config: Config of the model.
+        text_config: Config of the decoder.
+        family: Row of the family table for this model.
+        sliding: Decoder layers with a sliding window.
+        stateful: Decoder layers without keys.
+        placeholders: Placeholder id of each modality.
+
+    Raises:
+        UnsupportedModelError: If no decoder is found, or the model has unknown kinds of layers or no placeholder ids.
+
+    Example:
+        >>> from tokenprune.models.families import Family
+        >>> from tokenprune.integrations.hf.families import Adapter, register_adapter
+        >>> @register_adapter(Family("my_model_type", square="always"))
+        ... class MyAdapter(Adapter):
+        ...     def grids(self, modality, arguments):
+        ...         sizes = arguments.get("image_grid_hw")
+        ...         return None if sizes is None else [(1, height // 2, width // 2) for height, width in sizes.tolist()]
     """
 
-    # Modules and configs of many classes, which share no type that has what is read of them.
+    # Typed as Any, because the classes of these modules and configs do not share the attributes that are read.
     model: Any
     base: Any
     decoder: Any
     config: Any
     text_config: Any
 
-    # Facts that go with the methods that a subclass overrides.
+    # Constants that subclasses set together with the methods that they override.
     extra_arguments: ClassVar[frozenset[str]] = frozenset()  # decoder arguments that `take_extras` handles
-    adds_after_layers: ClassVar[bool] = False  # `after_layer` changes the output of layers
-    shares_keys: ClassVar[bool] = False  # some layers attend to the keys of other layers, see `key_count`
-    caches_keys: ClassVar[bool] = True  # the cache holds keys in the form that attention reads, see `cached_keys`
-    # The last decoder layer at whose input tokens can leave, and the reason; None if any layer is possible.
+    adds_after_layers: ClassVar[bool] = False  # True if `after_layer` changes the output of layers
+    shares_keys: ClassVar[bool] = False  # True if some layers attend to the keys of other layers (`key_count`)
+    caches_keys: ClassVar[bool] = True  # True if the cache holds keys as attention reads them (`cached_keys`)
+    # The last decoder layer that supports a cut at its input, and the reason. None if all layers do.
     last_cut: tuple[int, str] | None = None
 
     def __init__(self, model: nn.Module) -> None:
-        # Wrappers (an adapter library) come and go; what is said of the patch stands in the model itself.
-        self.model = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), model)
+        # The patch is stored in the model itself, because wrappers (PEFT) may be added and removed.
+        self.model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
         self.config = self.model.config
         self.family = get_config_family(self.config)
         self.base, self.decoder = self._find(self.model)
         self.text_config = self.decoder.config
-        self.sliding = find_sliding_layers(self.text_config)  # the decoder layers that attend in a window
+        self.sliding = find_sliding_layers(self.text_config)
         kinds = getattr(self.text_config, "layer_types", None) or ()
         unknown = set(kinds) - _ATTENDING - STATEFUL - _POINTWISE
         if unknown and self.family.name not in PIXELS_ONLY:
             raise UnsupportedModelError(
-                f"model type {self.config.model_type!r} has decoder layers of kind {', '.join(sorted(unknown))}: it is "
-                f"not known what they do with tokens that are gone. {suggest_families(self.config.model_type)}"
+                f"Model type {self.config.model_type!r} has decoder layers of an unknown kind: "
+                f"{', '.join(sorted(unknown))}. {suggest_families(self.config.model_type)}"
             )
-        # Layers without keys: those that carry a state, and those that see one token at a time.
         self.stateful = frozenset(index for index, kind in enumerate(kinds) if kind not in _ATTENDING)
         self.placeholders = get_placeholder_ids(self.config)
         if not self.placeholders:
             raise UnsupportedModelError(
-                f"the config of {self.config.model_type!r} names no image_token_id, image_token_index or "
+                f"The config of {self.config.model_type!r} has none of image_token_id, image_token_index and "
                 f"video_token_id. {suggest_families(self.config.model_type)}"
             )
         row = self.family
@@ -85,12 +110,12 @@ class Adapter(PatchSource):
         static = row.static_cache and self.caches_keys and not self.shares_keys and set(kinds) <= _STATIC
         self.family = replace(row, videos=videos, stateful=bool(self.stateful), static_cache=static)
 
-    # -- finding the parts
+    # -- modules
 
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         """Return the module that merges images into text, and the decoder inside it."""
         names, norm, uncut = self.family.decoder_names, self.family.norm_name, self.family.name in PIXELS_ONLY
-        # Top down, so that wrappers (a causal LM head, an adapter library) are passed through.
+        # Top down, to pass through wrappers (a causal LM head, PEFT).
         for base in model.modules():
             for name in names:
                 try:
@@ -100,7 +125,7 @@ class Adapter(PatchSource):
                 if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and (uncut or hasattr(decoder, norm)):
                     return base, decoder
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no {' or '.join(names)} with layers and {norm} where it is expected. "
+            f"{type(model).__name__} has no {' or '.join(names)} with layers and {norm}. "
             f"{suggest_families(getattr(model.config, 'model_type', ''))}"
         )
 
@@ -109,48 +134,64 @@ class Adapter(PatchSource):
         return _layer_module(self, layer, "self_attn attention attn self_attention mixer", "self-attention module")
 
     def get_attention_and_mlp(self, layer: int) -> tuple[nn.Module, nn.Module]:
-        """Return the self-attention module and the MLP, or what stands in its place, of a decoder layer."""
+        """Return the self-attention module and the MLP (or mixture of experts) of a decoder layer."""
         return self.get_attention(layer), _layer_module(
             self, layer, "mlp feed_forward block_sparse_moe ffn", "known MLP"
         )
 
     @property
     def attention(self) -> str:
-        """Name of the decoder's attention implementation; it may change after the patch."""
+        """Name of the decoder's attention implementation. It may change after the patch."""
         return self.text_config._attn_implementation
 
     # -- reading a call
 
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return what the engine reads of the base model's forward, from the arguments that it was called with."""
+        """Return the arguments that the engine reads, from the arguments of the base model's forward."""
         return arguments
 
     def visual_mask(self, call: dict[str, Any]) -> dict[str, Tensor]:
-        """Return a bool `[B, L]` mask of placeholders for each modality. `call`: arguments of the base model's
-        forward."""
+        """Find the placeholders of each modality.
+
+        Args:
+            call: Arguments of the base model's forward.
+
+        Returns:
+            A mask for each modality, bool `[B, L]`.
+        """
         ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
         if ids is not None:
             return {modality: ids == token for modality, token in self.placeholders.items()}
-        assert embeds is not None  # the decoder's forward asks for one of the two
+        assert embeds is not None  # the forward requires ids or embeddings
         table = self.base.get_input_embeddings()
         tokens = {m: to_device([token], embeds.device) for m, token in self.placeholders.items()}
         return {m: (embeds == table(token)).all(-1) for m, token in tokens.items()}
 
     def modality(self, modality: str, arguments: dict[str, Any], call: dict[str, Any]) -> str:
-        """Return what is encoded by a `get_{modality}_features` with `arguments`, within a forward with `call`."""
+        """Return the modality of an encoder call.
+
+        Args:
+            modality: Modality in the name of the called function, `get_{modality}_features`.
+            arguments: Arguments of the encoder call.
+            call: Arguments of the forward that makes the encoder call.
+        """
         return modality
 
     def runs_per_image(self, ids: list[int], runs: list[tuple[int, int]]) -> list[int]:
-        """Return how many runs of placeholders each image of a row consists of, in their order. Asked where
-        the row has `square="runs"`.
+        """Return the number of placeholder runs of each image in a row. Only used for families with `square="runs"`.
 
-        ids: of the row's prompt, padding among them. runs: (first, last + 1) of each unbroken run of placeholders.
+        Args:
+            ids: Token ids of the row, including padding.
+            runs: Start and end of each contiguous run of placeholders.
         """
         return [1] * len(runs)
 
     def video_frames(self, arguments: dict[str, Any]) -> list[int] | None:
-        """Return how many frames of each video reach the decoder, from the arguments of `get_video_features`; None
-        where they do not tell."""
+        """Return the number of frames of each video at the decoder, or None if unknown.
+
+        Args:
+            arguments: Arguments of `get_video_features`.
+        """
         grids = self.grids("video", arguments)
         if grids is not None:
             return [frames for frames, _, _ in grids]
@@ -160,87 +201,118 @@ class Adapter(PatchSource):
         return None
 
     def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the decoder's `kwargs` with `inputs_embeds` in the place of ids, and of images, if it takes such."""
+        """Return the decoder's arguments with `inputs_embeds` instead of token ids and images."""
         return kwargs
 
     def positions(self, mask: Any, past: int) -> Tensor | None:
-        """Return the positions (long `[1 or B, L]`) that the decoder would make itself for a call with this attention
-        mask after `past` tokens; None where it would count them from `past` on."""
+        """Return the position ids that the decoder computes by default.
+
+        Args:
+            mask: Attention mask of the call, or None.
+            past: Number of cached tokens.
+
+        Returns:
+            Position ids, long `[1 or B, L]`, or None if they are past, past + 1, and so on.
+        """
         return None
 
     def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any, config: Any = None) -> Any:
-        """Return the masks that the decoder would make itself for the whole sequence, in a form that it takes.
+        """Return the masks that the decoder would create for the uncut sequence, in a form that it accepts.
 
-        config: in the place of the decoder's own, from which transformers learns the attention implementation.
+        Args:
+            embeds: Input embeddings, `[B, L, D]`.
+            mask: Attention mask of the call, or None.
+            cache: Key/value cache, or None.
+            config: Config that replaces `text_config`. It selects the attention implementation.
         """
         return compat.create_masks(config or self.text_config, embeds, mask, cache)
 
-    # -- per-token arguments of the decoder beyond the common ones
+    # -- additional per-token arguments of the decoder
 
     def take_extras(self, kwargs: dict[str, Any], layout: Layout) -> Any:
-        """Take per-token arguments that the engine must not pass on unchanged out of the decoder's `kwargs`; what is
-        returned is handed to `cut_extras` and `after_layer`. Called once per forward, before any cut, if
-        `extra_arguments` names some."""
+        """Remove the per-token arguments of the family from the decoder's arguments, and return them.
+
+        Called once per forward, before the first cut, if `extra_arguments` is not empty. `cut_extras`, `before_layer`
+        and `after_layer` receive the result.
+
+        Args:
+            kwargs: Arguments of the decoder, modified by this method.
+            layout: Layout of the uncut batch.
+        """
         return None
 
     def cut_extras(self, extras: Any, slots: Tensor, layout: Layout, merge: Any) -> Any:
-        """Return `extras` after a cut. slots: long `[B, W']` of the layout before the cut; layout: the one after it;
-        merge: a function that merges `[B, W, D]` features like the hidden states were, or None."""
+        """Return the extras after a cut.
+
+        Args:
+            extras: Result of `take_extras` or of the previous cut.
+            slots: Kept slots of the layout before the cut, long `[B, W']`.
+            layout: Layout after the cut.
+            merge: Function that merges `[B, W, D]` features in the same way as the hidden states, or None.
+        """
         return extras
 
     def return_extras(self, extras: Any) -> dict[str, Any]:
-        """Return `extras` as arguments of the decoder, which adds them itself if no layer cuts; empty if it cannot."""
+        """Return the extras as arguments of the decoder, used if all cuts are at its entry. Empty if not supported."""
         return {}
 
     def before_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
-        """Return the input of a decoder layer, before a cut at it, with whatever the family adds to it."""
+        """Add features of the family to the input of a decoder layer, before a cut."""
         return hidden
 
     def after_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
-        """Return the output of a decoder layer, with whatever the family adds to it."""
+        """Add features of the family to the output of a decoder layer."""
         return hidden
 
     # -- hidden states between layers
 
     def flatten(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states between two layers as `[B, W, D']`, to be cut."""
+        """Reshape the hidden states between two layers to `[B, W, D']` for a cut."""
         return hidden
 
     def unflatten(self, flat: Tensor, like: Tensor) -> Tensor:
-        """Undo `flatten` after a cut. like: the input of `flatten`."""
+        """Undo `flatten` after a cut. `like` is the input of `flatten`."""
         return flat
 
     def get_method_states(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
-        """Return what methods see as the hidden states at a cut at `layer`, `[B, W, D]`. flat: see `flatten`."""
+        """Return the hidden states that methods read at a cut, `[B, W, D]`, from the result of `flatten`."""
         return flat
 
     # -- layers that read the keys of other layers
 
     def key_count(self, layer: int, kwargs: dict[str, Any]) -> int | None:
-        """Return how many keys a layer called with `kwargs` attends to; None if it keeps keys of its own."""
+        """Return the number of keys of another layer that a layer attends to, or None if it has separate keys.
+
+        Args:
+            layer: Index of the decoder layer.
+            kwargs: Arguments of the layer.
+        """
         return None
 
     def cached_keys(self, layer: int, cache: Any) -> Tensor:
-        """Return the keys that a layer's cache holds, `[B, Hkv, K, Dh]`, as its attention function gets them."""
+        """Return the cached keys of a layer as its attention function reads them, `[B, Hkv, K, Dh]`."""
         return read_keys(cache, layer)
 
-    # -- more that has to be put right in a patched model
+    # -- additional parts
 
     def parts(self) -> list[Part]:
-        """Return what else has to be attached to the model wherever tokens are cut."""
+        """Return additional parts that the family needs in a patched model."""
         return []
 
 
 def _layer_module(adapter: Adapter, layer: int, names: str, kind: str) -> nn.Module:
-    """Return the first module of a decoder layer that has one of the names."""
+    """Return the first submodule of a decoder layer with one of the space-separated `names`."""
     for name in names.split():
         if isinstance(module := getattr(adapter.decoder.layers[layer], name, None), nn.Module):
             return module
-    raise UnsupportedModelError(f"decoder layer {layer} of {adapter.config.model_type!r} has no {kind}")
+    raise UnsupportedModelError(
+        f"Decoder layer {layer} of {adapter.config.model_type!r} has no {kind}. docs/extend/add-a-family.md shows how "
+        "to write an adapter."
+    )
 
 
 def embed_ids(base: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return `kwargs` with `inputs_embeds` in place of `input_ids`, from the input embeddings of `base`."""
+    """Replace `input_ids` in `kwargs` by `inputs_embeds`, computed with the input embeddings of `base`."""
     if kwargs.get("input_ids") is None or kwargs.get("inputs_embeds") is not None:
         return kwargs
     rest = {name: value for name, value in kwargs.items() if name != "input_ids"}
@@ -248,44 +320,10 @@ def embed_ids(base: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_placeholder_ids(config: Any) -> dict[str, int]:
-    """Return the ids of placeholders in a model's config, by modality."""
+    """Return the placeholder id of each modality in a model's config."""
     ids: dict[str, int] = {}
     for modality in ("image", "video"):
         for name in (f"{modality}_token_id", f"{modality}_token_index"):
             if isinstance(getattr(config, name, None), int):
                 ids.setdefault(modality, getattr(config, name))
     return ids
-
-
-ADAPTERS: dict[str, type[Adapter]] = {}
-_A = TypeVar("_A", bound=Adapter)
-
-
-def register_adapter(*families: str | Family) -> Callable[[type[_A]], type[_A]]:
-    """Register an adapter for model types; it takes the place of one that was registered before.
-
-    families: names of model types, or rows for those that the table of families lacks, or has otherwise.
-    """
-
-    def register(cls: type[_A]) -> type[_A]:
-        rows = [one if isinstance(one, Family) else get_family(one) for one in families]
-        FAMILIES.update((row.name, row) for row in rows)
-        ADAPTERS.update((row.name, cls) for row in rows)
-        return cls
-
-    return register
-
-
-def list_supported_families() -> list[str]:
-    """Return the model types that are known to work, sorted: those that the test suite covers (`SUPPORTED`), and those
-    for which adapters are registered."""
-    return sorted({*SUPPORTED, *ADAPTERS})
-
-
-def suggest_families(model_type: str = "") -> str:
-    """Return a sentence that names the supported types closest to `model_type`, and the page about adding one."""
-    close = difflib.get_close_matches(model_type, list_supported_families(), n=3, cutoff=0.0) if model_type else []
-    nearest = f"The closest supported types are {', '.join(map(repr, close))}; " if close else ""
-    return (
-        f"{nearest}docs/reference/families.md lists all types, and docs/extend/add-a-family.md shows how to add a type."
-    )

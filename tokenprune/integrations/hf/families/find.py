@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the adapter for a model among those that are registered."""
+"""Select the adapter of a model."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from torch import nn
 
 from tokenprune.errors import UnsupportedModelError, shorten
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.families.base import ADAPTERS, Adapter, suggest_families
+from tokenprune.integrations.hf.families.base import Adapter
+from tokenprune.integrations.hf.families.registry import ADAPTERS, suggest_families
 from tokenprune.integrations.hf.families.retrieval import find_outer_model
 from tokenprune.integrations.shared.versions import check_tested
 from tokenprune.models.families import PIXELS_ONLY, REFUSED, SUPPORTED
 
 
 def get_adapter(model: nn.Module) -> Adapter:
-    """Return an adapter for `model`.
+    """Build the adapter of a model.
 
-    Raises UnsupportedModelError if the model cannot be pruned, and UnsupportedSetupError if transformers is newer than
-    the tested versions.
+    Args:
+        model: Model of transformers, or a wrapper of it.
+
+    Raises:
+        UnsupportedModelError: If the model is not supported.
+        UnsupportedSetupError: If transformers is newer than the tested versions.
+
+    Example:
+        >>> get_adapter(model).config.model_type == model.config.model_type
+        True
     """
     model = find_outer_model(model)
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
         raise UnsupportedModelError(
-            f"{type(model).__name__} wraps the model: patch .module before wrapping, as in "
-            "DistributedDataParallel(tokenprune.patch(model, ...)), and ask stats and unpatch of .module too"
+            f"{type(model).__name__} wraps the model. Patch the model before wrapping it, and pass .module to "
+            "tokenprune.stats and tokenprune.unpatch."
         )
     if isinstance(model, (str, os.PathLike)):
         raise UnsupportedModelError(
@@ -35,7 +44,8 @@ def get_adapter(model: nn.Module) -> Adapter:
         )
     if kind is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not a transformers model: it has no config.model_type. {suggest_families()}"
+            f"{type(model).__name__} is not a transformers model, because config.model_type is missing. "
+            f"{suggest_families()}"
         )
     check_tested("transformers", str(compat.VERSION), compat.NEWEST)
     since = SUPPORTED[kind].since if kind in SUPPORTED else None
@@ -45,7 +55,7 @@ def get_adapter(model: nn.Module) -> Adapter:
             f"Run pip install 'transformers>={since}'."
         )
     if kind in REFUSED and kind not in PIXELS_ONLY and kind not in ADAPTERS:
-        raise UnsupportedModelError(f"model type {kind!r} is not supported: {REFUSED[kind]}. {suggest_families(kind)}")
+        raise UnsupportedModelError(f"Model type {kind!r} is not supported: {REFUSED[kind]}. {suggest_families(kind)}")
     try:
         return ADAPTERS.get(kind, Adapter)(model)
     except UnsupportedModelError:
@@ -58,12 +68,12 @@ def get_adapter(model: nn.Module) -> Adapter:
 
 
 def _missing_modality(model: nn.Module) -> str | None:
-    """Return in words which modality a model lacks, or None if it may have both images and text."""
+    """Describe a model that has only text or only images. Return None if it may have both."""
     modalities = getattr(model, "input_modalities", ())
     modalities = {modalities} if isinstance(modalities, str) else set(modalities)
     # Remote code often leaves `input_modalities` at its default, "text".
     if modalities == {"text"} and not hasattr(model.config, "vision_config"):
-        return "a text model: it has no visual tokens"
+        return "a text model without visual tokens"
     if modalities and modalities <= {"image", "video"}:
-        return "a vision model: it has no language model"
+        return "a vision model without a language model"
     return None

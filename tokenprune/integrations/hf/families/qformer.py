@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BLIP-2 and its kin: the queries of a Q-Former stand in the prompt, and the model merges them itself.
+"""Adapter for BLIP-2 and InstructBLIP, whose visual tokens are the queries of a Q-Former.
 
-Their `generate` calls the language model's own `generate` with embeddings, so the model's forward is no place to watch:
-the base is the language model here, and what the prompt was before the merge is noted one level above it.
+Their `generate` merges images into text and calls `generate` of the language model with embeddings. The forward of the
+model is not called, so `base` is the language model here. Hooks on the outer model record the prompt before the merge.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
-from tokenprune.integrations.hf.families.base import Adapter, embed_ids, register_adapter
+from tokenprune.integrations.hf.families.base import Adapter, embed_ids
+from tokenprune.integrations.hf.families.registry import register_adapter
 from tokenprune.integrations.hf.forward.call import find_module_frame, is_running
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.sequence.record import start_record
@@ -30,20 +31,19 @@ from tokenprune.integrations.shared.attachable import get_thread_states, refuse_
 
 @register_adapter("blip-2", "instructblip", "instructblipvideo")
 class QFormerAdapter(Adapter):
-    """BLIP-2 and InstructBLIP with any decoder as language model; OPT counts positions by the attention mask."""
+    """BLIP-2 and InstructBLIP with a decoder-only language model. OPT computes positions from the attention mask."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.prompts = PromptsAhead(self)
+        self.prompts = PromptRecorder(self)
 
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         config: Any = model.config
         text = config.text_config
         if text.is_encoder_decoder:
             raise UnsupportedModelError(
-                f"model type {config.model_type!r} with a language model of type {text.model_type!r} is not "
-                "supported: its images are in an encoder that the decoder reads by cross-attention; a checkpoint "
-                "with OPT or Vicuna can be patched"
+                f"Model type {config.model_type!r} with a language model of type {text.model_type!r} is not "
+                "supported, because its images are in a text encoder. Use a checkpoint with OPT or Vicuna."
             )
         self.learned_positions = text.model_type == "opt"
         if self.learned_positions:
@@ -56,32 +56,32 @@ class QFormerAdapter(Adapter):
 
     def arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         prompt, embeds = self.prompts.current_prompt(), arguments.get("inputs_embeds")
-        if prompt is None or embeds is None:  # a call of the language model alone, or a step
+        if prompt is None or embeds is None:  # a direct call of the language model, or a decoding step
             return arguments
-        return arguments | self._before_the_merge(prompt, embeds, compat.get_cache(arguments))
+        return arguments | self._restore_prompt(prompt, embeds, compat.get_cache(arguments))
 
-    def _before_the_merge(self, prompt: PromptArguments, embeds: Tensor, cache: Any) -> dict[str, Any]:
-        """Return ids or embeddings of the call's tokens as they were before the merge, and the images among them."""
+    def _restore_prompt(self, prompt: PromptArguments, embeds: Tensor, cache: Any) -> dict[str, Any]:
+        """Return the ids or embeddings of a call before the merge, and its image features as encoder outputs."""
         rows, length = embeds.shape[:2]
         modality = "video" if "video" in self.placeholders else "image"
-        features = prompt.images(modality)
-        given = {name: prompt.arguments.get(name) for name in ("input_ids", "inputs_embeds")}
-        whole = {name: value for name, value in given.items() if value is not None}
-        if not whole:  # generate() writes placeholders and a start token then
+        features = prompt.get_image_features(modality)
+        arguments = {name: prompt.arguments.get(name) for name in ("input_ids", "inputs_embeds")}
+        inputs = {name: value for name, value in arguments.items() if value is not None}
+        if not inputs:  # without text, generate() writes placeholders and a start token
             size, device = (len(features), length), embeds.device
             ids = torch.full(size, self.placeholders[modality], dtype=torch.long, device=device)
-            whole = {"input_ids": ids.index_fill(1, ids.new_tensor([length - 1]), -1)}
-        batch, width = next(iter(whole.values())).shape[:2]
-        # Beams are rows repeated. A later turn brings the whole prompt again, of which the cache holds the beginning.
+            inputs = {"input_ids": ids.index_fill(1, ids.new_tensor([length - 1]), -1)}
+        batch, width = next(iter(inputs.values())).shape[:2]
+        # Beams are repeated rows. A later turn passes the complete prompt again, and the cache holds its beginning.
         copies, start = rows // batch, 0 if width == length else int(cache.get_seq_length())
-        call = {n: value[:, start : start + length].repeat_interleave(copies, 0) for n, value in whole.items()}
-        number = len(features) * copies
+        call = {name: value[:, start : start + length].repeat_interleave(copies, 0) for name, value in inputs.items()}
+        num_images = len(features) * copies
         if width != length:
-            number = int(self.visual_mask(call)[modality].sum()) // features.shape[1]
-        if number:
-            # All images are alike in size, so that it does not matter which one is which.
-            output = BaseModelOutputWithPooling(pooler_output=[features[0]] * number)
-            start_record(output, None, (self.video_frames(prompt.arguments) or [])[:1] * number)
+            num_images = int(self.visual_mask(call)[modality].sum()) // features.shape[1]
+        if num_images:
+            # All images have the same number of features, so the first image can represent the others.
+            output = BaseModelOutputWithPooling(pooler_output=[features[0]] * num_images)
+            start_record(output, None, (self.video_frames(prompt.arguments) or [])[:1] * num_images)
             call["mm_encoder_outputs"] = {modality: output}
         return call
 
@@ -99,24 +99,27 @@ class QFormerAdapter(Adapter):
 
 @dataclass
 class PromptArguments:
-    """The arguments of the current call of the model's `forward` or `generate`.
+    """Arguments of the running call of the outer model's `forward` or `generate`.
 
-    features: the last output of its projection, `[images or frames, queries, D]`. frame: of the call of `forward`.
+    Attributes:
+        arguments: Arguments by name.
+        features: Last output of the projection, `[images or frames, queries, D]`.
+        frame: Stack frame of `forward`, to detect an interrupted call. None for `generate`.
     """
 
     arguments: dict[str, Any]
     features: Tensor | None = None
     frame: FrameType | None = None
 
-    def images(self, modality: str) -> Tensor:
-        """`[images, tokens, D]`; the frames of a video are joined."""
+    def get_image_features(self, modality: str) -> Tensor:
+        """Return the features of images or videos, `[images, tokens, D]`. The frames of a video are concatenated."""
         if self.features is None:
             return self.arguments["mm_encoder_outputs"][modality].pooler_output
         return self.features.reshape(len(self.arguments["pixel_values"]), -1, self.features.shape[-1])
 
 
-class PromptsAhead(Part):
-    """Notes prompts and images for the call of the language model that is to come."""
+class PromptRecorder(Part):
+    """Records the prompt and the image features of the outer model for the next call of the language model."""
 
     def __init__(self, adapter: QFormerAdapter) -> None:
         super().__init__()
@@ -124,7 +127,7 @@ class PromptsAhead(Part):
         self._parameters = list(inspect.signature(self.outer.forward).parameters)
 
     def current_prompt(self) -> PromptArguments | None:
-        """Return the prompt of this thread's call of the model; None outside of one."""
+        """Return the prompt of this thread's call of the outer model, or None outside of a call."""
         prompt: PromptArguments | None = get_thread_states().get(self)
         if prompt is not None and prompt.frame is not None and not is_running(prompt.frame):
             del get_thread_states()[self]  # the call was interrupted
@@ -136,7 +139,7 @@ class PromptsAhead(Part):
         self.hook(self.outer.register_forward_hook, self._leave, always_call=True)
         self.hook(self.outer.language_projection.register_forward_hook, self._project)
         if hasattr(self.outer, "generate"):
-            self.wrap(self.outer, "generate", partial(WatchedGenerate, during=self.during))
+            self.wrap(self.outer, "generate", partial(RecordedGenerate, during=self.during))
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         refuse_replica(module, self.outer)
@@ -152,13 +155,13 @@ class PromptsAhead(Part):
 
     @contextmanager
     def during(self, arguments: dict[str, Any]) -> Iterator[None]:
-        """Within, the model's `generate` runs with `arguments`."""
+        """Make `arguments` the prompt of this thread while the outer model's `generate` runs."""
         options = arguments.get("generate_kwargs", {})
         config = options.get("generation_config") or self.outer.language_model.generation_config
         if options.get("prefill_chunk_size", config.prefill_chunk_size) is not None:
             raise UnsupportedSetupError(
-                "transformers cannot split embeddings into chunks, and this model's generate() hands its images to "
-                "the language model as such: leave out prefill_chunk_size"
+                "prefill_chunk_size is not supported, because generate() of this model passes embeddings to the "
+                "language model. Call generate() without prefill_chunk_size."
             )
         get_thread_states()[self] = PromptArguments(arguments)
         try:
@@ -167,8 +170,8 @@ class PromptsAhead(Part):
             get_thread_states().pop(self, None)
 
 
-class WatchedGenerate:
-    """Stands in for a model's `generate`; a class, not a closure, so that a deep copy of the model gets its own."""
+class RecordedGenerate:
+    """Wrapper of a model's `generate`. A class instead of a closure, so that a deep copy gets a separate wrapper."""
 
     def __init__(self, original: Callable, during: Callable) -> None:
         self.original, self.during = original, during

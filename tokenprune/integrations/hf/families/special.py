@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families that hand their decoder more than the common contract."""
+"""Adapters of families whose decoder has additional inputs, masks, caches or streams."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from torch import Tensor, nn
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.hf import compat
 from tokenprune.integrations.hf.cache.layer_storage import read_keys, read_values
-from tokenprune.integrations.hf.families.base import Adapter, embed_ids, register_adapter
+from tokenprune.integrations.hf.families.base import Adapter, embed_ids
+from tokenprune.integrations.hf.families.registry import register_adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.forward.token_state import Layout, gather_tokens
 
 
 @register_adapter("gemma4", "gemma4_unified")
 class SharedKeysAdapter(Adapter):
-    """Gemma 3n and Gemma 4: each layer gets a slice of `per_layer_inputs`, and the last layers attend to the keys of
-    earlier ones, so that what those hold they see."""
+    """Gemma 4, and base of Gemma 3n. Each layer gets a slice of `per_layer_inputs`.
+
+    The last layers attend to the keys of earlier layers. Tokens can be dropped only before the first of those earlier
+    layers.
+    """
 
     shares_keys = True
 
@@ -28,30 +32,30 @@ class SharedKeysAdapter(Adapter):
         super().__init__(model)
         layers = range(len(self.decoder.layers))
         sources = [layer for layer in layers if getattr(self.get_attention(layer), "store_full_length_kv", False)]
-        shared = [layer for layer in layers if self._shares(layer)]
+        shared = [layer for layer in layers if self._shares_keys(layer)]
         if shared and sources:
             self.last_cut = min(sources), f"layers {shared[0]} to {shared[-1]} attend to the keys of layers {sources}"
 
-    def _shares(self, layer: int) -> bool:
+    def _shares_keys(self, layer: int) -> bool:
         return getattr(self.get_attention(layer), "is_kv_shared_layer", False)
 
     def key_count(self, layer: int, kwargs: dict[str, Any]) -> int | None:
-        if not self._shares(layer):
+        if not self._shares_keys(layer):
             return None
-        keys, _ = kwargs["shared_kv_states"][self._source(layer)]
+        keys, _ = kwargs["shared_kv_states"][self._get_source(layer)]
         return keys.shape[-2]
 
-    def _source(self, layer: int) -> Any:
-        """Return the key of `shared_kv_states` that a layer reads."""
+    def _get_source(self, layer: int) -> Any:
+        """Return the entry of `shared_kv_states` that a layer reads."""
         return self.get_attention(layer).layer_type
 
 
 @register_adapter("gemma3n")
 class Gemma3nAdapter(SharedKeysAdapter):
-    """Gemma 3n carries several streams of hidden states, `[streams, B, L, D]`; methods see the active one."""
+    """Gemma 3n. It has several streams of hidden states, `[streams, B, L, D]`, and methods read the active stream."""
 
-    def _source(self, layer: int) -> Any:
-        # The index of a layer in transformers 5.19, a kind of layer in later versions.
+    def _get_source(self, layer: int) -> Any:
+        # A layer index up to transformers 5.19, and a layer type in later versions.
         attention = self.get_attention(layer)
         return getattr(attention, "kv_shared_layer_index", attention.layer_type)
 
@@ -63,22 +67,24 @@ class Gemma3nAdapter(SharedKeysAdapter):
 
     def get_method_states(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
         if layer == 0:
-            return flat  # the embeddings: the decoder makes streams of them
+            return flat  # embeddings, before the decoder creates the streams
         width, stream = self.text_config.hidden_size, self.text_config.altup_active_idx
         return flat[..., stream * width : (stream + 1) * width]
 
 
 @register_adapter("llama4")
 class Llama4Adapter(Adapter):
-    """Llama 4: some layers attend in chunks of positions; those without rotary embedding scale their queries by a place
-    that they count themselves. Tiles are set apart by separators, which are text: each tile counts as an image."""
+    """Llama 4. Some layers use chunked attention. Layers without rotary embedding scale queries by the token index.
+
+    Separators between tiles are text tokens, so each tile counts as an image.
+    """
 
     def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any, config: Any = None) -> dict[str, Any]:
-        # create_masks_for_generate of transformers 5.19 fails on chunks.
-        about = (config or self.text_config, embeds, mask, cache)
+        # create_masks_for_generate of transformers 5.19 fails for chunked attention.
+        arguments = (config or self.text_config, embeds, mask, cache)
         return {
-            "full_attention": compat.create_mask("causal_mask", *about),
-            "chunked_attention": compat.create_mask("chunked_causal_mask", *about),
+            "full_attention": compat.create_mask("causal_mask", *arguments),
+            "chunked_attention": compat.create_mask("chunked_causal_mask", *arguments),
         }
 
     def parts(self) -> list[Part]:
@@ -86,8 +92,10 @@ class Llama4Adapter(Adapter):
 
 
 class QueryScales(Part):
-    """Llama 4's layers without rotary embedding count the tokens that reach them to scale queries by; with tokens gone
-    they must get the scales of the full prompt."""
+    """Restores the query scales of the unpruned prompt in Llama 4's layers without rotary embedding.
+
+    These layers compute scales from the index of each token in their input, which is wrong after a cut.
+    """
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()
@@ -97,7 +105,7 @@ class QueryScales(Part):
         for layer in range(len(self.adapter.decoder.layers)):
             attention: Any = self.adapter.get_attention(layer)
             if not attention.use_rope:
-                # Queries are linear in their scale, and nothing else is done to them in these layers.
+                # In these layers, queries are only multiplied by their scale, so the projection can be rescaled.
                 self.hook_in_call(attention.q_proj.register_forward_hook, partial(self._rescale, attention))
 
     def _rescale(self, attention: Any, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
@@ -112,20 +120,22 @@ class QueryScales(Part):
                 "Gradient checkpointing runs the layers of llama4 a second time, without the positions of the kept "
                 "tokens. Call model.gradient_checkpointing_disable()."
             )
-        counted = torch.arange(layout.width, device=output.device)
-        wanted = layout.index.to(output.device)
+        cut_index = torch.arange(layout.width, device=output.device)
+        uncut_index = layout.index.to(output.device)
         scales = [
-            torch.log1p(torch.floor((call.past + place.float() + 1.0) / attention.floor_scale)) * attention.attn_scale
+            torch.log1p(torch.floor((call.past + index.float() + 1.0) / attention.floor_scale)) * attention.attn_scale
             + 1.0
-            for place in (wanted, counted)
+            for index in (uncut_index, cut_index)
         ]
         return output * (scales[0] / scales[1]).unsqueeze(-1).to(output.dtype)
 
 
 @register_adapter("chameleon")
 class ChameleonAdapter(Adapter):
-    """Chameleon's decoder takes ids and pixels, and puts the one into the other itself: it is the base, too. Images
-    are ids of its vocabulary, as in Emu 3."""
+    """Chameleon. Its decoder takes ids and pixels and merges them, so it is also the base module.
+
+    Image tokens are ids of the vocabulary, as in Emu 3.
+    """
 
     def _find(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         _, decoder = super()._find(model)
@@ -134,7 +144,7 @@ class ChameleonAdapter(Adapter):
     def embeds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         pixels, encoded = kwargs.get("pixel_values"), kwargs.get("mm_encoder_outputs")
         if pixels is not None and encoded is not None:
-            return kwargs  # for the model to refuse
+            return kwargs  # the model raises an error
         if pixels is not None:
             encoded = {"image": self.base.get_image_features(pixels, return_dict=True)}
         ids, kwargs = kwargs.get("input_ids"), embed_ids(self.base, kwargs)
@@ -142,13 +152,13 @@ class ChameleonAdapter(Adapter):
         if not encoded or encoded.get("image") is None:
             return kwargs
         embeds, features = kwargs["inputs_embeds"], encoded["image"].pooler_output
-        places = self.base.get_placeholder_mask(ids, inputs_embeds=embeds, image_features=features)
-        return kwargs | {"inputs_embeds": embeds.masked_scatter(places, features)}
+        mask = self.base.get_placeholder_mask(ids, inputs_embeds=embeds, image_features=features)
+        return kwargs | {"inputs_embeds": embeds.masked_scatter(mask, features)}
 
 
 @register_adapter("ernie4_5_vl_moe")
 class ErnieAdapter(Adapter):
-    """Ernie 4.5 VL routes tokens to experts for text or for images, by a type that every layer is handed."""
+    """Ernie 4.5 VL. Each layer routes text and image tokens to different experts, by a per-token type argument."""
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
         grids = super().grids(modality, arguments)
@@ -160,7 +170,7 @@ class ErnieAdapter(Adapter):
 
 @register_adapter("granite4_vision")
 class GraniteAdapter(Adapter):
-    """Granite 4 Vision hands its decoder zeros where images are, and features that are added before some layers."""
+    """Granite 4 Vision. Image embeddings are zeros at the entry, and image features are added before some layers."""
 
     extra_arguments = frozenset({"vision_mask"})
 
@@ -168,11 +178,11 @@ class GraniteAdapter(Adapter):
         mask, features = kwargs.pop("vision_mask", None), kwargs.pop("deepstack_features", None)
         if mask is None or not features:
             return None
-        # One dense [B, W, D] tensor per layer, with zeros at text. It is cut and merged like the hidden states.
+        # One dense [B, W, D] tensor per layer with zeros at text, to be cut and merged like the hidden states.
         dense = {}
         for layer, feature in features.items():
-            full = feature.new_zeros(*mask.shape[:2], feature.shape[-1])
-            dense[layer] = full.masked_scatter(mask.to(full.device), feature)
+            zeros = feature.new_zeros(*mask.shape[:2], feature.shape[-1])
+            dense[layer] = zeros.masked_scatter(mask.to(zeros.device), feature)
         return mask, dense
 
     def cut_extras(self, extras: Any, slots: Tensor, layout: Layout, merge: Any) -> Any:
@@ -192,7 +202,7 @@ class GraniteAdapter(Adapter):
         return {"vision_mask": mask, "deepstack_features": features}
 
     def get_method_states(self, extras: Any, layer: int, flat: Tensor) -> Tensor:
-        # What makes an image's tokens at the decoder's entry are the features that come first.
+        # At the decoder's entry, the first added features represent the image tokens.
         return flat if layer or not extras else flat + extras[1][min(extras[1])]
 
     def before_layer(self, extras: Any, layer: int, hidden: Tensor) -> Tensor:
@@ -202,7 +212,7 @@ class GraniteAdapter(Adapter):
 
 @register_adapter("kimi_k25")
 class LatentAdapter(Adapter):
-    """Kimi K2.5's decoder caches latents, from which its attention makes the keys."""
+    """Kimi K2.5. Its decoder caches latents and computes the keys from them."""
 
     caches_keys = False
 
@@ -218,14 +228,14 @@ class LatentAdapter(Adapter):
 
 @register_adapter("nemotron_h_omni")
 class NemotronAdapter(Adapter):
-    """Nemotron-H Omni mixes state-space layers, attention and layers of experts."""
+    """Nemotron-H Omni. Its decoder has state-space, attention and mixture-of-experts layers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         if rate := getattr(self.base, "video_pruning_rate", 0):
             raise UnsupportedModelError(
-                f"this model prunes its videos itself (video_pruning_rate={rate}), so that a prompt is longer than "
-                "what the decoder gets; set model.video_pruning_rate = 0 before patching"
+                f"The model already prunes its videos (video_pruning_rate={rate}). Set model.video_pruning_rate = 0 "
+                "before patching."
             )
 
     def grids(self, modality: str, arguments: dict[str, Any]) -> list[tuple[int, int, int]] | None:
@@ -233,9 +243,9 @@ class NemotronAdapter(Adapter):
         return None if sizes is None else [(1, height // 2, width // 2) for height, width in sizes.tolist()]
 
     def masks(self, embeds: Tensor, mask: Tensor | None, cache: Any, config: Any = None) -> dict[str, Any]:
-        # create_masks_for_generate knows no layers of experts.
-        about = (config or self.text_config, embeds, mask, cache)
+        # create_masks_for_generate does not support mixture-of-experts layers.
+        arguments = (config or self.text_config, embeds, mask, cache)
         return {
-            "full_attention": compat.create_mask("causal_mask", *about),
-            "linear_attention": compat.create_mask("recurrent_attention_mask", *about),
+            "full_attention": compat.create_mask("causal_mask", *arguments),
+            "linear_attention": compat.create_mask("recurrent_attention_mask", *arguments),
         }

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An add-on: keep what images became in the vision tower, for further questions about them (`feature_cache=`)."""
+"""Cache encoder outputs, so that further questions about an image skip the vision tower (`feature_cache=`)."""

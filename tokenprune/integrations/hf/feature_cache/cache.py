@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep what images became in a vision tower, within a number of bytes: what was used last goes last."""
+"""LRU cache of encoder outputs with a limit in bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenprune.statistics import FeatureCacheCounts
 
 
 class CachedValue(Protocol):
-    """One value under a key. intact: True if it still holds what was put there."""
+    """Value of the cache. `intact` is False after a write to its tensors."""
 
     @property
     def bytes(self) -> int: ...
@@ -22,17 +22,25 @@ class CachedValue(Protocol):
 
 
 class FeatureCache:
-    """The encoded images of a model that was patched with `feature_cache=`; `tokenprune.feature_cache(model)` returns
-    it. Threads may share it.
+    """Encoded images of a model that is patched with `feature_cache=`. It is thread-safe.
 
-    limit: bytes that its entries may take in all. A copy of it, as a copy of the model has, is empty.
+    `tokenprune.feature_cache(model)` returns it. A copy starts empty, so `deepcopy(model)` does not share entries.
+
+    Args:
+        limit: Maximum total size of the entries, in bytes.
+
+    Example:
+        >>> model = tokenprune.patch(model, "divprune", keep=0.25, feature_cache=2**24)
+        >>> ids = [model.generate(**inputs, max_new_tokens=1) for _ in range(2)]
+        >>> tokenprune.feature_cache(model).counts().hits
+        1
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._lock = Lock()
         self._entries: OrderedDict[bytes, CachedValue] = OrderedDict()
-        self._made_by: Any = None
+        self._weights: Any = None
         self._bytes = self._hits = self._misses = self._evictions = self._not_kept = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -42,28 +50,29 @@ class FeatureCache:
         return f"FeatureCache({self.counts()})"
 
     def counts(self) -> FeatureCacheCounts:
-        """Return what was looked up so far, and what is held now."""
+        """Return the counters and the current size."""
         with self._lock:
             return FeatureCacheCounts(
                 self._hits, self._misses, self._evictions, self._not_kept, len(self._entries), self._bytes, self.limit
             )
 
     def clear(self) -> None:
-        """Forget all images; the counters go on. To be called where weights were written to past autograd
-        (`parameter.data.copy_(...)`): nothing tells of that."""
+        """Remove all entries, and keep the counters.
+
+        Call it after writes to `parameter.data`, which are not detected.
+        """
         with self._lock:
             self._empty(None)
 
-    def renew(self, made_by: Any) -> None:
-        """Forget all images unless the same weights, `made_by`, encode the next ones."""
+    def renew(self, weights: Any) -> None:
+        """Remove all entries if the weights of the encoder have changed."""
         with self._lock:
-            if made_by != self._made_by:
-                self._empty(made_by)
+            if weights != self._weights:
+                self._empty(weights)
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, CachedValue]:
-        """Return what is kept under `keys`. One that stands there twice is looked for once, and found the second
-        time: whoever misses it makes it for both."""
-        found = {}
+        """Return the entries of `keys`. A repeated missing key counts as one miss, because it is encoded once."""
+        entries = {}
         with self._lock:
             for key in keys:
                 entry = self._entries.get(key)
@@ -71,16 +80,18 @@ class FeatureCache:
                     self._drop(key)
                 elif entry is not None:
                     self._entries.move_to_end(key)
-                    found[key] = entry
-            self._misses += len(set(keys) - set(found))
-            self._hits += len(keys) - len(set(keys) - set(found))
-        return found
+                    entries[key] = entry
+            self._misses += len(set(keys) - set(entries))
+            self._hits += len(keys) - len(set(keys) - set(entries))
+        return entries
 
-    def keep(self, made_by: Any, key: bytes, entry: CachedValue) -> None:
-        """Keep `entry`, and let go of those that were used longest ago for it; not one that is larger than the limit,
-        or was made by weights that are no longer those of the last `renew`."""
+    def keep(self, weights: Any, key: bytes, entry: CachedValue) -> None:
+        """Store an entry, and evict the least recently used entries if needed.
+
+        Entries larger than the limit, or of other weights than in the last `renew`, are not stored.
+        """
         with self._lock:
-            if entry.bytes > self.limit or made_by != self._made_by:
+            if entry.bytes > self.limit or weights != self._weights:
                 self._not_kept += 1
                 return
             self._drop(key)
@@ -90,8 +101,8 @@ class FeatureCache:
             self._entries[key] = entry
             self._bytes += entry.bytes
 
-    def pass_by(self) -> None:
-        """Count a call whose images cannot be kept."""
+    def skip(self) -> None:
+        """Count a call that cannot be cached."""
         with self._lock:
             self._not_kept += 1
 
@@ -100,6 +111,6 @@ class FeatureCache:
         if entry is not None:
             self._bytes -= entry.bytes
 
-    def _empty(self, made_by: Any) -> None:
+    def _empty(self, weights: Any) -> None:
         self._entries.clear()
-        self._bytes, self._made_by = 0, made_by
+        self._bytes, self._weights = 0, weights

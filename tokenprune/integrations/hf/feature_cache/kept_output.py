@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An encoder's output as it is kept: as a whole, or image by image, to be joined with others again."""
+"""Cached encoder outputs: of a call, or of single images that can be joined again."""
 
 from __future__ import annotations
 
@@ -16,146 +16,165 @@ from tokenprune.integrations.shared.towers.patch_grid import TracedTokens
 from tokenprune.integrations.shared.towers.tower_scores import TowerValues
 from tokenprune.kernels.transfer import AsyncValues, JoinedValues
 
-# What the tower's blocks gave, and the projector alone reads: many times as large as what it made of them.
-_OF_BLOCKS = ("hidden_states", "attentions")
+# Hidden states of the blocks are not cached: only the projector reads them, and they are much larger than its output.
+_BLOCK_OUTPUTS = ("hidden_states", "attentions")
 
 
 @dataclass
 class KeptOutput:
-    """The kept parts of an output. kind: its class. values: tensors, and what holds tensors. record: of the patch."""
+    """Cached parts of an encoder output.
+
+    Attributes:
+        kind: Class of the output.
+        values: Tensors and containers of tensors, by name.
+        record: Record of the patch.
+    """
 
     kind: type
     values: dict[str, Any]
     record: EncoderRecord
 
     def __post_init__(self) -> None:
-        self._versions = self._seen()
+        self._versions = self._get_versions()
 
     @cached_property
     def bytes(self) -> int:
-        """Memory that is held for it."""
-        storages = (one.untyped_storage() for one in tensors_of((self.values, self.record)))
-        return sum({one._cdata: one.nbytes() for one in storages}.values())
+        """Memory of the tensors, in bytes."""
+        storages = (tensor.untyped_storage() for tensor in iter_tensors((self.values, self.record)))
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     @property
     def intact(self) -> bool:
-        """True if its tensors were not written to since."""
-        return self._versions == self._seen()
+        """True if the tensors are unmodified."""
+        return self._versions == self._get_versions()
 
-    def _seen(self) -> list[int]:
-        return [one._version for one in tensors_of(self.values) if not one.is_inference()]
+    def _get_versions(self) -> list[int]:
+        return [tensor._version for tensor in iter_tensors(self.values) if not tensor.is_inference()]
 
 
-class Whole(KeptOutput):
-    """All of an output but the states of the tower's blocks."""
+class KeptCall(KeptOutput):
+    """Output of an encoder call, without the hidden states of the blocks."""
 
     @classmethod
-    def of(cls, output: Any) -> Whole:
-        own = {one.name for one in fields(output)} - {*_OF_BLOCKS}  # beside these, others may have left notes on it
-        values = {name: value for name, value in output.items() if name in own}
+    def from_output(cls, output: Any) -> KeptCall:
+        """Return the cached parts of an encoder output."""
+        names = {field.name for field in fields(output)} - {*_BLOCK_OUTPUTS}  # other keys belong to other code
+        values = {name: value for name, value in output.items() if name in names}
         if values.get("pooler_output") is not None:
-            values.pop("last_hidden_state", None)  # else it is the features
+            values.pop("last_hidden_state", None)  # without pooler_output it holds the features
         return cls(type(output), values, get_record(output))
 
-    def output(self) -> Any:
-        """Return it as the encoder did, in containers of its own."""
-        values = {name: type(x)(x) if isinstance(x, (list, dict)) else x for name, x in self.values.items()}
-        return _output(self.kind, values, replace(self.record))
+    def make_output(self) -> Any:
+        """Return an encoder output with new containers."""
+        values = {
+            name: type(value)(value) if isinstance(value, (list, dict)) else value
+            for name, value in self.values.items()
+        }
+        return _make_output(self.kind, values, replace(self.record))
 
 
 @dataclass
-class OfImage(KeptOutput):
-    """One image of an output: its features `[n, D]`, the projector's and those of each depth. containers: in what the
-    output holds those of all images, `list`, `tuple` or, one upon the other, `Tensor`."""
+class KeptImage(KeptOutput):
+    """Features of one image from the projector and from each deepstack level, shape (tokens, width).
+
+    Attributes:
+        containers: Container of all images in the output for each of these features: `list`, `tuple` or `Tensor`.
+    """
 
     containers: list[type]
 
     @classmethod
-    def of(cls, output: Any, images: int) -> list[OfImage] | None:
-        """Return each image of an output; None where it does not keep them apart."""
+    def from_output(cls, output: Any, num_images: int) -> list[KeptImage] | None:
+        """Split an encoder output into images, or return None if that is not possible."""
         parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        if any(not isinstance(part, (list, tuple, Tensor)) or len(part) != images for part in parts):
+        if any(not isinstance(part, (list, tuple, Tensor)) or len(part) != num_images for part in parts):
             return None
         containers = [Tensor if isinstance(part, Tensor) else type(part) for part in parts]
-        counts, record = [one.shape[:-1].numel() for one in parts[0]], get_record(output)
+        counts, record = [features.shape[:-1].numel() for features in parts[0]], get_record(output)
         encoded, looks = _split(record.encoded, counts), record.looks
-        if encoded is None or (looks is not None and looks.count != images):
+        if encoded is None or (looks is not None and looks.count != num_images):
             return None
-        made = []
-        for number, features in enumerate(zip(*parts, strict=True)):
-            seen = EncoderRecord(encoded=encoded[number], looks=None if looks is None else looks.select(number))
-            made.append(cls(type(output), {"features": [_alone(one) for one in features]}, seen, containers))
-        return made
+        images = []
+        for index, features in enumerate(zip(*parts, strict=True)):
+            image_looks = None if looks is None else looks.select(index)
+            image_record = EncoderRecord(encoded=encoded[index], looks=image_looks)
+            values = {"features": [_detach_storage(tensor) for tensor in features]}
+            images.append(cls(type(output), values, image_record, containers))
+        return images
 
     @staticmethod
-    def joined(images: Sequence[OfImage]) -> Any:
-        """Return the output of these images."""
+    def join(images: Sequence[KeptImage]) -> Any:
+        """Return the encoder output of several images."""
         first, record = images[0], EncoderRecord()
-        parts = zip(*(one.values["features"] for one in images), strict=True)
-        features, *depths = [
+        parts = zip(*(image.values["features"] for image in images), strict=True)
+        features, *deepstack = [
             torch.stack(part) if kind is Tensor else kind(part)
             for kind, part in zip(first.containers, parts, strict=True)
         ]
         if first.record.encoded is not None:
-            record = replace(record, encoded=_joined(cast(list[TowerValues], [one.record.encoded for one in images])))
+            record = replace(record, encoded=_join(cast(list[TowerValues], [image.record.encoded for image in images])))
         if first.record.looks is not None:
-            record = replace(record, looks=JoinedValues(cast(list[AsyncValues], [one.record.looks for one in images])))
-        values = {"pooler_output": features} | ({"deepstack_features": depths} if depths else {})
-        return _output(first.kind, values, record)
+            looks = cast(list[AsyncValues], [image.record.looks for image in images])
+            record = replace(record, looks=JoinedValues(looks))
+        values = {"pooler_output": features} | ({"deepstack_features": deepstack} if deepstack else {})
+        return _make_output(first.kind, values, record)
 
 
-def _output(kind: type, values: dict[str, Any], record: EncoderRecord) -> Any:
-    # Outputs of timm's towers have no default for states that are not kept.
-    needed = {one.name: None for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
-    output = kind(**needed | values)
+def _make_output(kind: type, values: dict[str, Any], record: EncoderRecord) -> Any:
+    # Outputs of timm towers have required fields for the hidden states that are not cached.
+    required = {
+        field.name: None for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING
+    }
+    output = kind(**required | values)
     output[KEY] = record
     return output
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor that does not hold on to the memory of those beside it."""
+def _detach_storage(tensor: Tensor) -> Tensor:
+    """Clone a view, so that it does not keep the storage of a larger tensor alive."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _split(encoded: TowerValues | None, counts: list[int]) -> list[TowerValues | None] | None:
-    """Return what was read of the visual tokens of each image, `counts` of them; None where these are others."""
+    """Split tower values into images with `counts` tokens, or return None if the counts disagree."""
     if encoded is None:
         return [None] * len(counts)
-    placed = encoded.tokens
-    if len(placed.cells) != sum(counts):
+    traced = encoded.tokens
+    if len(traced.cells) != sum(counts):
         return None
-    made: list[TowerValues | None] = []
-    for number, cells in enumerate(placed.cells.split(counts)):
-        values = {key: _alone(value.split(counts)[number]) for key, value in encoded.values.items()}
+    images: list[TowerValues | None] = []
+    for index, cells in enumerate(traced.cells.split(counts)):
+        values = {key: _detach_storage(value.split(counts)[index]) for key, value in encoded.values.items()}
         tiles = cells[cells[:, 0] >= 0, 0]
         first, end = (int(tiles.min()), int(tiles.max()) + 1) if len(tiles) else (0, 0)
-        made.append(TowerValues(values, TracedTokens(placed.scores.new_empty(0), _shifted(cells, -first), end - first)))
-    return made
+        tokens = TracedTokens(traced.scores.new_empty(0), _shift_tiles(cells, -first), end - first)
+        images.append(TowerValues(values, tokens))
+    return images
 
 
-def _joined(parts: list[TowerValues]) -> TowerValues:
+def _join(parts: list[TowerValues]) -> TowerValues:
     values = {key: torch.cat([part.values[key] for part in parts]) for key in parts[0].values}
     cells, tiles = [], 0
     for part in parts:
-        cells.append(_shifted(part.tokens.cells, tiles))
+        cells.append(_shift_tiles(part.tokens.cells, tiles))
         tiles += part.tokens.tiles
     return TowerValues(values, TracedTokens(parts[0].tokens.scores, torch.cat(cells), tiles))
 
 
-def _shifted(cells: Tensor, by: int) -> Tensor:
-    """Return cells (see `Placed`) whose tiles have other numbers."""
+def _shift_tiles(cells: Tensor, offset: int) -> Tensor:
+    """Add `offset` to the tile indices of cells (see `TracedTokens`)."""
     tile = cells[:, :1]
-    return torch.cat([torch.where(tile < 0, tile, tile + by), cells[:, 1:]], dim=1)
+    return torch.cat([torch.where(tile < 0, tile, tile + offset), cells[:, 1:]], dim=1)
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Return all tensors in lists, tuples, dicts and dataclasses within each other."""
+def iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in nested lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from tensors_of(list(value.values()))
+        yield from iter_tensors(list(value.values()))
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_of(one)
+        for element in value:
+            yield from iter_tensors(element)
     elif is_dataclass(value):
-        yield from tensors_of([getattr(value, one.name) for one in fields(value)])
+        yield from iter_tensors([getattr(value, field.name) for field in fields(value)])

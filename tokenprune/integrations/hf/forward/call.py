@@ -178,7 +178,7 @@ class _Entry:
 
 
 class _Marker:
-    """An object with the lifetime of a thread."""
+    """Object that lives as long as its thread. `_Entry.thread` is a weak reference to it."""
 
 
 class _ThreadCalls(threading.local):

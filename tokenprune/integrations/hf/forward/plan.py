@@ -57,9 +57,9 @@ class Stage:
     """Plan of one step. Lists have an entry for each segment.
 
     Attributes:
-        arrived: Tokens that reach the step.
-        requested: Tokens of its budget.
-        kept: Tokens that it keeps.
+        arrived: Number of tokens that reach the step.
+        requested: Number of tokens in the budget of the step.
+        kept: Number of tokens that the step keeps.
     """
 
     step: Step
@@ -72,14 +72,14 @@ class Stage:
 class Plan:
     """The cuts of a call, and the number of tokens that each cut keeps.
 
-    Lists have an entry for each segment of the prompt, which is 0 after all of its tokens are dropped. A method may
-    keep another number of tokens than planned. `plan_step` then plans the later steps again.
+    Lists have an entry for each segment of the prompt, including segments whose tokens are all dropped (0 tokens). A
+    method may keep another number of tokens than planned. `plan_step` then plans the later steps again.
 
     Attributes:
         rows, ordinals, clips: See `Segments`.
         text: Number of text tokens of each row.
-        arrived: Tokens that reach the first step.
-        floors: Functions that raise the number of tokens that steps keep.
+        arrived: Number of tokens that reach the first step.
+        floors: Functions that may raise the number of tokens that a step keeps (see `Floor`).
         stages: The planned steps.
     """
 

@@ -134,7 +134,10 @@ class StageMemory(dict[str, Any]):
             self.uncut.add(name)
 
     def drop(self, kept: KeptTokens) -> None:
-        """Drop the values of dropped tokens and of segments without kept tokens."""
+        """Drop the values of dropped tokens and of segments without kept tokens.
+
+        Values in `uncut` lose only these segments.
+        """
         for name, value in self.items():
             if name not in self.uncut and isinstance(value, Tensor) and value.shape[:2] == kept.keep.shape:
                 self[name] = kept.gather(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphed prefill: a decoder's first tokens as the replay of CUDA graphs (docs/guides/gpu.md)."""
+"""Graphed prefill: replay CUDA graphs for the prompt tokens of a decoder (docs/guides/gpu.md)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,24 @@ from tokenprune.integrations.hf.graphs.settings import Graphs
 
 @contextmanager
 def graphed(model: Any, graphs: bool | Graphs = True) -> Iterator[Any]:
-    """Replay the prefill of a model without a patch as graphs within a `with` block: what a pruned one is fairly
-    compared with. Raises OptionError for what is no setting, and UnsupportedModelError."""
+    """Use CUDA graphs for the prefill of an unpatched model inside a `with` block.
+
+    This is the fair baseline for a model that is patched with `graphs=`.
+
+    Args:
+        model: An unpatched model.
+        graphs: True for the default limits, or a `Graphs`.
+
+    Raises:
+        OptionError: If `graphs` is not a valid setting.
+        UnsupportedModelError: If the model type is not supported.
+
+    Example:
+        >>> with tokenprune.graphs.graphed(model) as graphed_model:
+        ...     ids = graphed_model.generate(**inputs, max_new_tokens=2, do_sample=False)
+        >>> ids.shape[1] - inputs["input_ids"].shape[1]
+        2
+    """
     from tokenprune.integrations.hf.families import get_adapter
     from tokenprune.integrations.hf.graphs.prefill import graphed_prefill
 
@@ -29,11 +45,23 @@ def graphed(model: Any, graphs: bool | Graphs = True) -> Iterator[Any]:
 
 
 def warm_up(model: Any, lengths: Sequence[int], *, batch: int = 1) -> None:
-    """Capture the graphs of a model patched with `graphs=` ahead of the first prompt; those of methods that cut inside
-    the decoder are captured by prompts alone.
+    """Capture the graphs of a model patched with `graphs=` before its first prompt.
 
-    lengths: tokens of the prompts to come, after the cut. batch: rows of a call. Raises NotPatchedError for a model
-    that is patched without graphs, and OptionError for lengths below 2.
+    Methods that prune inside the decoder capture their graphs only during real prompts.
+
+    Args:
+        model: A model patched with `graphs=`.
+        lengths: Expected prompt lengths after pruning, in tokens, each at least 2.
+        batch: Number of rows of a call.
+
+    Raises:
+        NotPatchedError: If the model is patched without graphs.
+        OptionError: If a length is below 2, or `batch` is below 1.
+
+    Example:
+        >>> model = tokenprune.patch(model, "divprune", keep=0.25, graphs=True)
+        >>> tokenprune.graphs.warm_up(model, [64])
+        >>> model = tokenprune.unpatch(model)
     """
     from tokenprune.integrations.hf.graphs.prefill import GraphedPrefill
     from tokenprune.integrations.shared.attachment import get_attachment
@@ -41,9 +69,9 @@ def warm_up(model: Any, lengths: Sequence[int], *, batch: int = 1) -> None:
     parts = getattr(get_attachment(model).engine, "parts", ())
     part = next((part for part in parts if isinstance(part, GraphedPrefill)), None)
     if part is None:
-        raise NotPatchedError("the model is patched without graphs: pass graphs=True to patch")
+        raise NotPatchedError("The model is patched without graphs. Pass graphs=True to tokenprune.patch.")
     if not lengths or any(length < 2 for length in (*lengths, batch + 1)):
-        raise OptionError(f"lengths={list(lengths)} and batch={batch} must be numbers of tokens from 2 on, and of rows")
+        raise OptionError(f"lengths={list(lengths)}, batch={batch}: Pass lengths of at least 2 tokens, and batch >= 1.")
     part.warm_up(lengths, batch)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run some decoder layers on a fixed number of tokens again and again, on a GPU as the replay of one CUDA graph."""
+"""Run a group of decoder layers on a fixed number of tokens. On a GPU a run is the replay of one CUDA graph."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ States = dict[int, tuple[Tensor, Tensor]]
 
 
 class NotGraphedError(Exception):
-    """Raised where a call, or some layers, cannot be graphed; its text says why."""
+    """A call or a group of layers cannot use graphs. The message is the reason."""
 
 
 class _Recorder(DynamicCache):
-    """A cache that hands out what it is given, and keeps it: `states`, keys and values of each layer."""
+    """Cache that returns its inputs unchanged and records the keys and values of each layer in `states`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,11 +39,14 @@ class _Recorder(DynamicCache):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A call of a layer: everything that layers of a group read.
+    """Arguments of a layer that all layers of a group share.
 
-    hidden: `[B, L, D]`. tensors: arguments that have an entry for each token, by name, and the dimension of that; a
-    tuple of tensors is one argument. mask: `[B, H, L, L]`, bool or to be added. plain: the other arguments, by name.
-    caches: whether keys are cached.
+    Attributes:
+        hidden: Hidden states, shape (batch, length, width).
+        tensors: Arguments with an entry per token: a tensor or a tuple of tensors, and its token dimension, by name.
+        mask: Attention mask, shape (batch, heads, length, length), bool or additive.
+        plain: The other arguments, by name.
+        caches: Whether keys and values are cached.
     """
 
     hidden: Tensor
@@ -54,9 +57,9 @@ class LayerCall:
 
     @property
     def key(self) -> Hashable:
-        """Everything that a run depends on but the number of tokens."""
+        """Everything that a graph depends on, except the number of tokens."""
         shapes = tuple(
-            (name, *((_without(one.shape, dim), one.dtype, one.device) for one in _flat(value)))
+            (name, *((_without(tensor.shape, dim), tensor.dtype, tensor.device) for tensor in _as_tuple(value)))
             for name, (value, dim) in self.tensors.items()
         )
         shape = (self.hidden.shape[0], self.hidden.shape[2], self.hidden.dtype, self.hidden.device)
@@ -65,21 +68,21 @@ class LayerCall:
 
 
 class _Pool:
-    """Memory that graphs of one device share, the stream that they are captured on, and the end of the last run."""
+    """Memory pool and capture stream of the graphs of one device, and an event at the end of the last replay."""
 
     def __init__(self, device: torch.device) -> None:
         self.handle, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         self.done = torch.cuda.Event()
 
     def begin(self) -> None:
-        """Let the stream of this thread wait for the last run, which may be another thread's."""
+        """Let the current stream wait for the last replay, which may belong to another thread."""
         self.done.wait(torch.cuda.current_stream(self.stream.device))
 
     def end(self) -> None:
         self.done.record(torch.cuda.current_stream(self.stream.device))
 
 
-def _flat(value: Any) -> tuple[Tensor, ...]:
+def _as_tuple(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
@@ -91,15 +94,19 @@ def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class Bucket:
-    """One run of some layers on `[B, bucket]` tokens; `replay` computes it anew from what `given` holds.
+    """Static inputs and outputs of a group of layers for one padded length.
 
-    given: the hidden states, `[B, bucket, D]`, and what else has an entry for each token, with the dimension of that.
-    mask: `[B, H, bucket, bucket]`, and what it is where there is no token. hidden: `[B, bucket, D]`, after the last
-    layer. flat: keys and values of all layers, one after the other; shapes: of each, `[B, H, bucket, K]`, by layer.
-    bytes: what the run holds on to.
+    Attributes:
+        inputs: Static input tensors and their token dimensions. The first is the hidden states.
+        mask: Static mask, shape (batch, heads, bucket, bucket), and its values for padding.
+        hidden: Static output of the last layer, shape (batch, bucket, width).
+        flat: Keys and values of all layers, flattened and concatenated.
+        shapes: Shapes of keys and values, (batch, heads, bucket, head width), by layer.
+        replay: Computes the outputs from the current inputs.
+        bytes: Memory of the bucket.
     """
 
-    given: list[tuple[Tensor, int]]
+    inputs: list[tuple[Tensor, int]]
     mask: tuple[Tensor, Tensor] | None
     hidden: Tensor
     flat: Tensor
@@ -108,13 +115,17 @@ class Bucket:
     bytes: int
 
     def run(self, call: LayerCall) -> tuple[Tensor, States]:
-        """Return the hidden states, `[B, L, D]`, and keys and values of each layer, for a call of at most `bucket`
-        tokens; the next run changes none of them."""
+        """Run the layers on a call with at most `bucket` tokens.
+
+        Returns:
+            Hidden states, shape (batch, length, width), and the keys and values of each layer. They are copies: the
+            next run does not change them.
+        """
         length = call.hidden.shape[1]
-        for (held, dim), new in zip(self.given, _tensors(call), strict=True):
-            held.narrow(dim, 0, length).copy_(new)
-        # After the prompt there may be what is no number, from an earlier one: no mask would stop that.
-        self.given[0][0][:, length:].zero_()
+        for (static, dim), tensor in zip(self.inputs, _get_tensors(call), strict=True):
+            static.narrow(dim, 0, length).copy_(tensor)
+        # The padding may hold NaN from an earlier prompt, which a mask does not remove.
+        self.inputs[0][0][:, length:].zero_()
         if self.mask is not None and call.mask is not None:
             self.mask[0].copy_(self.mask[1])[..., :length, :length] = call.mask
         self.replay()
@@ -127,18 +138,20 @@ class Bucket:
         return hidden, states
 
 
-def _tensors(call: LayerCall) -> list[Tensor]:
-    return [call.hidden, *chain.from_iterable(_flat(value) for value, _ in call.tensors.values())]
+def _get_tensors(call: LayerCall) -> list[Tensor]:
+    return [call.hidden, *chain.from_iterable(_as_tuple(value) for value, _ in call.tensors.values())]
 
 
 class Buckets:
-    """The runs that were captured, the one used last at the end; bounded by `graphs`. One thread at a time may use them
-    (`lock`). A copy, as one of the model has, is empty."""
+    """LRU cache of captured buckets within the limits of `graphs`.
+
+    Threads take turns through `lock`. A copy starts empty, so `deepcopy(model)` does not share graphs.
+    """
 
     def __init__(self, graphs: Graphs) -> None:
         self.graphs, self.lock, self.captured = graphs, threading.RLock(), 0
         self._buckets: OrderedDict[Hashable, Bucket] = OrderedDict()
-        self._refused: dict[Hashable, str] = {}  # what failed once is not tried in every call
+        self._refused: dict[Hashable, str] = {}  # a failed capture is not repeated in each call
         self._pool: _Pool | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
@@ -152,15 +165,25 @@ class Buckets:
         return sum(bucket.bytes for bucket in self._buckets.values())
 
     def clear(self) -> None:
-        """Free all runs."""
+        """Free all buckets."""
         with self.lock:
             self._buckets.clear()
             self._refused.clear()
             self._pool = None
 
     def run(self, layers: Mapping[int, Callable[..., Any]], call: LayerCall) -> tuple[Tensor, States]:
-        """Return what `layers`, by index their forwards, make of `call`, as `Bucket.run` does. Raises NotGraphedError
-        where they cannot be captured."""
+        """Run `layers` on a call, and capture their graph first if it is new.
+
+        Args:
+            layers: Forwards of a group of layers, by layer index.
+            call: Arguments of the first layer.
+
+        Returns:
+            Hidden states and key-value states, as `Bucket.run`.
+
+        Raises:
+            NotGraphedError: If the layers cannot be captured.
+        """
         with self.lock:
             if not call.hidden.is_cuda:
                 return self._get(layers, call).run(call)
@@ -174,23 +197,23 @@ class Buckets:
                 self._pool.end()
 
     def _get(self, layers: Mapping[int, Callable[..., Any]], call: LayerCall) -> Bucket:
-        """Return the run of layers for a call, captured where it is new."""
-        bucket = self.graphs.bucket(call.hidden.shape[1])
+        """Return the bucket of a call, captured if it is new."""
+        length = self.graphs.bucket(call.hidden.shape[1])
         casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-        key = (tuple(layers), bucket, call.key, casts, torch.get_float32_matmul_precision())
+        key = (tuple(layers), length, call.key, casts, torch.get_float32_matmul_precision())
         if key in self._refused:
             raise NotGraphedError(self._refused[key])
         if key not in self._buckets:
             try:
-                made = _captured(layers, call, bucket, self._pool)
+                bucket = _capture(layers, call, length, self._pool)
             except RuntimeError as error:
                 self._refuse(key, f"layers could not be captured ({str(error).strip().partition(chr(10))[0]})", error)
-            if made.bytes > self.graphs.bytes:
-                self._refuse(key, f"a graph of {made.bytes} bytes is more than bytes={self.graphs.bytes}")
-            self._buckets[key] = made
+            if bucket.bytes > self.graphs.bytes:
+                self._refuse(key, f"a graph of {bucket.bytes} bytes is more than bytes={self.graphs.bytes}")
+            self._buckets[key] = bucket
             self.captured += 1
         self._buckets.move_to_end(key)
-        while len(self._buckets) > self.graphs.number or self.bytes > self.graphs.bytes:
+        while len(self._buckets) > self.graphs.max_graphs or self.bytes > self.graphs.bytes:
             self._buckets.popitem(last=False)
         return self._buckets[key]
 
@@ -199,89 +222,93 @@ class Buckets:
         raise NotGraphedError(reason) from error
 
 
-def _captured(layers: Mapping[int, Callable[..., Any]], call: LayerCall, bucket: int, pool: _Pool | None) -> Bucket:
-    """Return the run of `layers` on `bucket` tokens."""
-    # Not tensors of inference mode, which nobody could write to outside of it.
+def _capture(layers: Mapping[int, Callable[..., Any]], call: LayerCall, length: int, pool: _Pool | None) -> Bucket:
+    """Return the bucket of `layers` for `length` tokens."""
+    # Inference tensors could not be written to outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        hidden = _wider(call.hidden, 1, bucket)
-        held = {name: (_each(value, dim, bucket), dim) for name, (value, dim) in call.tensors.items()}
-        mask = None if call.mask is None else _wider_mask(call.mask, bucket)
+        hidden = _pad(call.hidden, 1, length)
+        tensors = {name: (_pad_all(value, dim, length), dim) for name, (value, dim) in call.tensors.items()}
+        mask = None if call.mask is None else _pad_mask(call.mask, length)
         latest: dict[str, Any] = {"mask": mask}
 
-        def once() -> None:
+        def run_layers() -> None:
             recorder, states = _Recorder(), hidden
-            arguments = dict(call.plain) | {name: value for name, (value, _) in held.items()}
+            arguments = dict(call.plain) | {name: value for name, (value, _) in tensors.items()}
             if mask is not None:
                 arguments["attention_mask"] = mask[0]
             cache = {compat.CACHE: recorder if call.caches else None}
             for forward in layers.values():
                 output = forward(states, **arguments, **cache)
                 states = output[0] if isinstance(output, tuple) else output
-            made = [one.flatten() for pair in recorder.states.values() for one in pair]
+            flat = [tensor.flatten() for pair in recorder.states.values() for tensor in pair]
             shapes = {layer: (keys.shape, values.shape) for layer, (keys, values) in recorder.states.items()}
-            latest.update(hidden=states, flat=torch.cat(made) if made else states.new_empty(0), shapes=shapes)
+            latest.update(hidden=states, flat=torch.cat(flat) if flat else states.new_empty(0), shapes=shapes)
 
-        given = [(hidden, 1), *((one, dim) for value, dim in held.values() for one in _flat(value))]
+        inputs = [(hidden, 1), *((tensor, dim) for value, dim in tensors.values() for tensor in _as_tuple(value))]
         if pool is not None:
-            return _graph(once, latest, given, pool)
-        once()
-        return _plain(once, latest, given)
+            return _capture_graph(run_layers, latest, inputs, pool)
+        run_layers()
+        return _make_eager_bucket(run_layers, latest, inputs)
 
 
-def _wider(value: Tensor, dim: int, bucket: int) -> Tensor:
+def _pad(value: Tensor, dim: int, length: int) -> Tensor:
     sizes = list(value.shape)
-    sizes[dim] = bucket
-    made = value.new_zeros(sizes)
-    made.narrow(dim, 0, value.shape[dim]).copy_(value)
-    return made
+    sizes[dim] = length
+    padded = value.new_zeros(sizes)
+    padded.narrow(dim, 0, value.shape[dim]).copy_(value)
+    return padded
 
 
-def _wider_mask(mask: Tensor, bucket: int) -> tuple[Tensor, Tensor]:
-    """Return a mask of all of a bucket, and what it is without tokens: each place sees itself, so that none is NaN."""
-    empty = torch.eye(bucket, dtype=torch.bool, device=mask.device)
+def _pad_mask(mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return a mask padded to `length`, and the mask of padding only. Padding attends to itself to avoid NaN."""
+    empty = torch.eye(length, dtype=torch.bool, device=mask.device)
     if mask.dtype != torch.bool:
-        empty = mask.new_zeros(bucket, bucket).masked_fill_(~empty, torch.finfo(mask.dtype).min)
-    made = empty.expand(*mask.shape[:2], -1, -1).clone()
-    made[..., : mask.shape[-2], : mask.shape[-1]] = mask
-    return made, empty
+        empty = mask.new_zeros(length, length).masked_fill_(~empty, torch.finfo(mask.dtype).min)
+    padded = empty.expand(*mask.shape[:2], -1, -1).clone()
+    padded[..., : mask.shape[-2], : mask.shape[-1]] = mask
+    return padded, empty
 
 
-def _each(value: Any, dim: int, bucket: int) -> Any:
+def _pad_all(value: Any, dim: int, length: int) -> Any:
     if isinstance(value, (tuple, list)):
-        return tuple(_wider(one, dim, bucket) for one in value)
-    return _wider(value, dim, bucket)
+        return tuple(_pad(tensor, dim, length) for tensor in value)
+    return _pad(value, dim, length)
 
 
-def _graph(once: Callable[[], None], latest: dict[str, Any], given: list[tuple[Tensor, int]], pool: _Pool) -> Bucket:
-    device = given[0][0].device
-    # A capture that fails does not leave its stream; this does.
+def _capture_graph(
+    run_layers: Callable[[], None], latest: dict[str, Any], inputs: list[tuple[Tensor, int]], pool: _Pool
+) -> Bucket:
+    device = inputs[0][0].device
+    # A failed capture does not restore the current stream, and this context does.
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
         pool.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(pool.stream):
-            once()  # libraries make their handles in a first run
+            run_layers()  # libraries create their handles during the first run
         torch.cuda.current_stream().wait_stream(pool.stream)
-        # The workspace of products of matrices is of the graph's own memory then: others give back that of the stream,
-        # as torch.compile does before it captures, and a replay would write where it was.
+        # The cuBLAS workspace must belong to the memory of the graph. The workspace of the stream may be freed
+        # (torch.compile frees it before a capture), and a replay would write to freed memory.
         torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()  # as a capture does, so that the difference is what it takes
+        torch.cuda.empty_cache()  # a capture empties the cache too: without this the difference below is wrong
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
         try:
             with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"):
-                once()
+                run_layers()
         finally:
             torch._C._cuda_clearCublasWorkspaces()
-        taken = torch.cuda.memory_reserved() - before + sum(one.nbytes for one, _ in given)
-    return Bucket(given, **latest, replay=graph.replay, bytes=taken)
+        num_bytes = torch.cuda.memory_reserved() - before + sum(tensor.nbytes for tensor, _ in inputs)
+    return Bucket(inputs, **latest, replay=graph.replay, bytes=num_bytes)
 
 
-def _plain(once: Callable[[], None], latest: dict[str, Any], given: list[tuple[Tensor, int]]) -> Bucket:
-    """Return a bucket that runs the layers each time, and writes where their first run did: a graph without a GPU."""
+def _make_eager_bucket(
+    run_layers: Callable[[], None], latest: dict[str, Any], inputs: list[tuple[Tensor, int]]
+) -> Bucket:
+    """Return a bucket for the CPU: it runs the layers again, and copies the outputs to static tensors."""
     hidden, flat, mask = latest["hidden"], latest["flat"], latest["mask"]
 
     def replay() -> None:
-        once()
+        run_layers()
         hidden.copy_(latest["hidden"])
         flat.copy_(latest["flat"])
 
-    taken = sum(tensor.nbytes for tensor in (hidden, flat, *(one for one, _ in given)))
-    return Bucket(given, mask, hidden, flat, latest["shapes"], replay, taken)
+    num_bytes = sum(tensor.nbytes for tensor in (hidden, flat, *(tensor for tensor, _ in inputs)))
+    return Bucket(inputs, mask, hidden, flat, latest["shapes"], replay, num_bytes)

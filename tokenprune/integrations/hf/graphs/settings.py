@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds of graphed prefill, as `patch(..., graphs=)` takes them."""
+"""Settings of graphed prefill: the `graphs=` argument of `tokenprune.patch`."""
 
 from __future__ import annotations
 
@@ -16,41 +16,52 @@ _COUNT = Annotated[int, Ge(1)]
 
 @dataclass(frozen=True)
 class Graphs:
-    """Bounds of the graphs of a decoder.
+    """Limits of the CUDA graphs of a decoder.
 
-    step: lengths of prompts are rounded up to a multiple of it, in tokens, and each multiple has a graph of its own.
-    most: the longest length, in tokens, that is graphed; longer prompts keep the GPU busy without. number, bytes: how
-    many graphs are kept, and how much memory they may take together; the one that was used last longest ago goes first,
-    and none that takes more by itself is kept.
-    static: whether the prefill of a static cache is graphed on a GPU, too. It is equal on an H200, also beside steps
-    that transformers compiled; what it saves is not measured.
+    When `max_graphs` or `bytes` is exceeded, the least recently used graph is freed.
 
-    Raises OptionError for bounds that are no whole numbers from 1 on, and where `most` is below `step`.
+    Args:
+        step: Prompt lengths are rounded up to a multiple of `step` tokens. Each multiple has its own graph.
+        max_tokens: Longest prompt, in tokens, that uses a graph. Longer prompts keep the GPU busy without graphs.
+        max_graphs: Number of graphs to keep.
+        bytes: GPU memory of all graphs together, in bytes. A graph that needs more on its own is not kept.
+        static: Whether the prefill of a static cache uses graphs on a GPU. Its outputs are equal on an H200, also with
+            decoding steps compiled by transformers. The speed-up has not been measured.
+
+    Raises:
+        OptionError: If a limit is not a positive integer, or `max_tokens` is less than `step`.
+
+    Example:
+        >>> graphs = Graphs(step=64, max_tokens=2048)
+        >>> graphs.bucket(130)
+        192
     """
 
     step: int = 64
-    most: int = 1024
-    number: int = 32
+    max_tokens: int = 1024
+    max_graphs: int = 32
     bytes: int = 4 << 30
     static: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("step", "most", "number", "bytes"):
+        for name in ("step", "max_tokens", "max_graphs", "bytes"):
             if not matches_type(value := getattr(self, name), _COUNT):
                 raise OptionError(f"graphs: {name}={value!r} must be {describe_type(_COUNT)}")
         if not isinstance(self.static, bool):
             raise OptionError(f"graphs: static={self.static!r} must be True or False")
-        if self.most < self.step:
-            raise OptionError(f"graphs: most={self.most} is below step={self.step}, so that no length fits")
+        if self.max_tokens < self.step:
+            raise OptionError(
+                f"graphs: max_tokens={self.max_tokens} is less than step={self.step}. Raise max_tokens or lower step."
+            )
 
     @staticmethod
-    def of(graphs: Any) -> Graphs | None:
-        """Return what `graphs=` asks for: True for the defaults, False or None for no graphs."""
+    def from_argument(graphs: Any) -> Graphs | None:
+        """Parse a `graphs=` argument: True gives the defaults, False and None give None."""
         if isinstance(graphs, Graphs):
             return graphs
         if graphs is None or isinstance(graphs, bool):
             return Graphs() if graphs else None
-        raise OptionError(f"graphs={graphs!r} must be True, False or a tokenprune.graphs.Graphs")
+        raise OptionError(f"graphs={graphs!r} must be True, False or a tokenprune.graphs.Graphs.")
 
     def bucket(self, length: int) -> int:
         """Return `length` rounded up to a multiple of `step`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kind of a prompt by its English words: to read, to find a place, to count."""
+"""Classify English prompts: questions about text, locations or counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from tokenprune.integrations.hf.guard.settings import KINDS
 
-# Instructions for the form of an answer, which many benchmarks put after every question.
+# Instructions about the format of the answer, which many benchmarks add to every question. They are removed first.
 _FORMS = (
     r"\b(?:single|one|a|few|your own|short|more|following|\d+)\s+words?\b(?:\s+or\s+(?:a\s+)?(?:short\s+)?phrases?)?",
     r"\b(?:option|choice|correct|right|best|answer|capital)(?:'s|’s)?\s+letters?\b",
@@ -65,18 +65,22 @@ _FORM = re.compile("|".join(_FORMS), re.IGNORECASE)
 
 
 class KindReader:
-    """Tells the kinds of question that a text asks. more: further patterns, as in `Guard.patterns`."""
+    """Classifies the questions of a text.
 
-    def __init__(self, more: Mapping[str, Sequence[str]] | None = None) -> None:
-        more = more or {}
-        self._own = {kind: re.compile("|".join(PATTERNS[kind]), re.IGNORECASE) for kind in KINDS}
-        self._more = {kind: [re.compile(one, re.IGNORECASE) for one in more.get(kind, ())] for kind in KINDS}
+    Args:
+        patterns: Additional regular expressions by kind, see `Guard.patterns`.
+    """
+
+    def __init__(self, patterns: Mapping[str, Sequence[str]] | None = None) -> None:
+        patterns = patterns or {}
+        self._built_in = {kind: re.compile("|".join(PATTERNS[kind]), re.IGNORECASE) for kind in KINDS}
+        self._custom = {kind: [re.compile(text, re.IGNORECASE) for text in patterns.get(kind, ())] for kind in KINDS}
 
     def kinds(self, text: str) -> tuple[str, ...]:
-        """Return the kinds of question in `text`, in the order of `KINDS`."""
-        asked = _FORM.sub(" ", text)
+        """Return the kinds of questions in `text`, in the order of `KINDS`."""
+        question = _FORM.sub(" ", text)
         return tuple(
             kind
             for kind in KINDS
-            if self._own[kind].search(asked) or any(pattern.search(text) for pattern in self._more[kind])
+            if self._built_in[kind].search(question) or any(pattern.search(text) for pattern in self._custom[kind])
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the guard, as `patch(guard=...)` takes them."""
+"""Settings of the guard: the `guard=` argument of `tokenprune.patch`."""
 
 from __future__ import annotations
 
@@ -10,30 +10,39 @@ from typing import Any
 
 from tokenprune.errors import OptionError
 
-# What a method may lose while the rest holds: reading and fine detail, telling things apart by where they are, numbers.
+# Kinds of questions that suffer first from pruning: reading and fine detail, locations, counting.
 KINDS = ("text", "grounding", "counting")
 MODES = ("warn", "auto", "off")
-# An image whose measure (images.py) is above this is full of text: docs/guides/guard.md has how it was found.
+# An image with a larger text share (images.py) counts as text. docs/guides/guard.md describes how the limit was chosen.
 TEXT_LIMIT = 0.25
 
 
 def is_tokens(floor: Any) -> bool:
-    """Return whether a floor is a number of an image's tokens, not a share of them."""
+    """Return whether a floor is a number of tokens per image, not a share."""
     return isinstance(floor, int) and not isinstance(floor, bool) and floor > 1
 
 
 @dataclass(frozen=True)
 class Guard:
-    """The guard of a patched model: `patch(..., guard=Guard(...))`; a mode alone may be given as a string.
+    """Guard of a patched model: `patch(..., guard=Guard(...))`. A string is a mode with the defaults.
 
-    mode:       "warn": log one warning for each reason; "auto": keep more tokens where there is one; "off".
-    patterns:   kind -> regular expressions (any case) that mark a prompt as of that kind, beside those that are built
-                in. Kinds: "text", "grounding", "counting".
-    floors:     kind -> what is enough, in place of what was measured of any method: a share of an image's tokens in
-                (0, 1], or an int >= 2, tokens of an image, whatever its size.
-    text_limit: how much an image must look like text, above 0 and up to 1, to count as text; 1.0: none does.
+    Args:
+        mode: "warn" logs one warning for each reason, "auto" keeps more tokens for prompts at risk, "off" does nothing.
+        patterns: Regular expressions (case-insensitive) that add to the built-in ones, by kind of question: "text",
+            "grounding" or "counting".
+        floors: Sufficient keep by kind of question, instead of the measured one: a share in (0, 1], or an int >= 2 for
+            a number of tokens per image.
+        text_limit: Text share above which an image counts as text, in (0, 1]. 1.0 disables the check of images.
 
-    Raises OptionError for anything else.
+    Raises:
+        OptionError: If a value is not valid.
+
+    Example:
+        >>> guard = tokenprune.Guard("warn", floors={"text": 0.6}, patterns={"counting": [r"wie ?viele"]})
+        >>> model = tokenprune.patch(model, "divprune", keep=0.25, processor=processor, guard=guard)
+        >>> ids = model.generate(**inputs, max_new_tokens=1)
+        >>> tokenprune.stats(model).guard[0].raised
+        False
     """
 
     mode: str = "warn"
@@ -43,12 +52,12 @@ class Guard:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise OptionError(f"guard={self.mode!r} is not known: use {', '.join(map(repr, MODES))} or a Guard(...)")
-        hint = ", or an int >= 2, tokens of an image"
+            raise OptionError(f"guard={self.mode!r} is not valid. Use {', '.join(map(repr, MODES))} or a Guard(...).")
+        hint = ", or an int >= 2 (tokens per image)"
         for name in ("patterns", "floors"):
-            given = getattr(self, name)
-            if not isinstance(given, Mapping) or set(given) - set(KINDS):
-                raise OptionError(f"guard: {name} must be a dict with keys out of {', '.join(KINDS)}, not {given!r}")
+            mapping = getattr(self, name)
+            if not isinstance(mapping, Mapping) or set(mapping) - set(KINDS):
+                raise OptionError(f"guard: {name} must be a dict with keys from {', '.join(KINDS)}, not {mapping!r}")
         for kind, patterns in self.patterns.items():
             if isinstance(patterns, str) or not isinstance(patterns, Sequence):
                 raise OptionError(
@@ -58,17 +67,17 @@ class Guard:
                 try:
                     re.compile(pattern)
                 except (re.error, TypeError) as error:
-                    raise OptionError(f"guard: {pattern!r} is no regular expression: {error}") from error
+                    raise OptionError(f"guard: {pattern!r} is not a valid regular expression: {error}") from error
         shares = [item for item in self.floors.items() if not is_tokens(item[1])]
         for name, value in (*shares, ("text_limit", self.text_limit)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
                 raise OptionError(f"guard: {name}={value!r} must be a share in (0, 1]{hint if name in KINDS else ''}")
 
     @classmethod
-    def of(cls, value: Any) -> Guard:
-        """Return a mode as a Guard, or a Guard already; raises OptionError."""
+    def from_argument(cls, value: Any) -> Guard:
+        """Parse a `guard=` argument: a `Guard`, or a mode as a string. Raises OptionError."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, str):
-            raise OptionError(f"guard={value!r} is not known: use {', '.join(map(repr, MODES))} or a Guard(...)")
+            raise OptionError(f"guard={value!r} is not valid. Use {', '.join(map(repr, MODES))} or a Guard(...).")
         return cls(value)

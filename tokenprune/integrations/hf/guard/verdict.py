@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard's verdict on one call: the images that are left fewer tokens than was measured to be enough."""
+"""Find the segments of a call that keep fewer tokens than their floor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tokenprune.selection.method import Method, Site
 from tokenprune.statistics import GuardFinding
 
 
-def share_of(budget: Budget, count: int | None = None) -> float | None:
-    """Return the share of an image's `count` tokens that a budget asks for; None if that is not known."""
+def compute_share(budget: Budget, count: int | None = None) -> float | None:
+    """Return the share of an image's `count` tokens that a budget keeps, or None if it is unknown."""
     if isinstance(budget.keep, numbers.Integral):
         return None if count is None else min(1.0, int(budget.keep) / count)
     return budget.keep
@@ -26,8 +26,14 @@ def share_of(budget: Budget, count: int | None = None) -> float | None:
 
 @dataclass(frozen=True)
 class Watched:
-    """A method of the patch, its budget, and for each kind what is enough, a share of the tokens or an int of them;
-    stages: what the method consists of when patched with that (`Method.stages`)."""
+    """A method of the patch that may keep too few tokens.
+
+    Attributes:
+        method: The method.
+        budget: Its budget.
+        floors: Sufficient share of the tokens, or number of tokens, by kind of question.
+        stages: Stages of the method with its floor as the budget, by kind of question. See `Method.stages`.
+    """
 
     method: Method
     budget: Budget
@@ -35,45 +41,47 @@ class Watched:
     stages: dict[str, list[tuple[Method, Budget]]]
 
     @classmethod
-    def of(cls, method: Method, budget: Budget, floors: dict[str, float], layers: int) -> Watched:
-        """layers: of the decoder. Raises what `Method.stages` raises."""
+    def from_method(cls, method: Method, budget: Budget, floors: dict[str, float], num_layers: int) -> Watched:
+        """Return the watched method in a decoder of `num_layers`. Raises the errors of `Method.stages`."""
         budgets = {
             kind: Budget(tokens=int(floor), per=budget.per)
             if is_tokens(floor)
             else Budget(keep=float(floor), per=budget.per)
             for kind, floor in floors.items()
         }
-        return cls(method, budget, floors, {kind: method.stages(one, layers) for kind, one in budgets.items()})
+        stages = {kind: method.stages(floor_budget, num_layers) for kind, floor_budget in budgets.items()}
+        return cls(method, budget, floors, stages)
 
-    def share_of(self, kind: str, count: float) -> float:
-        """Return the share of an image's `count` tokens that is enough."""
+    def get_floor_share(self, kind: str, count: float) -> float:
+        """Return the sufficient share of an image's `count` tokens."""
         floor = self.floors[kind]
         return min(1.0, floor / count) if is_tokens(floor) else floor
 
-    def at_risk(self) -> dict[str, float]:
-        """Return the floors of the kinds that may be left too few tokens; all of them where only the image tells."""
-        share = share_of(self.budget) or 0.0
+    def get_floors_at_risk(self) -> dict[str, float]:
+        """Return the floors above the budget, or all floors if the budget depends on the image."""
+        share = compute_share(self.budget) or 0.0
         return {kind: floor for kind, floor in self.floors.items() if share < floor} or self.floors
 
-    def enough(self, kind: str, layer: int, count: int, shape: DecoderShape) -> int:
-        """Return how many of an image's `count` tokens are left behind `layer` when the method is patched with its
-        floor."""
+    def count_enough(self, kind: str, layer: int, count: int, shape: DecoderShape) -> int:
+        """Return the number of tokens that remain of `count` after `layer`, with the floor as the budget."""
         original = [count]
-        for method, share in self.stages[kind]:
+        for method, budget in self.stages[kind]:
             if count and method.cut_layer <= layer:
-                (number,) = share.resolve(
+                (num_tokens,) = budget.resolve(
                     [count], layer=method.cut_layer, shape=shape, text_tokens=0, original=original
                 )
-                count = limit_budget(method, count, number)
+                count = limit_budget(method, count, num_tokens)
         return count
 
 
 @dataclass(frozen=True)
 class Watch:
-    """All that the guard of a patch watches.
+    """Everything that the guard of a patch watches.
 
-    cuts: the watched method of each cut at the decoder, by layer. elsewhere: methods that act before the decoder.
-    text_limit: an image counts as text from this likeness on.
+    Attributes:
+        cuts: The watched method of each decoder cut, by layer.
+        elsewhere: Watched methods that act before the decoder.
+        text_limit: Text share above which an image counts as text.
     """
 
     cuts: dict[int, Watched]
@@ -83,11 +91,19 @@ class Watch:
 
 @dataclass
 class Verdict:
-    """The guard's view of one call; its floor of a plan says how many tokens a cut is to leave (`at_least`).
+    """Risks of one call.
 
-    rows, counts: row and number of visual tokens of each segment, as they came. prompts: the kinds of question of each
-    row, None if they were not read. seen: for each segment the kinds that ask for more tokens, in "auto" mode; else
-    empty. low: (segment, kind) -> the method that leaves fewer than enough, and the share that it leaves.
+    Attributes:
+        watch: The watched methods.
+        shape: Sizes of the decoder.
+        rows: Batch row of each segment.
+        counts: Number of visual tokens of each segment before pruning.
+        prompts: Kinds of questions of each row, or None if prompts are not read.
+        looks: Text shares of the segments.
+        required_kinds: Kinds that need more tokens, for each segment. Empty unless the mode is "auto".
+        kept: Number of tokens of each segment after the last cut.
+        low: By (segment, kind): the method that keeps too few tokens, and the share that it keeps.
+        raised: Segments that keep more tokens than their budget.
     """
 
     watch: Watch
@@ -96,73 +112,78 @@ class Verdict:
     counts: list[int]
     prompts: dict[int, tuple[str, ...]] | None
     looks: SegmentLooks
-    seen: list[set[str]] = field(default_factory=list)
+    required_kinds: list[set[str]] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     low: dict[tuple[int, str], tuple[Watched, float]] = field(default_factory=dict)
     raised: set[int] = field(default_factory=set)
     _enough: dict[Any, int] = field(default_factory=dict)
 
-    def at_least(self, step: Step, arrived: Sequence[int], wanted: Sequence[int]) -> list[int]:
-        """Return how many of each segment's tokens a cut is to leave: at least what its budget says, which is `wanted`,
-        and at most what `arrived`."""
-        leave = list(wanted)
-        watched = self.watch.cuts.get(step.layer)
-        if watched is not None and self.seen:
-            for place, (count, came) in enumerate(zip(self.counts, arrived, strict=True)):
-                enough = [self._floor(watched, kind, step.layer, count) for kind in self.seen[place]]
-                leave[place] = max(leave[place], min(came, max(enough, default=0)))
-        return leave
+    def raise_counts(self, step: Step, arrived: Sequence[int], budgeted: Sequence[int]) -> list[int]:
+        """Return the number of tokens that a cut keeps in each segment.
 
-    def _floor(self, watched: Watched, kind: str, layer: int, count: int) -> int:
+        Args:
+            step: The cut.
+            arrived: Number of tokens before the cut, the upper limit.
+            budgeted: Number of tokens of the budget, the lower limit.
+        """
+        counts = list(budgeted)
+        watched = self.watch.cuts.get(step.layer)
+        if watched is not None and self.required_kinds:
+            for index, (count, available) in enumerate(zip(self.counts, arrived, strict=True)):
+                enough = [self._count_enough(watched, kind, step.layer, count) for kind in self.required_kinds[index]]
+                counts[index] = max(counts[index], min(available, max(enough, default=0)))
+        return counts
+
+    def _count_enough(self, watched: Watched, kind: str, layer: int, count: int) -> int:
         key = (kind, layer, count)
         if key not in self._enough:
-            self._enough[key] = watched.enough(kind, layer, count, self.shape)
+            self._enough[key] = watched.count_enough(kind, layer, count, self.shape)
         return self._enough[key]
 
     def conclude(self, plan: Plan) -> None:
-        """Note what the cuts of a call leave, all of which are planned."""
+        """Compare the plan of all cuts with the floors."""
         self.kept = list(plan.kept)
         for stage in plan.stages:
             if (watched := self.watch.cuts.get(stage.step.layer)) is not None:
-                self._conclude(watched, stage)
+                self._conclude_stage(watched, stage)
         for watched in self.watch.elsewhere:
-            for place, count in enumerate(self.counts):
-                share = share_of(watched.budget, count)
-                # Of a smaller image, the tokens that it would have made.
-                whole = count / share if share and watched.method.site is Site.PRE_ENCODER else count
+            for index, count in enumerate(self.counts):
+                share = compute_share(watched.budget, count)
+                # A method on pixels shrinks the image: compute the number of tokens of the original image.
+                before = count / share if share and watched.method.site is Site.PRE_ENCODER else count
                 for kind in KINDS:
-                    if share is not None and share < watched.share_of(kind, whole):
-                        self.low.setdefault((place, kind), (watched, share))
+                    if share is not None and share < watched.get_floor_share(kind, before):
+                        self.low.setdefault((index, kind), (watched, share))
 
-    def _conclude(self, watched: Watched, stage: Stage) -> None:
-        for place, (count, wanted) in enumerate(zip(self.counts, stage.requested, strict=True)):
+    def _conclude_stage(self, watched: Watched, stage: Stage) -> None:
+        for index, (count, budgeted) in enumerate(zip(self.counts, stage.requested, strict=True)):
             for kind in KINDS:
-                if wanted < self._floor(watched, kind, stage.step.layer, count):
-                    share = share_of(watched.budget, count) or wanted / count
-                    self.low.setdefault((place, kind), (watched, share))
-            if stage.kept[place] > wanted:
-                self.raised.add(place)
+                if budgeted < self._count_enough(watched, kind, stage.step.layer, count):
+                    share = compute_share(watched.budget, count) or budgeted / count
+                    self.low.setdefault((index, kind), (watched, share))
+            if stage.kept[index] > budgeted:
+                self.raised.add(index)
 
-    def reasons(self, row: int, value: float | None) -> list[tuple[str, str]]:
-        """(source, kind) of all that a segment is exposed to. value: how much its image looks like text."""
-        found = [("prompt", kind) for kind in (self.prompts or {}).get(row, ())]
-        if value is not None and value > self.watch.text_limit:
-            found.append(("image", "text"))
-        return found
+    def get_reasons(self, row: int, text_share: float | None) -> list[tuple[str, str]]:
+        """Return the risks of a segment as (source, kind) pairs."""
+        reasons = [("prompt", kind) for kind in (self.prompts or {}).get(row, ())]
+        if text_share is not None and text_share > self.watch.text_limit:
+            reasons.append(("image", "text"))
+        return reasons
 
-    def kinds(self, row: int, value: float | None) -> set[str]:
-        return {kind for _, kind in self.reasons(row, value)}
+    def get_kinds(self, row: int, text_share: float | None) -> set[str]:
+        return {kind for _, kind in self.get_reasons(row, text_share)}
 
     def findings(self) -> list[GuardFinding]:
-        """One for each row with visual tokens; waits for what has not arrived."""
-        found: dict[int, GuardFinding] = {}
-        for place, (row, value) in enumerate(zip(self.rows, self.looks.read(), strict=True)):
-            asked = None if self.prompts is None else self.prompts[row]
-            one = found.setdefault(row, GuardFinding(row=row, prompt=asked))
-            one.tokens, one.kept = one.tokens + self.counts[place], one.kept + self.kept[place]
-            one.raised = one.raised or place in self.raised
-            if value is not None:
-                one.image = max(value, one.image or 0.0)
-            low = {kind for kind in self.kinds(row, value) if (place, kind) in self.low}
-            one.risks = tuple(kind for kind in KINDS if kind in low or kind in one.risks)
-        return list(found.values())
+        """Return the finding of each row with visual tokens. Waits for the device."""
+        findings: dict[int, GuardFinding] = {}
+        for index, (row, text_share) in enumerate(zip(self.rows, self.looks.read(), strict=True)):
+            prompt = None if self.prompts is None else self.prompts[row]
+            finding = findings.setdefault(row, GuardFinding(row=row, prompt=prompt))
+            finding.tokens, finding.kept = finding.tokens + self.counts[index], finding.kept + self.kept[index]
+            finding.raised = finding.raised or index in self.raised
+            if text_share is not None:
+                finding.image = max(text_share, finding.image or 0.0)
+            low = {kind for kind in self.get_kinds(row, text_share) if (index, kind) in self.low}
+            finding.risks = tuple(kind for kind in KINDS if kind in low or kind in finding.risks)
+        return list(findings.values())

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An add-on: make a processor do what a method on pixels says, alone or together with a model."""
+"""Methods on pixels: fewer or smaller images in the calls of a processor."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""patch_processor, unpatch_processor: methods that act on pixels, where the model runs elsewhere."""
+"""patch_processor and unpatch_processor: methods on pixels for a model that runs elsewhere."""
 
 from __future__ import annotations
 
@@ -25,62 +25,93 @@ def patch_processor(
     max_visual_tokens: int | None = None,
     **options: Any,
 ) -> ProcessorT:
-    """Make a processor hand out fewer visual tokens, in place, and return it: for a model that is served elsewhere.
+    """Patch a processor in place to produce fewer visual tokens, for a model that runs elsewhere.
 
-    method:  a registered name or configured `Method` that acts on pixels (its site is PRE_ENCODER).
-    keep:    float in (0, 1]: share of the visual tokens, or a `Budget` of one; for a method that chooses between the
-             images of a prompt, an upper bound on them. None: the method's own default (0.25, or no bound).
-    replace: replace a patch that is there already, instead of raising.
-    max_visual_tokens: the most tokens that an image may make, in place of `downsample` with this number for `keep`.
-    options: the method's own options.
+    This equals `patch(model, method, keep=keep, processor=processor)`. It supports families that take images of any
+    size (Qwen-VL, LLaVA-NeXT and OneVision, LFM2-VL, Mistral 3, Pixtral).
 
-    The same as `patch(model, method, keep=keep, processor=processor)`, for processors whose images any model of their
-    family take in any size (Qwen-VL, LLaVA-NeXT and OneVision, LFM2-VL, Mistral 3, Pixtral). Raises
-    UnsupportedSetupError for the others, and OptionError, BudgetError or AlreadyPatchedError; the processor is then as
-    it was before.
+    Args:
+        processor: The processor.
+        method: Name of a method on pixels (site PRE_ENCODER), or a configured `Method`.
+        keep: Share of the visual tokens in (0, 1], or a `Budget`. For a method that selects images of a prompt: the
+            maximum share or number of images. None: the default of the method (0.25, or no limit).
+        replace: Replace an existing patch instead of raising an error.
+        max_visual_tokens: Maximum number of tokens per image. Short for `downsample` with this number as `keep`.
+        **options: Options of the method.
+
+    Returns:
+        The same processor.
+
+    Raises:
+        UnsupportedSetupError: If the family resizes all images to one size.
+        OptionError: If the method or an option is not valid.
+        BudgetError: If `keep` is not valid.
+        AlreadyPatchedError: If the processor is patched and `replace` is False.
+
+    Example:
+        >>> import transformers
+        >>> qwen = transformers.Qwen2VLImageProcessor(min_pixels=28 * 28)
+        >>> before = qwen(image, return_tensors="pt")["image_grid_thw"].prod()
+        >>> qwen = tokenprune.patch_processor(qwen, "downsample", keep=0.25)
+        >>> bool(qwen(image, return_tensors="pt")["image_grid_thw"].prod() < before)
+        True
     """
     from tokenprune.integrations.hf.pixels.image_selection import ViewPatch
-    from tokenprune.integrations.hf.pixels.marker import patch_on
+    from tokenprune.integrations.hf.pixels.marker import find_patch
     from tokenprune.integrations.hf.pixels.resizing import PixelPatch
 
     if isinstance(method, (list, tuple)):
-        raise OptionError("patch_processor takes one method: those that act on the model go to tokenprune.patch")
+        raise OptionError("patch_processor takes one method. Pass methods that act on the model to tokenprune.patch.")
     if isinstance(method, Method):
         if options:
-            raise OptionError(f"options {', '.join(options)} are ignored by a configured method: set them on it")
+            raise OptionError(
+                f"A configured method does not take the options {', '.join(options)}. Set them on the method."
+            )
     else:
         method = build(method, options)
     if not isinstance(method, (ResizeMethod, ImageChooser)):
-        fitting = [name for name in available_methods() if method_info(name).site is Site.PRE_ENCODER]
-        raise OptionError(
-            f"{method.name} acts on the model, not on pixels; a processor can be patched with {', '.join(fitting)}"
-        )
+        names = [name for name in available_methods() if method_info(name).site is Site.PRE_ENCODER]
+        raise OptionError(f"{method.name} does not act on pixels. Use one of {', '.join(names)}, or tokenprune.patch.")
     if max_visual_tokens is not None:
         if method.name != LIMITER or keep is not None:
             raise OptionError(
-                f"max_visual_tokens={max_visual_tokens} is {LIMITER} with this number for keep=: leave out keep= and "
-                "other methods"
+                f"max_visual_tokens={max_visual_tokens} sets keep= of {LIMITER}: leave out keep= and other methods."
             )
         check_limit(max_visual_tokens, [])
         keep = Budget(tokens=max_visual_tokens)
     (budget,) = read_budgets(keep, [method])
-    kind: Any = ViewPatch if isinstance(method, ImageChooser) else PixelPatch
-    made = kind(method, budget, processor)
-    present = patch_on(processor)
+    patch_class: Any = ViewPatch if isinstance(method, ImageChooser) else PixelPatch
+    patch = patch_class(method, budget, processor)
+    present = find_patch(processor)
     if present is not None and replace:
         unpatch_processor(processor)
-    made.attach()
+    patch.attach()
     return processor
 
 
 def unpatch_processor(processor: ProcessorT) -> ProcessorT:
-    """Give the processor back as it was; raises NotPatchedError if there is no patch, or one that came with a model."""
-    from tokenprune.integrations.hf.pixels.marker import patch_on
+    """Remove the patch of a processor.
 
-    present = patch_on(processor)
+    Args:
+        processor: A processor patched by `patch_processor`.
+
+    Returns:
+        The same processor.
+
+    Raises:
+        NotPatchedError: If the processor is not patched, or was patched together with a model.
+
+    Example:
+        >>> import transformers
+        >>> qwen = tokenprune.patch_processor(transformers.Qwen2VLImageProcessor(), "downsample", keep=0.25)
+        >>> qwen = tokenprune.unpatch_processor(qwen)
+    """
+    from tokenprune.integrations.hf.pixels.marker import find_patch
+
+    present = find_patch(processor)
     if present is None:
-        raise NotPatchedError(f"this {type(processor).__name__} is not patched: call tokenprune.patch_processor first")
+        raise NotPatchedError(f"The {type(processor).__name__} is not patched. Call tokenprune.patch_processor first.")
     if present.adapter is not None:
-        raise NotPatchedError("this processor was patched together with a model: call tokenprune.unpatch(model)")
+        raise NotPatchedError("The processor was patched together with a model. Call tokenprune.unpatch(model).")
     present.detach()
     return processor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mark that a patched processor carries on its class, or on that of its image processor: one patch at a time."""
+"""The attribute that marks the class of a patched processor or image processor. A processor has at most one patch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tokenprune.models.token_counts import get_image_processor
 MARK = "_tokenprune_patch"
 
 
-def patch_on(processor: Any) -> Any:
-    """Return the patch that a processor, or its image processor, carries; None if there is none."""
+def find_patch(processor: Any) -> Any:
+    """Return the patch of a processor or of its image processor, or None."""
     return getattr(type(get_image_processor(processor)), MARK, None) or getattr(type(processor), MARK, None)
 
 
 def refuse_second_patch(processor: Any) -> None:
-    """Raise AlreadyPatchedError if the processor carries a patch."""
-    if present := patch_on(processor):
+    """Raise AlreadyPatchedError if the processor is patched."""
+    if present := find_patch(processor):
         raise AlreadyPatchedError(
-            f"the processor is patched already with {present.describe()}: undo that first "
-            "(tokenprune.unpatch, tokenprune.unpatch_processor), or use a processor of its own for each model"
+            f"The processor is already patched with {present.describe()}. Call tokenprune.unpatch or "
+            "tokenprune.unpatch_processor first, or use a separate processor for each model."
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that act on pixels: they change what a processor makes of an image, and what the vision tower takes."""
+"""Apply methods on pixels: the processor makes smaller images, and the vision tower accepts them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tokenprune.budgets import Budget
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.forward.part import Part
 from tokenprune.integrations.hf.pixels.marker import MARK, refuse_second_patch
-from tokenprune.integrations.hf.pixels.prompts import PromptReader, intercepted
-from tokenprune.integrations.hf.pixels.videos import smaller_videos
+from tokenprune.integrations.hf.pixels.prompts import PromptReader, build_class
+from tokenprune.integrations.hf.pixels.videos import build_video_class
 from tokenprune.integrations.shared.attachable import Attachable
 from tokenprune.integrations.shared.resizing import Resizer
 from tokenprune.selection.sites.pixels import ResizeMethod
@@ -26,16 +26,21 @@ if TYPE_CHECKING:
     from tokenprune.integrations.hf.forward.call import Call
     from tokenprune.integrations.hf.forward.layer_inputs import DecoderInputs
 
-# The question of each image of the processor's call that is under way, for methods that read it.
+# The question of each image in the current call of the processor, for methods that read it.
 _QUESTIONS: ContextVar[list[str] | None] = ContextVar("tokenprune_questions", default=None)
 
 
 class PixelPatch(Attachable):
-    """Makes a processor hand out smaller images, and the vision tower take them; see `Resizer`.
+    """Makes a processor produce smaller images, and the vision tower accept them. See `Resizer`.
 
-    adapter: of the model that takes the pixels; None if only the processor is at hand.
-    Raises what `Resizer` raises, and OptionError for a processor that does not say how it marks images, if the method
-    reads questions.
+    Args:
+        method: Chooses the size of each image.
+        budget: Budget of the method.
+        processor: The processor.
+        adapter: Adapter of the model, or None if only the processor is known.
+
+    Raises:
+        OptionError: If the method reads questions and the image token is missing. See also `Resizer`.
     """
 
     def __init__(self, method: ResizeMethod, budget: Budget, processor: Any, adapter: Adapter | None = None) -> None:
@@ -46,7 +51,7 @@ class PixelPatch(Attachable):
         self.prompts = PromptReader(processor, method.name) if reads else None
 
     def _attach(self) -> None:
-        if self.resizer.image_processor is None:  # keep=1.0 needs none
+        if self.resizer.image_processor is None:  # possible with keep=1.0
             return
         before = type(self.resizer.image_processor)
         refuse_second_patch(self.processor)
@@ -57,7 +62,7 @@ class PixelPatch(Attachable):
             images, kwargs = patch.resizer.resize(images, kwargs, _QUESTIONS.get() or ())
             return before.preprocess(self, images, *args, **kwargs)
 
-        # A subclass of the same name, not an attribute of the instance: that would end up in what it prints and saves.
+        # A subclass of the same name. An attribute of the instance would be printed and saved.
         names = {"preprocess": preprocess, MARK: self, "__module__": before.__module__}
         self.swap_class(self.resizer.image_processor, type(before.__name__, (before,), names))
         if self.resizer.identity:
@@ -65,11 +70,11 @@ class PixelPatch(Attachable):
         method, videos = self.resizer.method, getattr(self.processor, "video_processor", None)
         if method.videos and videos is not None:
             share = self.resizer.share if self.resizer.max_tokens is None else None
-            self.swap_class(videos, smaller_videos(type(videos), method.name, share))
+            self.swap_class(videos, build_video_class(type(videos), method.name, share))
         if self.prompts is not None:
-            self.swap_class(self.processor, intercepted(self.processor, partial(self._around, self.prompts), {}))
+            self.swap_class(self.processor, build_class(self.processor, partial(self._around, self.prompts), {}))
         if self.resizer.resizing == "target":
-            assert self.adapter is not None  # see `Resizer`
+            assert self.adapter is not None  # checked by `Resizer`
             tower = self.adapter.base.vision_tower
             self.hook(tower.register_forward_pre_hook, self._interpolate, with_kwargs=True)
 
@@ -95,8 +100,11 @@ class PixelPatch(Attachable):
 
 
 class FullCounts(Part):
-    """Puts into the statistics how many visual tokens a prompt would have had without the methods that acted on its
-    pixels. patches: those that have `counts`."""
+    """Records the number of visual tokens that a prompt would have without methods on pixels.
+
+    Args:
+        patches: Pixel patches with `counts`.
+    """
 
     def __init__(self, patches: Sequence[Any]) -> None:
         super().__init__()

@@ -155,7 +155,10 @@ def _function(
     dtype: torch.dtype = torch.float32,
     **rest: Any,
 ) -> MaskFunction:
-    """Replace the function of transformers that writes a mask."""
+    """Return a `MaskFunction` instead of a mask.
+
+    `AttentionMaskInterface` of transformers calls this function, so its parameters are given by transformers.
+    """
     original, length = config.tokenprune_original
     eager = original._attn_implementation == "eager"
 

@@ -89,7 +89,9 @@ def to_additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read_padding(prepared: Any, past: int, length: int) -> Tensor | None:
-    """Read the padding mask from masks that `generate` prepares for a static cache. Padding does not attend to itself.
+    """Read the padding mask from masks that `generate` prepares for a static cache.
+
+    In a 4-D mask, a token that does not attend to itself is padding.
 
     Args:
         prepared: A mask, or a dictionary of masks by kind of layer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of which each layer reads a part of what a session holds."""
+"""Answers that read only a part of the visual entries of a session."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from transformers import LogitsProcessor
 from tokenprune.integrations.hf.families import Adapter
 from tokenprune.integrations.hf.sessions.memory import Memory
 from tokenprune.integrations.hf.sessions.policies.most_attended import MostAttended
-from tokenprune.integrations.hf.sessions.proxy import observed
+from tokenprune.integrations.hf.sessions.proxy import observe_attention
 
 
 class Attending(LogitsProcessor):
-    """Narrows the cache of a running `generate` after the question's own forward, which reads all that is held.
+    """Narrows the cache of a running `generate` to the entries that the question attends to most.
 
-    `generate` calls it after each forward; logits stay as they are. Within the context it observes the question's
-    attention, and the next forwards read the `keep` visual entries of each layer with full attention that get the most
-    of it. Where all heads hold the same entries, they read the same. The caller puts the cache back.
+    `generate` calls it after each forward. The first forward reads the question and all entries, and its attention is
+    observed. The next forwards read only `keep` visual entries in each layer with full attention. If all heads hold the
+    same entries, they also read the same entries. Logits do not change. The caller restores the cache.
+
+    Args:
+        memory: Memory of the session.
+        adapter: Adapter of the model.
+        keep: Number of visual entries to read.
     """
 
     def __init__(self, memory: Memory, adapter: Adapter, keep: int) -> None:
         self.memory, self.adapter, self.keep = memory, adapter, keep
         self._observing = ExitStack()
-        self._found: dict[int, Tensor] | None = None
+        self._attention: dict[int, Tensor] | None = None
 
     def __enter__(self) -> Attending:
-        self._found = self._observing.enter_context(observed(self.memory, self.adapter))
+        self._attention = self._observing.enter_context(observe_attention(self.memory, self.adapter))
         return self
 
     def __exit__(
@@ -40,14 +45,14 @@ class Attending(LogitsProcessor):
         self._observing.close()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self._found is None:
+        if self._attention is None:
             return scores
         self._observing.close()
-        rows, self._found = [self._found[layer] for layer in self.memory.full], None
-        narrow = copy.copy(self.memory)  # another table of the same cache
+        rows, self._attention = [self._attention[layer] for layer in self.memory.full_layers], None
+        narrow = copy.copy(self.memory)  # new tables for the same cache
         table = narrow.tables[0]
-        asked = self.memory.cache.layers[self.memory.full[0]].keys.shape[2] - self.memory.held
-        narrow.append(torch.full((len(table), asked), -1, device=table.device))
+        num_new = self.memory.cache.layers[self.memory.full_layers[0]].keys.shape[2] - self.memory.held
+        narrow.append(torch.full((len(table), num_new), -1, device=table.device))
         policy = MostAttended("each" if table.shape[1] > 1 else "mean")
         narrow.compress(policy, self.keep, step=0, seed=0, rows=rows)
         return scores

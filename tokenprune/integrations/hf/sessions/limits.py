@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounds of a session: visual tokens, or bytes of its cache, and the greatest position."""
+"""Limits of a session: visual tokens or bytes of its cache, and the largest position."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ _BYTES = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])iB", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a stream.
+    """Limits of a stream.
 
-    given: the memory as the caller wrote it. entries: how many of them that is in each layer with full attention; of a
-    memory in bytes, text is among them. share: of the visual entries' room, what a compression leaves. horizon: the
-    greatest position; fixed: why positions do not move down at it, in words, None where they do.
+    Attributes:
+        memory: The `memory=` argument: a number of visual tokens, or bytes as a string.
+        entries: Number of entries in each layer with full attention. It includes text if `memory` is in bytes.
+        share: Share of the visual entries that a compression keeps.
+        horizon: Largest position.
+        fixed: Reason why positions do not move down at the horizon, or None if they do.
     """
 
-    given: int | str
+    memory: int | str
     entries: int
     share: float
     horizon: int
@@ -40,52 +43,60 @@ class Limits:
         return self.fixed is None
 
     def room(self, text: int) -> int:
-        """Return how many visual entries may be held beside so many of text."""
-        return max(0, self.entries - text) if isinstance(self.given, str) else self.entries
+        """Return the maximum number of visual entries next to `text` text entries."""
+        return max(0, self.entries - text) if isinstance(self.memory, str) else self.entries
 
     def target(self, text: int) -> int:
-        """Return how many visual entries a compression leaves beside so many of text."""
+        """Return the number of visual entries after a compression, next to `text` text entries."""
         return max(1, int(self.room(text) * self.share))
 
-    def freed(self, text: int) -> int:
-        """Return how many visual entries a compression takes out beside so many of text, where their positions fit."""
+    def count_freed(self, text: int) -> int:
+        """Return the number of visual entries that a compression drops, next to `text` text entries."""
         room = min(self.room(text), self.horizon + 1)
         return room - max(1, int(room * self.share))
 
-    def least(self, pinned: int) -> int:
-        """Return the smallest number of entries of which a compression leaves more than a policy pins."""
-        least = max(1, int(pinned / self.share))
-        while max(1, int(least * self.share)) <= pinned:
-            least += 1
-        return least
+    def get_min_entries(self, pinned: int) -> int:
+        """Return the smallest memory for which a compression keeps more entries than a policy pins."""
+        entries = max(1, int(pinned / self.share))
+        while max(1, int(entries * self.share)) <= pinned:
+            entries += 1
+        return entries
 
     def check(self, text: int, pinned: int) -> None:
-        """Raise BudgetError where nothing new would stay beside so many entries of text."""
+        """Raise BudgetError if a compression would drop every new visual entry."""
         if self.room(text) < 1 or pinned >= self.target(text):
-            beside = f" beside {text} tokens of text" if text and isinstance(self.given, str) else ""
+            beside = f" beside {text} text tokens" if text and isinstance(self.memory, str) else ""
             raise BudgetError(
-                f"memory={self.given!r} has room for {self.room(text)} visual tokens{beside}, of which a compression "
-                f"leaves {self.target(text)}, and the policy pins {pinned}: nothing new would stay. Raise memory= to "
-                f"{self.least(pinned)} visual tokens at least, or have the policy pin fewer, as "
-                "tokenprune.sessions.policy('window', sink=0) does"
+                f"memory={self.memory!r} has room for {self.room(text)} visual tokens{beside}; a compression keeps "
+                f"{self.target(text)}, and the policy pins {pinned}, so that no new token would be kept. Raise memory= "
+                f"to {self.get_min_entries(pinned)} visual tokens, or use policy('window', sink=0)."
             )
 
     def check_position(self, last: int) -> None:
-        """Raise UnsupportedSetupError where a position is past the greatest that the model may see."""
+        """Raise UnsupportedSetupError if position `last` is beyond the horizon."""
         if last <= self.horizon:
             return
-        moved = "what is held leaves no room (memory=)" if self.reanchor else f"nothing moves down ({self.fixed})"
+        reason = (
+            "the memory leaves no room (memory=)" if self.reanchor else f"positions cannot move down ({self.fixed})"
+        )
         raise UnsupportedSetupError(
-            f"the stream would reach position {last}, the model's last one is {self.horizon} (horizon=), and {moved}: "
-            "begin anew with reset(), see fewer or smaller frames, or raise horizon= if the model was trained for it"
+            f"The stream would reach position {last}, the last position is {self.horizon} (horizon=), and {reason}. "
+            "Call reset(), or pass fewer or smaller frames."
         )
 
 
-def entries_of(memory: int | str, adapter: Adapter, of: dtype) -> int:
-    """Return how many entries each layer with full attention holds in a memory, a number of them or bytes as in
-    "64MiB"; raises BudgetError for any other, and for bytes in which there is no room for one.
+def count_entries(memory: int | str, adapter: Adapter, cache_dtype: dtype) -> int:
+    """Return the number of entries of each layer with full attention for a `memory=` argument.
 
-    of: the dtype of keys and values. Layers with a sliding window take what a full window does, whatever is seen.
+    Layers with a sliding window are counted with a full window.
+
+    Args:
+        memory: Number of visual tokens, or bytes such as "64MiB".
+        adapter: Adapter of the model.
+        cache_dtype: Dtype of keys and values.
+
+    Raises:
+        BudgetError: If `memory` is not valid, or has no room for one entry.
     """
     if matches_type(memory, Annotated[int, Ge(1)]):
         return int(memory)
@@ -95,12 +106,14 @@ def entries_of(memory: int | str, adapter: Adapter, of: dtype) -> int:
             f"memory={memory!r} must be a number of visual tokens, {describe_type(Annotated[int, Ge(1)])}, or bytes as "
             "in '64MiB' or '2GiB'"
         )
-    most = int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
+    num_bytes = int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
     shape, layers = DecoderShape.from_config(adapter.text_config), DynamicCache(config=adapter.text_config).layers
     windows = [layer.sliding_window - 1 if layer.is_sliding else 0 for layer in layers]
-    one = shape.kv_bytes([int(not layer.is_sliding) for layer in layers], of.itemsize)
-    beside = shape.kv_bytes(windows, of.itemsize)
-    if most < beside + one:
-        sliding = f", and its layers with sliding windows {beside}" if beside else ""
-        raise BudgetError(f"memory={memory!r} is {most} bytes: one token takes {one} of this model's cache{sliding}")
-    return (most - beside) // one
+    entry_bytes = shape.kv_bytes([int(not layer.is_sliding) for layer in layers], cache_dtype.itemsize)
+    window_bytes = shape.kv_bytes(windows, cache_dtype.itemsize)
+    if num_bytes < window_bytes + entry_bytes:
+        sliding = f", and its sliding windows take {window_bytes}" if window_bytes else ""
+        raise BudgetError(
+            f"memory={memory!r} is {num_bytes} bytes: one token takes {entry_bytes} of this model's cache{sliding}"
+        )
+    return (num_bytes - window_bytes) // entry_bytes

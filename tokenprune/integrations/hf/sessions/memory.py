@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of a session, a table of the entries that each layer holds, and the compression by a policy."""
+"""The cache of a session, tables of its entries, and their compression by a policy."""
 
 from __future__ import annotations
 
@@ -13,56 +13,74 @@ from transformers import DynamicCache
 from tokenprune.integrations.hf.cache.reduced_cache import get_reduction, restore
 from tokenprune.integrations.hf.sessions.policies.base import Policy, PolicyView, check_choice
 
-# Rows of a table; those from POSITION on are one for each axis of positions. Of text, frame and cell are -1.
+# Rows of a table. There is one POSITION row per axis. Text has frame and cell -1.
 INDEX, FRAME, CELL, TOKEN, POSITION = range(5)
 
 
 class Memory:
-    """A growing cache, and for each layer with full attention an int32 table `[4 + A, H, n]` of its n entries.
+    """A growing cache, and a table of the entries of each layer with full attention.
 
-    H is 1 where all heads hold the same entries, and layers that hold the same share one table. All these layers hold
-    as many entries, `visual` of which are of images. Layers with a sliding window bound themselves and have no table.
+    A table has shape (4 + axes, heads, entries), int32. `heads` is 1 if all heads hold the same entries. Layers with
+    the same entries share one table. All tables have the same number of entries. Layers with a sliding window have no
+    table, because they drop entries themselves.
+
+    Args:
+        config: Config of the decoder.
+        axes: Number of position axes.
+        device: Device of the tables.
+
+    Attributes:
+        cache: The cache of transformers.
+        full_layers: Indices of the layers with full attention.
+        sliding: Cache layers with a sliding window.
+        tables: Table of each layer in `full_layers`.
+        visual: Number of visual entries of each table.
     """
 
     def __init__(self, config: Any, axes: int, device: torch.device) -> None:
         self.cache: Any = DynamicCache(config=config)
-        self.full = [index for index, layer in enumerate(self.cache.layers) if not layer.is_sliding]
+        self.full_layers = [index for index, layer in enumerate(self.cache.layers) if not layer.is_sliding]
         self.sliding = [layer for layer in self.cache.layers if layer.is_sliding]
-        self.tables = [torch.zeros(POSITION + axes, 1, 0, dtype=torch.int32, device=device)] * len(self.full)
+        self.tables = [torch.zeros(POSITION + axes, 1, 0, dtype=torch.int32, device=device)] * len(self.full_layers)
         self.visual = 0
 
     @property
     def held(self) -> int:
-        """The number of entries of each layer with full attention, text included."""
+        """Number of entries of each layer with full attention, including text."""
         return self.tables[0].shape[-1]
 
     @property
     def bytes(self) -> int:
-        """The bytes of all keys and values that the cache hands out."""
+        """Bytes of all keys and values of the cache."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers if layer.is_initialized)
 
     def copy(self) -> Memory:
-        """Return a memory that shares all tensors; neither changes those of the other, since a cache that grows makes
-        new ones."""
-        made = copy.copy(self)
-        made.cache = copy.copy(self.cache)
-        made.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
-        made.sliding = [layer for layer in made.cache.layers if layer.is_sliding]
-        made.tables = list(self.tables)
-        return made
+        """Return a memory that shares all tensors. A growing cache creates new tensors, so copies are independent."""
+        memory = copy.copy(self)
+        memory.cache = copy.copy(self.cache)
+        memory.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        memory.sliding = [layer for layer in memory.cache.layers if layer.is_sliding]
+        memory.tables = list(self.tables)
+        return memory
 
-    def entered(self, count: int) -> Tensor | None:
-        """Return which of the `count` tokens of the last forward are in the cache (long `[m]`), None for all, where the
-        model is patched; the cache is an ordinary one again, whose masks are of what it holds."""
+    def finish_forward(self, count: int) -> Tensor | None:
+        """Return the indices of the tokens that a patched model cached, and turn its cache into an ordinary cache.
+
+        Args:
+            count: Number of tokens of the last forward.
+
+        Returns:
+            Indices, shape (cached tokens,), int64, or None if all tokens were cached.
+        """
         reduction = get_reduction(self.cache)
         if reduction is None:
             return None
-        (_, slots), *_ = reduction.slots  # one for all layers: cuts are at the decoder's entry
+        (_, slots), *_ = reduction.slots  # all layers have the same slots, because cuts are before the decoder
         restore(self.cache)
         return slots[0, self.held :] - (reduction.length - count)
 
     def append(self, rows: Tensor) -> None:
-        """Note the entries that a forward has added. rows: `[4 + A, n]`, on the host or the device."""
+        """Append the entries of a forward to the tables. `rows` has shape (4 + axes, entries), on any device."""
         rows = rows.to(self.tables[0])[:, None]
         grown: dict[int, Tensor] = {}
         for table in self.tables:
@@ -71,46 +89,56 @@ class Memory:
         self.tables = [grown[id(table)] for table in self.tables]
         self.visual += int((rows[FRAME] >= 0).sum())
 
-    def take_back(self, before: Memory) -> None:
-        """Have the cache hold what it held when `before` was copied of it."""
+    def restore(self, before: Memory) -> None:
+        """Restore the cache to the state of the copy `before`."""
         for layer, old in zip(self.cache.layers, before.cache.layers, strict=True):
             vars(layer).update(vars(old))
 
     def compress(self, policy: Policy, keep: int, step: int, seed: int, rows: list[Tensor] | None = None) -> None:
-        """Leave `keep` visual entries in each layer with full attention; raises SessionError for a policy that chooses
-        otherwise. rows: a proxy's attention in each of them, `[Hq, n]`, if the policy needs it."""
+        """Keep `keep` visual entries in each layer with full attention.
+
+        Args:
+            policy: Selects the entries.
+            keep: Number of visual entries to keep.
+            step: Number of earlier compressions.
+            seed: Seed of the session.
+            rows: Attention of the proxy question in each layer, shape (query heads, entries), if the policy needs it.
+
+        Raises:
+            SessionError: If the selection of the policy is not valid.
+        """
         kept: Tensor | None = None
-        for place, index in enumerate(self.full):
+        for row, index in enumerate(self.full_layers):
             layer = self.cache.layers[index]
             if kept is None or not policy.shared:
-                table, kept = self._choose(policy, place, index, keep, step, seed, rows[place] if rows else None)
+                table, kept = self._select(policy, row, index, keep, step, seed, rows[row] if rows else None)
             layer.keys, layer.values = _gather(layer.keys[0], kept)[None], _gather(layer.values[0], kept)[None]
-            self.tables[place] = table
+            self.tables[row] = table
         self.visual = keep
-        for layer in self.sliding:  # masks there take differences of lengths: let all layers agree on one
+        for layer in self.sliding:  # sliding masks use differences of lengths, so all layers need the same length
             layer.cumulative_length = self.held
 
-    def _choose(
-        self, policy: Policy, place: int, index: int, keep: int, step: int, seed: int, row: Tensor | None
+    def _select(
+        self, policy: Policy, row: int, index: int, keep: int, step: int, seed: int, attention: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the table of what stays in a layer, and its places: long `[H or 1, m]`."""
-        table, layer = self.tables[place], self.cache.layers[index]
-        text = table[FRAME] < 0  # [H or 1, n]
+        """Return the new table of a layer, and the indices of its entries, shape (heads or 1, entries)."""
+        table, layer = self.tables[row], self.cache.layers[index]
+        text = table[FRAME] < 0  # (heads or 1, entries)
         order = text.long().argsort(dim=-1, stable=True)  # visual entries first, in order
         visual, text = order[:, : self.visual], order[:, self.visual :]
-        shown = table.gather(-1, visual.expand(len(table), -1, -1)).long()
+        visual_table = table.gather(-1, visual.expand(len(table), -1, -1)).long()
         view = PolicyView(
             keys=_gather(layer.keys[0], visual),
             values=_gather(layer.values[0], visual),
-            frame=shown[FRAME],
-            cell=shown[CELL],
-            index=shown[INDEX],
-            position=shown[POSITION:],
+            frame=visual_table[FRAME],
+            cell=visual_table[CELL],
+            index=visual_table[INDEX],
+            position=visual_table[POSITION:],
             layer=index,
             layers=len(self.cache.layers),
             step=step,
             seed=seed,
-            proxy_attention=None if row is None else _of_visual(row, visual),
+            proxy_attention=None if attention is None else _gather_attention(attention, visual),
         )
         chosen = policy.select(view, keep)
         check_choice(policy, chosen, view, keep)
@@ -120,11 +148,11 @@ class Memory:
         return table.expand(-1, heads, -1).gather(-1, kept.expand(len(table), -1, -1)), kept
 
 
-def _gather(states: Tensor, places: Tensor) -> Tensor:
-    """Return the entries of `[H, n, D]` at `places`, long `[H or 1, m]`."""
-    return states.gather(1, places.expand(len(states), -1)[..., None].expand(-1, -1, states.shape[-1]))
+def _gather(states: Tensor, indices: Tensor) -> Tensor:
+    """Return the entries of `states`, shape (heads, entries, width), at `indices`, shape (heads or 1, kept)."""
+    return states.gather(1, indices.expand(len(states), -1)[..., None].expand(-1, -1, states.shape[-1]))
 
 
-def _of_visual(row: Tensor, visual: Tensor) -> Tensor:
-    """Return attention `[Hq, n]` at the visual entries, long `[H or 1, m]`, each KV head's for its query heads."""
-    return row.gather(1, visual.repeat_interleave(len(row) // len(visual), 0))
+def _gather_attention(attention: Tensor, visual: Tensor) -> Tensor:
+    """Return attention, shape (query heads, entries), at the visual entries, shape (heads or 1, kept)."""
+    return attention.gather(1, visual.repeat_interleave(len(attention) // len(visual), 0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of the tokens of a block, as the model's family counts them, moved to where the stream stands."""
+"""Position ids, frames and cells of the tokens of a block."""
 
 from __future__ import annotations
 
@@ -16,77 +16,98 @@ from tokenprune.selection.frames import count_tokens_per_frame
 _TYPES = {"image": 1, "video": 2}
 
 
-def axes(adapter: Adapter) -> int:
-    """Return on how many axes the decoder counts positions: 3 with M-RoPE, else 1."""
+def count_axes(adapter: Adapter) -> int:
+    """Return the number of position axes of the decoder: 3 with M-RoPE, otherwise 1."""
     return 3 if hasattr(adapter.base, "get_rope_index") else 1
 
 
-def text_positions(adapter: Adapter, start: int, count: int, device: torch.device) -> Tensor:
-    """Return positions of text, long `[A, 1, count]`."""
-    return torch.arange(start, start + count, device=device).expand(axes(adapter), 1, -1)
+def make_text_positions(adapter: Adapter, start: int, count: int, device: torch.device) -> Tensor:
+    """Return position ids of text, shape (axes, 1, count), int64."""
+    return torch.arange(start, start + count, device=device).expand(count_axes(adapter), 1, -1)
 
 
-def block_positions(adapter: Adapter, ids: Tensor, inputs: Mapping[str, Any], start: int) -> tuple[Tensor, int]:
-    """Return positions of a block (long `[A, 1, n]`), and the position of a token of text after it.
+def make_block_positions(adapter: Adapter, ids: Tensor, inputs: Mapping[str, Any], start: int) -> tuple[Tensor, int]:
+    """Return the position ids of a block and the next position.
 
-    ids: long `[1, n]`. start: position of the block's first token. After a video that is not the greatest position
-    plus one, so a token of text is put after the block, and the family's own rule is asked.
+    Args:
+        adapter: Adapter of the model.
+        ids: Token ids of the block, shape (1, tokens).
+        inputs: Other model inputs of the block.
+        start: Position of the first token.
+
+    Returns:
+        Position ids, shape (axes, 1, tokens), int64, and the position of a text token after the block.
     """
-    if axes(adapter) == 1 or not any("grid" in name for name in inputs):
-        return text_positions(adapter, start, ids.shape[1], ids.device), start + ids.shape[1]
-    behind = torch.cat([ids, ids.new_full((1, 1), _text_id(adapter))], 1)
-    types = torch.zeros_like(behind, dtype=torch.int)
+    if count_axes(adapter) == 1 or not any("grid" in name for name in inputs):
+        return make_text_positions(adapter, start, ids.shape[1], ids.device), start + ids.shape[1]
+    # The next position after a video is not the largest position plus one. A text token is appended to find it.
+    extended = torch.cat([ids, ids.new_full((1, 1), _get_text_id(adapter))], 1)
+    types = torch.zeros_like(extended, dtype=torch.int)
     for modality, token in adapter.placeholders.items():
-        types[behind == token] = _TYPES[modality]
+        types[extended == token] = _TYPES[modality]
     grids = {name: value for name, value in inputs.items() if "grid" in name}
-    found, _ = adapter.base.get_rope_index(behind, mm_token_type_ids=types, **grids)
-    found = found + start
-    return found[..., :-1], int(found[0, 0, -1])
+    positions, _ = adapter.base.get_rope_index(extended, mm_token_type_ids=types, **grids)
+    positions = positions + start
+    return positions[..., :-1], int(positions[0, 0, -1])
 
 
-def _text_id(adapter: Adapter) -> int:
-    """Return an id that stands for no image."""
+def _get_text_id(adapter: Adapter) -> int:
+    """Return a token id that is not a placeholder."""
     return next(token for token in range(3) if token not in adapter.placeholders.values())
 
 
-def frames_and_cells(adapter: Adapter, ids: Tensor, inputs: Mapping[str, Any]) -> tuple[Tensor, int]:
-    """Return long `[2, n]`: the frame of each token of a block, from 0 on, and its place among the visual tokens of
-    that frame, -1 for tokens that wrap it; and how many frames there are.
+def find_frames_and_cells(adapter: Adapter, ids: Tensor, inputs: Mapping[str, Any]) -> tuple[Tensor, int]:
+    """Assign the tokens of a block to frames and cells.
 
-    ids: long `[1, n]`. A run of placeholders is a frame, or as many as the encoder's arguments tell. Tokens between two
-    runs belong half to the frame before, half to the one after.
+    A run of placeholders is one frame, or several frames if the inputs say so. Tokens between two runs are split: the
+    first half belongs to the frame before, the second half to the frame after.
+
+    Args:
+        adapter: Adapter of the model.
+        ids: Token ids of the block, shape (1, tokens).
+        inputs: Other model inputs of the block.
+
+    Returns:
+        The frame of each token, from 0, and its index among the visual tokens of the frame (-1 for other tokens), shape
+        (2, tokens), int64; and the number of frames.
     """
     row = ids[0].tolist()
     modality_of = {token: modality for modality, token in adapter.placeholders.items()}
-    runs = [(modality, [place for place, _ in run]) for modality, run in
-            groupby(enumerate(row), lambda one: modality_of.get(one[1])) if modality]  # fmt: skip
-    found = torch.full((2, len(row)), -1, device="cpu")
-    number, before = 0, 0  # frames so far; the place after the last run
-    for modality, places in runs:
-        start, end = places[0], places[-1] + 1
-        if number:
-            middle = before + (start - before + 1) // 2
-            found[0, before:middle] = number - 1
-            before = middle
-        found[0, before:start] = number
-        units = _frames_of_each(adapter, modality, inputs)
-        alike = [run for run in runs if run[0] == modality]
-        which = next(index for index, run in enumerate(alike) if run[1][0] == start)
-        frames = units[which] if len(units) == len(alike) else sum(units) if len(alike) == 1 else 1
-        behind = adapter.family.after_video if modality == "video" else 0
-        for size in count_tokens_per_frame(end - start, frames, behind) or [end - start]:
-            found[0, start : start + size], found[1, start : start + size] = number, torch.arange(size, device="cpu")
-            number, start = number + 1, start + size
-        before = end - behind
-    if number:
-        found[0, before:] = number - 1
-    return found, number
+    runs = [(modality, [index for index, _ in run]) for modality, run in
+            groupby(enumerate(row), lambda item: modality_of.get(item[1])) if modality]  # fmt: skip
+    table = torch.full((2, len(row)), -1, device="cpu")
+    num_frames, previous_end = 0, 0
+    for modality, indices in runs:
+        start, end = indices[0], indices[-1] + 1
+        if num_frames:
+            middle = previous_end + (start - previous_end + 1) // 2
+            table[0, previous_end:middle] = num_frames - 1
+            previous_end = middle
+        table[0, previous_end:start] = num_frames
+        frame_counts = _count_frames(adapter, modality, inputs)
+        same_modality = [run for run in runs if run[0] == modality]
+        run_index = next(index for index, run in enumerate(same_modality) if run[1][0] == start)
+        if len(frame_counts) == len(same_modality):
+            frames = frame_counts[run_index]
+        else:
+            frames = sum(frame_counts) if len(same_modality) == 1 else 1
+        num_after = adapter.family.after_video if modality == "video" else 0
+        for size in count_tokens_per_frame(end - start, frames, num_after) or [end - start]:
+            table[0, start : start + size], table[1, start : start + size] = (
+                num_frames,
+                torch.arange(size, device="cpu"),
+            )
+            num_frames, start = num_frames + 1, start + size
+        previous_end = end - num_after
+    if num_frames:
+        table[0, previous_end:] = num_frames - 1
+    return table, num_frames
 
 
-def _frames_of_each(adapter: Adapter, modality: str, inputs: Mapping[str, Any]) -> list[int]:
-    """Return how many frames each image or video of a block has in the decoder."""
+def _count_frames(adapter: Adapter, modality: str, inputs: Mapping[str, Any]) -> list[int]:
+    """Return the number of frames of each image or video of a block, or an empty list if it is unknown."""
     if modality == "video":
         return adapter.video_frames({name: value for name, value in inputs.items() if "video" in name}) or []
-    of_each = [inputs[name] for name in ("image_sizes", "image_grid_thw", "pixel_values") if name in inputs]
-    tiled = adapter.family.square == "tile"  # as many tiles as it likes in one run
-    return [1] * len(of_each[0]) if of_each and not tiled else []
+    per_image = [inputs[name] for name in ("image_sizes", "image_grid_thw", "pixel_values") if name in inputs]
+    is_tiled = adapter.family.square == "tile"  # one run can have any number of tiles
+    return [1] * len(per_image[0]) if per_image and not is_tiled else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of a session, what it holds, and an answer in full."""
+"""Results of a session: statistics, held entries, and answers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SessionStats:
-    """Numbers of a session.
+    """Statistics of a session.
 
-    frames_seen, tokens_seen: of the whole stream. visual, text: entries that each layer with full attention holds;
-    tokens that wrap frames are visual. kv_bytes: bytes of keys and values now, kv_bytes_peak: the most at once, within
-    a block or a question too, kv_bytes_full: of the whole stream without a bound. compressions: how often entries left.
-    oldest_frame: number of the oldest frame of which the first layer holds something, None without frames.
-    next_position: of the next token. reanchored: how often positions moved down. memory: the bound of `visual`; of a
-    memory in bytes, what text leaves of it.
+    Args:
+        frames_seen: Number of frames of the stream.
+        tokens_seen: Number of tokens of the stream.
+        visual: Number of visual entries in each layer with full attention, with the tokens that wrap frames.
+        text: Number of text entries in each layer with full attention.
+        kv_bytes: Current bytes of keys and values.
+        kv_bytes_peak: Largest number of bytes, also during a block or a question.
+        kv_bytes_full: Bytes of the stream without a memory limit.
+        compressions: Number of compressions.
+        oldest_frame: Index of the oldest frame in the first layer, or None without frames.
+        next_position: Position of the next token.
+        reanchored: Number of times that positions were moved down.
+        memory: Maximum of `visual`. For a memory in bytes it depends on `text`.
+
+    Example:
+        >>> session = tokenprune.sessions.session(model, processor, memory=512)
+        >>> session.see(image).stats.frames_seen
+        1
     """
 
     frames_seen: int
@@ -49,10 +61,22 @@ class SessionStats:
 
 @dataclass(frozen=True)
 class HeldEntries:
-    """The entries that one layer holds, in the order of the stream.
+    """Entries of one layer, in the order of the stream.
 
-    index, frame, cell: long `[H, n]`: place among all tokens seen, frame and place in it; frame is -1 for text, cell is
-    -1 for text and for tokens that wrap a frame. position: long `[A, H, n]`. H is 1 where all heads hold the same.
+    The tensors are int64. Their `heads` dimension is 1 if all heads hold the same entries.
+
+    Args:
+        layer: Index of the layer.
+        index: Index of each entry among all tokens of the stream, shape (heads, entries).
+        frame: Frame of each entry, -1 for text, shape (heads, entries).
+        cell: Index within the frame, -1 for text and tokens that wrap a frame, shape (heads, entries).
+        position: Position ids, shape (axes, heads, entries).
+
+    Example:
+        >>> session = tokenprune.sessions.session(model, processor, memory=512).see(image)
+        >>> entries = session.held[0]
+        >>> int(entries.frame.max())
+        0
     """
 
     layer: int
@@ -64,21 +88,32 @@ class HeldEntries:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer in full. text: without special tokens, None without a processor. ids: long `[m]`. logits: float32
-    `[m, V]`, of each of them."""
+    """Answer of a session with its token ids and logits.
+
+    Args:
+        text: Text without special tokens, or None for a session without a processor.
+        ids: Token ids, shape (tokens,), int64.
+        logits: Logits of each token, shape (tokens, vocabulary), float32.
+
+    Example:
+        >>> session = tokenprune.sessions.session(model, processor, memory=512).see(image)
+        >>> answer = session.ask("What is this?", max_new_tokens=2, return_dict=True)
+        >>> len(answer.ids) == len(answer.logits)
+        True
+    """
 
     text: str | None
     ids: Tensor
     logits: Tensor
 
 
-def stats_of(stream: Stream) -> SessionStats:
-    """Return the numbers of a stream."""
+def compute_stats(stream: Stream) -> SessionStats:
+    """Return the statistics of a stream."""
     memory, progress = stream.memory, stream.progress
     frames = memory.tables[0][FRAME]
-    seen = frames[frames >= 0]
-    beside = sum(layer.keys.nbytes + layer.values.nbytes for layer in memory.sliding if layer.is_initialized)
-    full = (memory.bytes - beside) * progress.tokens // memory.held if memory.held else 0
+    visual_frames = frames[frames >= 0]
+    sliding_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in memory.sliding if layer.is_initialized)
+    full_bytes = (memory.bytes - sliding_bytes) * progress.tokens // memory.held if memory.held else 0
     return SessionStats(
         frames_seen=progress.frames,
         tokens_seen=progress.tokens,
@@ -86,20 +121,20 @@ def stats_of(stream: Stream) -> SessionStats:
         text=stream.text,
         kv_bytes=memory.bytes,
         kv_bytes_peak=progress.peak,
-        kv_bytes_full=full + beside,
+        kv_bytes_full=full_bytes + sliding_bytes,
         compressions=progress.compressions,
-        oldest_frame=int(seen.min()) if len(seen) else None,
+        oldest_frame=int(visual_frames.min()) if len(visual_frames) else None,
         next_position=progress.next,
         reanchored=progress.reanchored,
         memory=stream.room,
     )
 
 
-def held_of(stream: Stream) -> list[HeldEntries]:
+def list_entries(stream: Stream) -> list[HeldEntries]:
     """Return the entries of each layer with full attention."""
     memory = stream.memory
     tables = [table.long() for table in memory.tables]
     return [
         HeldEntries(layer, table[INDEX], table[FRAME], table[CELL], table[POSITION:])
-        for layer, table in zip(memory.full, tables, strict=True)
+        for layer, table in zip(memory.full_layers, tables, strict=True)
     ]

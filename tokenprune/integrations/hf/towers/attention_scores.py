@@ -71,7 +71,7 @@ class BlockReader(Part):
         super().__init__()
         self.adapter, self.name = adapter, ", ".join(method.name for method in methods)
         supported = f"{self.name} supports the vision towers CLIP, SigLIP, InternVL, Pixtral, Qwen-VL and GLM-4V"
-        self.tower, _, blocks = find_blocks(adapter, _CLASS_TOKENS, supported, _instead(methods))
+        self.tower, _, blocks = find_blocks(adapter, _CLASS_TOKENS, supported, _suggest_alternative(methods))
         self.protected = _CLASS_TOKENS[type(blocks[0]).__name__]
         self.attentions = [get_attention(block) for block in blocks]
         self.blocks: BlockIndices = {}
@@ -227,7 +227,7 @@ class EncodedTokens:
         return to_device(index, self.device)[segments.row_index, segments.position]
 
 
-def _instead(methods: Sequence[Pruner]) -> str:
+def _suggest_alternative(methods: Sequence[Pruner]) -> str:
     """Return a sentence that suggests methods or options which do not read the tower."""
     options_of_methods = [
         f", or {method.name} with {options}" for method in methods if (options := find_options_without_tower(method))

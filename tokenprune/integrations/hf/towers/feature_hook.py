@@ -59,8 +59,8 @@ class FeatureRecorder:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         output = self.encode(arguments, partial(self._run, args, kwargs))
         # A cached output skips the wrapped encoder, so record its inputs here.
-        note = getattr(self.original, "note", None)
-        return output if note is None else note(output, args, kwargs)
+        record = getattr(self.original, "record", None)
+        return output if record is None else record(output, args, kwargs)
 
     def _run(self, args: tuple, kwargs: dict[str, Any], encoding: Encoding) -> Any:
         """Call the original with the arguments of `encoding`, each passed by position or by name as in the call."""
@@ -74,7 +74,10 @@ class FeatureRecorder:
             _thread.encoding = False
 
     def adopt(self, output: Any, arguments: dict[str, Any]) -> Any:
-        """Record and return the output that another model with the same weights computed from `arguments`."""
+        """Record `output` as the encoder's output for `arguments`, and return it, without running the encoder.
+
+        A draft model calls it with the output of its target if both encoders have the same weights.
+        """
         return self.encode(arguments, lambda encoding: output)
 
 

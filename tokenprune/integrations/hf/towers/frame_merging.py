@@ -152,7 +152,7 @@ class FrameMerging(TowerPart):
         return output
 
     def _take_frames(self) -> list[int]:
-        """Return the number of frames of each video, or [] if the tower is called outside of the encoder."""
+        """Return the number of frames of each video, and forget it. [] for images and outside of `around_encode`."""
         return get_thread_states().pop(self, None) or []
 
     def _enter_mixed(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

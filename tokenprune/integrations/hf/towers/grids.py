@@ -28,7 +28,10 @@ from tokenprune.selection.sites.units import UnitDropper
 
 
 class GridHost(Host):
-    """Host for the NaFlex towers of transformers. Their blocks take the attention mask as an argument."""
+    """Passes the attention bias of `TowerReducer` to the blocks of NaFlex towers in transformers.
+
+    The blocks take it as the argument `attention_mask`.
+    """
 
     takes_bias = True
 

@@ -71,7 +71,7 @@ class PackedTower(TowerPart):
             return
         self.merges = not method.drops
         if method.proportional:
-            self.observers = [Observer(block.attn, self._bias) for block in self.tower.blocks]
+            self.observers = [Observer(block.attn, self._pop_bias) for block in self.tower.blocks]
         self._check_attention()
 
     def _check_attention(self) -> None:
@@ -108,7 +108,7 @@ class PackedTower(TowerPart):
 
     def _enter_tower(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         grids = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
-        order = partial(self._order, grids, kwargs.get("window_index"))
+        order = partial(self._get_order, grids, kwargs.get("window_index"))
         pixels, weight = get_hidden_states(args, kwargs), next(self.tower.merger.parameters())
         device = pixels.device if weight.is_meta else weight.device  # offloaded weights are on the meta device
         unit_grids = get_thread_states().pop(self.grids_key, None)
@@ -120,8 +120,11 @@ class PackedTower(TowerPart):
         self._check_attention()  # the attention implementation may have changed after the patch
         self.reducer.start(self.layout.begin_merging(self.method, unit_grids, order(), device))
 
-    def _order(self, grids: Tensor, window_index: Tensor | None) -> Tensor | None:
-        """Return the order of units in a tower with window attention, or None for other towers."""
+    def _get_order(self, grids: Tensor, window_index: Tensor | None) -> Tensor | None:
+        """Return the order in which a tower with window attention processes units, long `[units]`.
+
+        None for other towers. `window_index`: the order that the caller computed, or None.
+        """
         if window_index is not None or not hasattr(self.tower, "window_size"):
             return window_index
         return compat.get_window_order(self.tower, grids)
@@ -167,8 +170,8 @@ class PackedTower(TowerPart):
             keys = heads[:, first : (first + heads.shape[1]) // 2] if hasattr(attention, "qkv") else heads
             run.keys = keys.float().mean(1)
 
-    def _bias(self, observation: Any) -> Tensor | None:
-        """Return the bias of the next attention call, which covers one image, frame or window."""
+    def _pop_bias(self, observation: Any) -> Tensor | None:
+        """Return the bias of the next attention call (one image, frame or window), and remove it from the run."""
         run = self.reducer.get_run()
         if run is None or run.bias is None:
             return None

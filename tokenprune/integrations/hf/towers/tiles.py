@@ -45,7 +45,7 @@ class TileGoals:
         get_thread_states()[self.key] = [
             goal
             for count, image in zip(counts, packed.images, strict=True)
-            for goal in self._goals(packed, image, count)
+            for goal in self._compute_goals(packed, image, count)
         ]
 
     def take(self, rows: int) -> list[Goal] | None:
@@ -53,7 +53,7 @@ class TileGoals:
         goals = get_thread_states().pop(self.key, None)
         return None if goals is None or len(goals) != rows else goals
 
-    def _goals(self, packed: PackedFeatures, image: Tensor, tiles: int) -> list[Goal]:
+    def _compute_goals(self, packed: PackedFeatures, image: Tensor, tiles: int) -> list[Goal]:
         num_kept, description = (
             self.budget.resolve_keep(len(image)),
             f"{self.method.name}: {self.budget.format_short()}",

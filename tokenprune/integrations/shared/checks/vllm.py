@@ -97,7 +97,11 @@ def _can_drop(method: UnitDropper, row: Family, config: Any) -> bool:
 
 
 def _has_rows(row: Family, config: Any, *layouts: str) -> bool:
-    """Return True if each image or tile is a row of the tower, and its patches can be traced to visual tokens."""
+    """Return True if each image or tile is a row of the tower, and its patches can be traced to visual tokens.
+
+    Args:
+        layouts: Results of `Family.layout` that the caller supports.
+    """
     return row.merges and row.layout(config) in layouts and (config is None or _uses_all_patches(config))
 
 

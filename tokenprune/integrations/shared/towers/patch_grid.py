@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 class PatchSource:
-    """A model, as the source of facts about its patches.
+    """A model whose visual tokens are traced to patches.
 
     Args:
-        base: Module that joins images and text.
+        base: Module that joins the features of images and the embeddings of text.
+        config: Config of the model.
 
     Attributes:
         family: Row of the model type in the family table.

@@ -48,16 +48,20 @@ def check_method(method: TowerMethod, budget: Budget, unit: int, shows: bool) ->
 
 
 class RowLayout(TowerLayout):
-    """One image per row, `[B, n, D]`. Attention keys are `[B, H, n, Dh]`.
+    """Layout of a tower with one image per row: hidden states `[B, n, D]`, attention keys `[B, H, n, Dh]`.
 
     Args:
-        shape: Facts about the tower; its `tokens` follow from the image size in the config.
-        squares: Squares of patches that merge as one token; None if each patch is a token.
-        shows: See `check_method`.
-        num_kept: Returns the number of kept units of each row, for methods that drop. By default from the budget.
+        method: Method that merges or drops units in the tower.
+        budget: Share or number of tokens per image.
+        blocks: Blocks of the tower.
+        shape: Sizes of the tower. `shape.tokens` follows from the image size in the config.
+        squares: Squares of patches that become one visual token. None if each patch becomes a visual token.
+        shows: Whether blocks provide more observables than keys, see `check_method`.
+        num_kept: Function of the number of rows and the tower that returns the number of kept units of each row, for
+            methods that drop units. By default the number follows from the budget.
 
     Raises:
-        BudgetError: If the budget has another form, or cannot be reached.
+        BudgetError: If the budget is neither a share nor a number of tokens per image, or cannot be reached.
         UnsupportedSetupError: See `check_method`.
     """
 

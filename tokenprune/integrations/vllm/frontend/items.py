@@ -122,7 +122,7 @@ class PromptItem:
 
 @dataclass(frozen=True)
 class _AfterTower:
-    """A setting whose method acts on features, or not at all."""
+    """Rules that plan an item under a setting. Here the method acts on features, or not at all."""
 
     setting: Setting
 
@@ -136,7 +136,7 @@ class _AfterTower:
 
 
 class _Dropping(_AfterTower):
-    """A setting whose method drops units inside the tower."""
+    """Rules for a method that drops units inside the tower. Each tile may have its own budget."""
 
     def count_budgets(self, item: PromptItem) -> int:
         count = sum(length for _, embed, length in item.text if embed)
@@ -146,7 +146,7 @@ class _Dropping(_AfterTower):
 
 
 class _Merging(_Dropping):
-    """A setting whose method merges tokens inside the tower."""
+    """Rules for a method that merges tokens inside the tower. Each tile or frame may have its own budget."""
 
     def count_budgets(self, item: PromptItem) -> int:
         return item.frames if item.modality == "video" else super().count_budgets(item)
@@ -159,7 +159,7 @@ class _Merging(_Dropping):
 
 
 class _DroppingByPixels(_Dropping):
-    """A setting whose method drops units that the front end selects from pixels."""
+    """Rules for a method that drops units in the tower. The front end selects these units from pixels."""
 
     def check_plan(self, plan: Plan, item: PromptItem) -> Plan:
         info, count = item.model.info, sum(plan.counts)

@@ -84,7 +84,15 @@ class Shrinker:
             )
 
     def _changed(self, images: Any, chosen: Callable[[], list[Any]]) -> tuple[Any, dict[str, Any], Any, dict[str, Any]]:
-        """Return the processor's keyword arguments and image options, the resized images, and the options for these."""
+        """Resize the images that `chosen` returns.
+
+        Args:
+            images: All images of the request.
+
+        Returns:
+            The processor's keyword arguments, their image options, the resized images, and the image options with
+            which the processor does not resize them again.
+        """
         if not isinstance(images, ImageProcessorItems):
             raise OptionError(
                 f"{self._method.name} acts on pixels, and this request contains embeddings. Switch it off for the "

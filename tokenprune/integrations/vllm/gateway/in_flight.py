@@ -127,19 +127,19 @@ class RequestLoad:
         loop.call_later(_INTERVAL, self.share_count)
 
     def show_step(self, model_config: Any) -> None:
-        """Show the current step at /metrics from now on, for a server that has or had an overload policy."""
+        """Show the current overload step at /metrics from now on, if the server has an overload policy."""
         if self.shown is None and get_server_config(model_config).overload is not None:
             self.shown, gauge = model_config, metrics.get_gauge(model_config, "overload_step")
             # The Prometheus client does not support functions in multiprocess mode.
             gauge.set_function(self.step) if get_shared_count() is None else gauge.set(self.step())
 
     def step(self) -> int:
-        """Return the step for a new request that selects no profile, without entering it."""
+        """Return the overload step of a new request that selects no profile, without storing it."""
         policy = self._policy(get_server_config(self.shown).overload)
         return 0 if policy is None else policy.get_step(self.in_flight, time.monotonic())
 
     def profile(self, server: ServerConfig) -> str:
-        """Return the profile of a new request that selects none, and enter its step."""
+        """Return the profile of a new request that selects none. Stores its overload step as the current step."""
         if (policy := self._policy(server.overload)) is None:
             return DEFAULT
         step = policy.take(self.in_flight, time.monotonic())

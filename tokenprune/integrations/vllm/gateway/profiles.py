@@ -129,9 +129,13 @@ def _get_allowed(server: ServerConfig) -> tuple[str, ...] | None:
 
 
 def _with_profile(renderer: Any, request: Any, load: RequestLoad) -> Any:
-    """Write the profile of a request into its `mm_processor_kwargs`, and return the renderer that accepts it.
+    """Write the profile of a request into its `mm_processor_kwargs`, and return a renderer that accepts them.
 
-    Raises OptionError (HTTP 400) if the request is refused.
+    It is `renderer` if the server trusts `mm_processor_kwargs` of requests, else a copy that trusts them, because they
+    are checked here.
+
+    Raises:
+        OptionError: If the request is refused (HTTP 400).
     """
     from vllm.renderers.online_renderer import validate_request_mm_kwargs
 

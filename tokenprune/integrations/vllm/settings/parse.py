@@ -71,7 +71,10 @@ def check_override(server: Setting, request: Setting) -> None:
 
 
 def _reduction(setting: Setting) -> tuple[Any, ...]:
-    """Return the values to compare: unlike JSON, they do not distinguish 1 and 1.0."""
+    """Return the values of a setting that determine the kept tokens, to compare settings.
+
+    Unlike JSON texts, the values do not distinguish 1 and 1.0.
+    """
     return setting.in_llm, setting.pixel_method, setting.pixel_budget, setting.method, setting.budget
 
 

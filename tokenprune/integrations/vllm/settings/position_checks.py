@@ -87,8 +87,9 @@ def _problems(model_config: Any) -> Iterator[str]:
 def check_placeholders(prompt: Sequence[int], items: Mapping[str, int], config: Any, reduces: bool) -> None:
     """Raise OptionError if the placeholders of a prompt do not determine positions.
 
-    Positions of kept tokens follow from the placeholders in the prompt and the text before them, so there must be no
-    additional placeholders, and text between images. The position of the answer follows from text after the last image.
+    Positions of kept tokens are computed from the placeholders and the text before them. The prompt must therefore
+    have no additional placeholders, and a token between two images. If the setting drops tokens (`reduces`), the prompt
+    must not end with an image, because the position of the answer is computed from the text after it.
     """
     tokens = {"image": config.image_token_id, "video": config.video_token_id}
     for modality, token in tokens.items():

@@ -168,8 +168,11 @@ def tiles_of(method: TowerMethod, config: Any, count: int) -> int:
 def check_reachable(setting: Any, config: Any, counts: Sequence[int], video: bool) -> None:
     """Raise BudgetError if merging in a tower that packs all images cannot reach the budget of an item.
 
-    `counts` are the visual tokens of an image, or of each frame of a video. For a video, a number of tokens raises
-    OptionError.
+    Args:
+        counts: Number of visual tokens of an image, or of each frame of a video.
+
+    Raises:
+        OptionError: If `keep` is a number of tokens and the item is a video.
     """
     if not packs(config):
         return  # all images have the same size, which is checked when the server starts

@@ -66,7 +66,7 @@ def create_missing_note_error(offset: int) -> UnsupportedSetupError:
 
 
 def wrap_init_v1(original: Any) -> Callable[..., Any]:
-    """Wrap `GPUModelRunner._init_mrope_positions` so that the model's notes are stored under the request's id."""
+    """Wrap `GPUModelRunner._init_mrope_positions` so that the model's `ItemNotes` are stored under the request's id."""
 
     def _init_mrope_positions(self: Any, req_state: Any) -> Any:
         notes = getattr(self.get_model(), "tokenprune_notes", None)
@@ -79,7 +79,7 @@ def wrap_init_v1(original: Any) -> Callable[..., Any]:
 
 
 def wrap_init_v2(original: Any) -> Callable[..., Any]:
-    """Wrap `RopeState.init_prefill_positions` so that the model's notes are stored under the request's row."""
+    """Wrap `RopeState.init_prefill_positions` so that the model's `ItemNotes` are stored under the row `req_idx`."""
 
     def init_prefill_positions(self: Any, req_idx: int, model: Any, *args: Any, **kwargs: Any) -> Any:
         notes = getattr(model, "tokenprune_notes", None)

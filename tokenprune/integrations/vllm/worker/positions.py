@@ -155,7 +155,7 @@ def _to_indices(*ranges: range) -> Tensor:
 
 
 def _find_written(plan: Plan) -> list[range]:
-    """Return the ranges of the written tokens in an item's unpruned text; see `UnprunedItem`."""
+    """Return the ranges of an item's unpruned text that its pruned text consists of; see `UnprunedItem.written`."""
     if not plan.reduces:
         return [range(plan.length)]
     if plan.per_run:

@@ -68,7 +68,10 @@ class TowerReader:
             self._scores, self._lengths = {}, None
 
     def rehearse(self, method: Pruner, patches: int, device: torch.device, dtype: torch.dtype) -> dict[tuple, Tensor]:
-        """Return the values that a method may read of a random image in which each token is a patch."""
+        """Return the values that a method may read from the tower, for random queries and keys of one image.
+
+        Used to warm up methods. Each patch is one visual token.
+        """
         generator, blocks = torch.Generator("cpu").manual_seed(0), self._find_blocks(method)
         self._scores = scores = create_block_scores(blocks)
         try:

@@ -69,10 +69,10 @@ class ReducedTower:
         return self.part
 
     def get_results(self, features: Sequence[Tensor]) -> Iterator[TowerResult]:
-        """Yield the kept rows of each item.
+        """Yield the mask of kept rows of each item.
 
         Raises:
-            PlaceholderMismatchError: If their number differs from the number of placeholders in the prompt.
+            PlaceholderMismatchError: If the number of kept rows differs from the number of placeholders in the prompt.
         """
         assert self.part.kept is not None  # the tower ran
         expected = sum(sum(plan.keep) for plan in self.plans)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy of sessions per module; the registry imports all of them. To add one, see docs/guides/chats.md."""
+"""Session policies, one per module. The registry imports all modules. See docs/guides/chats.md to add a policy."""

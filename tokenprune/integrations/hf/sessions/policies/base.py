@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of policies, and what a policy sees: the visual entries that a session's cache holds."""
+"""Base class of session policies, and their view of the visual entries in a cache."""
 
 from __future__ import annotations
 
@@ -13,18 +13,36 @@ from torch import Tensor
 from tokenprune.errors import SessionError
 from tokenprune.selection.options import CallRepr, check_options
 
-PROXY_ATTENTION = "proxy_attention"  # what a policy may need beside keys and values
+PROXY_ATTENTION = "proxy_attention"  # an optional input of a policy, see `Policy.needs`
 
 
 @dataclass(frozen=True)
 class PolicyView:
-    """The visual entries of one decoder layer, in the order in which they came; text is not among them.
+    """Visual entries of one decoder layer, in the order of the stream. Text is not included.
 
-    keys, values: `[H, n, D]`, of each KV head, as they are cached: keys are rotated. frame, cell, index: long `[H, n]`:
-    an entry's frame, counted over the whole stream; its place among the visual tokens of that frame, -1 for tokens that
-    wrap a frame; and its place among all tokens that were ever seen. position: long `[A, H, n]`, as the decoder counts
-    them, on A axes (3 with M-RoPE, else 1). H is 1 in `frame`, `cell`, `index` and `position` where all heads hold the
-    same entries. layer, layers: of the decoder. step: how often the session has compressed. seed: of the session.
+    The `heads` dimension of `frame`, `cell`, `index` and `position` is 1 if all heads hold the same entries.
+
+    Args:
+        keys: Cached (rotated) keys, shape (heads, entries, width).
+        values: Cached values, shape (heads, entries, width).
+        frame: Frame of each entry in the stream, shape (heads, entries), int64.
+        cell: Index within the frame, -1 for tokens that wrap a frame, shape (heads, entries), int64.
+        index: Index among all tokens of the stream, shape (heads, entries), int64.
+        position: Position ids, shape (axes, heads, entries), int64. 3 axes with M-RoPE, otherwise 1.
+        layer: Index of the layer.
+        layers: Number of decoder layers.
+        step: Number of earlier compressions.
+        seed: Seed of the session.
+        proxy_attention: Attention of the proxy question, shape (query heads, entries), float32, if the policy needs it.
+
+    Example:
+        >>> index = torch.arange(6)[None]
+        >>> view = PolicyView(
+        ...     keys=torch.randn(2, 6, 4), values=torch.randn(2, 6, 4), frame=index // 3, cell=index % 3, index=index,
+        ...     position=index[None], layer=0, layers=1, step=0, seed=0,
+        ... )
+        >>> tokenprune.sessions.policy("window", sink=1).select(view, keep=3)
+        tensor([0, 4, 5])
     """
 
     keys: Tensor
@@ -41,21 +59,36 @@ class PolicyView:
 
     @property
     def count(self) -> int:
-        """The number of entries, n."""
+        """Number of entries."""
         return self.keys.shape[1]
 
     def generator(self) -> torch.Generator:
-        """Return a generator on the host that depends on the session's seed and on `step` alone."""
+        """Return a random generator on the host that depends only on `seed` and `step`."""
         return torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + self.step)
 
 
 @dataclass(frozen=True)
 class Policy(CallRepr):
-    """The base of policies: frozen dataclasses that choose which visual entries of a session's cache stay.
+    """Base class of policies, which select the visual entries of a session's cache to keep.
 
-    A policy keeps no state, and sees neither text nor questions. shared: it is asked once, with the view of the first
-    layer that can be cut, and all layers and heads keep the same entries; else it is asked for each such layer. needs:
-    {"proxy_attention"} for a policy that reads it.
+    A policy is a stateless frozen dataclass. It does not see text or questions.
+
+    Attributes:
+        name: Registered name.
+        shared: Whether all layers and heads keep the entries that the policy selects for the first layer with full
+            attention. Otherwise the policy selects for each of these layers.
+        needs: {"proxy_attention"} for a policy that reads `PolicyView.proxy_attention`.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Earliest(Policy):
+        ...     shared = True
+        ...
+        ...     def select(self, view, keep):
+        ...         return torch.arange(keep)
+        >>> Earliest().pinned
+        0
     """
 
     name: ClassVar[str] = ""
@@ -67,30 +100,37 @@ class Policy(CallRepr):
 
     @property
     def pinned(self) -> int:
-        """The visual entries that stay whatever comes; a session needs room for more."""
+        """Number of visual entries that are never dropped. The memory of a session must be larger."""
         return 0
 
     @property
     def proxy_query(self) -> str | Sequence[int] | None:
-        """The question whose attention is read, where it is needed: a text, ids, or None for the chat template's
-        tokens between a question and its answer."""
+        """Proxy question for `proxy_attention`: text or token ids.
+
+        None uses the tokens of the chat template between question and answer.
+        """
         return None
 
     def select(self, view: PolicyView, keep: int) -> Tensor:
-        """Return the entries that stay: long `[keep]`, or `[H, keep]` where each head keeps its own; ascending.
+        """Select the entries to keep.
 
-        keep: how many, at least 1 and below `view.count`.
+        Args:
+            view: Visual entries of a layer.
+            keep: Number of entries to keep, at least 1 and less than `view.count`.
+
+        Returns:
+            Ascending indices, shape (keep,) or (heads, keep), int64.
         """
         raise NotImplementedError
 
 
 def check_choice(policy: Policy, chosen: Any, view: PolicyView, keep: int) -> None:
-    """Raise SessionError for a choice that is not `keep` entries of `view`, ascending."""
+    """Raise SessionError unless `chosen` has `keep` ascending indices of `view`."""
     shapes = [(keep,)] if policy.shared else [(keep,), (view.keys.shape[0], keep)]
     if not isinstance(chosen, Tensor) or chosen.dtype != torch.long or tuple(chosen.shape) not in shapes:
-        given = f"{chosen.dtype} {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else type(chosen).__name__
-        wanted = " or ".join(map(str, shapes))
-        raise SessionError(f"the policy {policy.name} returned {given}, and must return long {wanted}")
+        result = f"{chosen.dtype} {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else type(chosen).__name__
+        expected = " or ".join(map(str, shapes))
+        raise SessionError(f"the policy {policy.name} returned {result}, and must return torch.int64 {expected}")
     ascending = (chosen.diff(dim=-1) > 0).all() & (chosen >= 0).all() & (chosen < view.count).all()
     if not ascending:
-        raise SessionError(f"the policy {policy.name} must return places of its view, ascending, each once")
+        raise SessionError(f"the policy {policy.name} must return ascending, unique indices of its view")

@@ -12,10 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MostAttended(Policy):
-    """Keep the visual entries of a view that get the most of its `proxy_attention`, averaged over the query heads of
-    a KV head; ties go to the earlier one.
+    """Keep the visual entries with the most `proxy_attention`, averaged over the query heads of each KV head.
 
-    heads: "each" ranks in each KV head; "mean" has all heads of a layer keep the same.
+    Ties go to the earlier entry.
+
+    Args:
+        heads: "each" selects per KV head. "mean" selects the same entries for all heads of a layer.
+
+    Example:
+        >>> MostAttended(heads="mean").heads
+        'mean'
     """
 
     heads: Literal["each", "mean"] = "each"

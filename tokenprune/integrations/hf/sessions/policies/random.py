@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 @register_policy("random")
 @dataclass(frozen=True)
 class RandomPolicy(Policy):
-    """Keep visual tokens drawn at random among those that are held: the baseline that every policy must beat.
+    """Keep random visual tokens. This is the baseline that every policy must beat.
 
-    The draw depends on the session's seed and on how often it has compressed; questions do not change it.
+    The selection depends on the seed of the session and the number of compressions. Questions do not change it.
+
+    Example:
+        >>> session = tokenprune.sessions.session(model, processor, memory=512, policy="random", seed=1)
+        >>> session.policy
+        random()
     """
 
     shared: ClassVar[bool] = True
 
     def select(self, view: PolicyView, keep: int) -> Tensor:
-        drawn = torch.randperm(view.count, generator=view.generator(), device="cpu")[:keep]
-        return drawn.sort().values.to(view.keys.device)
+        indices = torch.randperm(view.count, generator=view.generator(), device="cpu")[:keep]
+        return indices.sort().values.to(view.keys.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of policies: one decorator, lookup with near names, entry points of third parties."""
+"""Registry of session policies, with third-party entry points."""
 
 from __future__ import annotations
 
@@ -23,12 +23,32 @@ P = TypeVar("P", bound=type[Policy])
 def register_policy(name: str) -> Callable[[P], P]:
     """Register a frozen dataclass derived from `Policy` under `name`.
 
-    Packages offer theirs by the entry-point group `tokenprune.policies`. Raises RegistrationError for a name that is
-    taken or no lower-case identifier, and for a class that is no frozen dataclass, has another base or no docstring.
+    Third-party packages register their policies in the entry-point group `tokenprune.policies`.
+
+    Args:
+        name: Lower-case identifier.
+
+    Raises:
+        RegistrationError: If the name is not an identifier or already registered, or the class is not a documented
+            frozen dataclass that derives from `Policy`.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @tokenprune.sessions.register_policy("latest")
+        ... @dataclass(frozen=True)
+        ... class Latest(tokenprune.sessions.Policy):
+        ...     "Keep the latest visual tokens."
+        ...
+        ...     shared = True
+        ...
+        ...     def select(self, view, keep):
+        ...         return torch.arange(view.count - keep, view.count)
+        >>> tokenprune.sessions.policy("latest")
+        latest()
     """
 
     def decorate(cls: P) -> P:
-        if problem := _problem(name, cls):
+        if problem := _find_problem(name, cls):
             raise RegistrationError(f"cannot register the policy {name!r}: {problem}")
         cls.name = name
         _POLICIES[name] = cls
@@ -37,13 +57,13 @@ def register_policy(name: str) -> Callable[[P], P]:
     return decorate
 
 
-def _problem(name: str, cls: type) -> str | None:
+def _find_problem(name: str, cls: type) -> str | None:
     if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name):
-        return "a name is a lower-case identifier and no word of Python's own, like its module"
+        return "the name must be a lower-case identifier and not a Python keyword"
     if not (inspect.isclass(cls) and issubclass(cls, Policy)):
         return "the class must derive from tokenprune.integrations.hf.sessions.Policy"
-    own = cls.__dict__.get("__dataclass_params__")  # not an inherited one: the class's own fields would not exist
-    if own is None or not own.frozen:
+    params = cls.__dict__.get("__dataclass_params__")  # inherited parameters would miss the fields of this class
+    if params is None or not params.frozen:
         return "decorate the class with @dataclass(frozen=True) below @register_policy(...)"
     if not (cls.__dict__.get("__doc__") or "").strip() or (cls.__doc__ or "").startswith(f"{cls.__name__}("):
         return "the class needs a docstring"
@@ -54,7 +74,7 @@ def _problem(name: str, cls: type) -> str | None:
 
 
 def _load() -> None:
-    """Import our own policies and those that installed packages offer, once."""
+    """Import the built-in policies and the policies of installed packages, once."""
     global _loaded
     if not _loaded:
         _loaded = True
@@ -62,38 +82,55 @@ def _load() -> None:
 
 
 def available_policies() -> list[str]:
-    """Return the names of all registered policies of sessions, sorted."""
+    """Return the names of all registered session policies, sorted.
+
+    Example:
+        >>> "window" in tokenprune.sessions.available_policies()
+        True
+    """
     _load()
     return sorted(_POLICIES)
 
 
 def policy(name: str, **options: Any) -> Policy:
-    """Return a configured policy for `session(policy=...)`; raises UnknownPolicyError, or OptionError for its
-    options."""
+    """Return a configured policy for `session(policy=...)`.
+
+    Args:
+        name: Registered name.
+        **options: Options of the policy.
+
+    Raises:
+        UnknownPolicyError: If the policy does not exist.
+        OptionError: If an option is not valid.
+
+    Example:
+        >>> tokenprune.sessions.policy("window", sink=16)
+        window(sink=16)
+    """
     _load()
     if not isinstance(name, str) or name not in _POLICIES:
         raise UnknownPolicyError(
             f"unknown policy {name!r}: {suggest_nearest(name, _POLICIES)}"
-            "tokenprune.sessions.available_policies() lists them all"
+            "tokenprune.sessions.available_policies() lists all policies"
         )
     return build_from_options(name, _POLICIES[name], options)
 
 
-def policy_named(saved: Any) -> Policy:
-    """Return the policy that a file names, {"name": ..., "options": {...}}; raises KeyError or TypeError for none."""
+def load_policy(saved: Any) -> Policy:
+    """Return the policy of a saved session: {"name": ..., "options": {...}}. Raises KeyError or TypeError."""
     return policy(saved["name"], **saved["options"])
 
 
-def policy_of(given: Any) -> Policy:
-    """Return the policy that `policy=` of a session means: a name, or a configured `Policy`."""
-    if isinstance(given, str):
-        return policy(given)
-    if not isinstance(given, Policy):
+def resolve_policy(argument: Any) -> Policy:
+    """Return the policy of a `policy=` argument: a name, or a configured `Policy`. Raises OptionError."""
+    if isinstance(argument, str):
+        return policy(argument)
+    if not isinstance(argument, Policy):
         raise OptionError(
-            f"policy={given!r} must be a name out of {available_policies()}, or a tokenprune.sessions.Policy"
+            f"policy={argument!r} must be a name from {available_policies()}, or a tokenprune.sessions.Policy"
         )
-    if not given.name:
+    if not argument.name:
         raise OptionError(
-            f"{type(given).__name__} is not registered: decorate it with @tokenprune.sessions.register_policy"
+            f"{type(argument).__name__} is not registered. Decorate it with @tokenprune.sessions.register_policy."
         )
-    return given
+    return argument

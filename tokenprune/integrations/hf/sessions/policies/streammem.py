@@ -13,19 +13,33 @@ from tokenprune.integrations.hf.sessions.policies.registry import register_polic
 @register_policy("streammem")
 @dataclass(frozen=True)
 class StreamMem(MostAttended):
-    """Keep the visual tokens that a proxy of a question attends to most, in each layer and KV head by itself
-    (StreamMem, arXiv 2508.15717).
+    """Keep the visual tokens with the most attention from a proxy question, in each layer and KV head (StreamMem).
 
-    The proxy are the tokens of the chat template between a question and its answer. They run after what is held
-    whenever it is compressed, and leave no trace. A token's score is the softmax attention that it gets, averaged over
-    the proxy's tokens and the query heads of a KV head, in float32; text and the proxy compete for it.
-    proxy: None for the chat template's tokens; a text, which is put as a question; or ids, which a session without a
-    processor needs. heads: "each" ranks in each KV head; "mean" has all heads of a layer keep the same.
-    A reconstruction: the paper's text and tables were not read, only its abstract, its project page and two notes of
-    readers, and no code was found. Our decisions: the mean over query heads, and which tokens compete. Differs from the
-    notes: frames that are alike are not merged ahead of the model, since no threshold was found; frames get no merged
-    prototype, since its place was not established; positions are not stretched by YaRN; it compresses when the memory
-    is over, theirs after each clip (`target=1.0` is nearest).
+    The proxy question consists of the chat template's tokens between a question and its answer. A forward with the
+    proxy runs before each compression, and the cache is restored. The score of a token is its softmax attention
+    (float32), averaged over the proxy's tokens and the query heads of a KV head. The softmax also covers text tokens
+    and the proxy itself.
+
+    This is a reconstruction from the abstract, the project page and two reviews. The full paper was not read, and no
+    code was found. The average over query heads and the tokens of the softmax are our decisions.
+
+    Args:
+        heads: "each" selects per KV head. "mean" selects the same entries for all heads of a layer.
+        proxy: None for the tokens of the chat template, a text question, or token ids. A session without a processor
+            needs token ids.
+
+    Source:
+        StreamMem (arXiv 2508.15717).
+
+    Differences from the paper:
+        - Similar frames are not merged before the model, because no threshold was found.
+        - Frames get no merged prototype, because its position was not found.
+        - Positions are not scaled by YaRN.
+        - The memory is compressed when it is full, and not after each clip. `target=1.0` is the closest setting.
+
+    Example:
+        >>> tokenprune.sessions.policy("streammem", proxy="Describe the video.").proxy_query
+        'Describe the video.'
     """
 
     proxy: str | Sequence[int] | None = None

@@ -18,12 +18,17 @@ _MASK = 0xFFFFFFFF
 @register_policy("uniform")
 @dataclass(frozen=True)
 class UniformPolicy(Policy):
-    """Keep visual tokens at even distances among those that are held: a baseline that forgets exponentially.
+    """Keep evenly spaced visual tokens. This baseline forgets exponentially.
 
-    Old tokens have been through more compressions than new ones: of M held and C kept, a share of about (C / M)^k is
-    left of what has been through k of them.
-    reservoir: keep instead the tokens whose index in the stream has the least hash. Of all tokens that were ever seen
-    each is then held with the same chance, whatever its age (bottom-k sampling).
+    After k compressions from M to C tokens, a share of about (C / M)^k of the tokens of a frame remains.
+
+    Args:
+        reservoir: Keep the tokens whose stream index has the smallest hash instead (bottom-k sampling). Every token of
+            the stream is then kept with the same probability, independent of its age.
+
+    Example:
+        >>> tokenprune.sessions.policy("uniform", reservoir=True)
+        uniform(reservoir=True)
     """
 
     reservoir: bool = False
@@ -32,15 +37,15 @@ class UniformPolicy(Policy):
 
     def select(self, view: PolicyView, keep: int) -> Tensor:
         if self.reservoir:
-            least = _hashed(view.index[0] + view.seed * 7_919).argsort(stable=True)[:keep]
-            return least.sort().values
-        places = torch.linspace(0, view.count - 1, keep, dtype=torch.float64, device="cpu")
-        return places.round().long().to(view.keys.device)
+            smallest = _hash(view.index[0] + view.seed * 7_919).argsort(stable=True)[:keep]
+            return smallest.sort().values
+        indices = torch.linspace(0, view.count - 1, keep, dtype=torch.float64, device="cpu")
+        return indices.round().long().to(view.keys.device)
 
 
-def _hashed(numbers: Tensor) -> Tensor:
-    """Return 32 mixed bits of each number, as long: the finalizer of MurmurHash3, which is public domain."""
-    mixed = numbers & _MASK
+def _hash(values: Tensor) -> Tensor:
+    """Hash each value to 32 bits with the finalizer of MurmurHash3 (public domain)."""
+    mixed = values & _MASK
     for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & _MASK
     return mixed ^ (mixed >> 16)

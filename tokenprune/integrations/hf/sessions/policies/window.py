@@ -17,12 +17,21 @@ if TYPE_CHECKING:
 @register_policy("window")
 @dataclass(frozen=True)
 class WindowPolicy(Policy):
-    """Keep the first visual tokens that were ever seen, and the latest: sink and window (StreamingLLM, arXiv
-    2309.17453).
+    """Keep the first visual tokens of the stream (the sink) and the latest (the window).
 
-    sink: int >= 0, visual tokens that stay from the beginning; the window is the rest.
-    Differs from the paper: text, the prompt at the beginning among it, is no part of sink or window, and stays; and
-    tokens keep their positions, where the paper counts them within the cache.
+    Args:
+        sink: Number of visual tokens of the sink.
+
+    Source:
+        Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453).
+
+    Differences from the paper:
+        - Text, including the first prompt, is never dropped and not part of the sink or the window.
+        - Tokens keep their positions. The paper uses positions within the cache.
+
+    Example:
+        >>> tokenprune.sessions.policy("window", sink=0).pinned
+        0
     """
 
     sink: Annotated[int, Ge(0)] = 64
@@ -35,5 +44,5 @@ class WindowPolicy(Policy):
 
     def select(self, view: PolicyView, keep: int) -> Tensor:
         sink = min(self.sink, keep)
-        late = torch.arange(view.count - keep + sink, view.count, device=view.keys.device)
-        return torch.cat([torch.arange(sink, device=view.keys.device), late])
+        latest = torch.arange(view.count - keep + sink, view.count, device=view.keys.device)
+        return torch.cat([torch.arange(sink, device=view.keys.device), latest])
