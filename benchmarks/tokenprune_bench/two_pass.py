@@ -53,10 +53,10 @@ class Escalation:
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
         spent = " + ".join(f"{tokens:.0f}" for tokens in self.visual_tokens)
-        of = "" if self.visual_tokens_full is None else f" of {self.visual_tokens_full:.0f}"
+        total = "" if self.visual_tokens_full is None else f" of {self.visual_tokens_full:.0f}"
         sure = "" if self.margin is None else f", margin={self.margin:.2f}"
         guard = "" if self.guard is None else f", guard={self.guard!r}"
-        return f"Escalation({text!r}, passes={self.passes}{sure}{guard}, visual tokens: {spent}{of})"
+        return f"Escalation({text!r}, passes={self.passes}{sure}{guard}, visual tokens: {spent}{total})"
 
 
 @torch.no_grad()

@@ -48,7 +48,8 @@ class VideoBudget:
         per_second: Number of tokens per second.
         fps: Frames per second at which videos were sampled, for `per_second`.
         frames: An int >= 2 (tokens) or a share in (0, 1] for each frame.
-        frame_weights: Weights that split the tokens that `keep` leaves of the video over the frames.
+        frame_weights: Weight of each frame. The kept tokens of the video are split over its frames by weight. `keep` of
+            the `Budget` sets their number.
 
     Raises:
         BudgetError: If a value is invalid.

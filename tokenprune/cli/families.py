@@ -66,7 +66,10 @@ def _list_families() -> Iterator[_TableData]:
 
 
 def _list_answers(text: str) -> Iterator[_TableData]:
-    """Yield a table for each engine. Families with the same answer share a row. Supported families come first."""
+    """Yield a table for each engine that lists which families support the methods in `text`.
+
+    Families with the same answer share a row. Supported families come first.
+    """
     defer_torch()
     from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
     from tokenprune.selection.method import Site

@@ -48,10 +48,10 @@ def split_table(table: Table, width: int) -> list[Table]:
 
     Each part repeats the leading columns. The last part has the notes.
     """
-    needs, keys = _needs(table), 2 if table.grouped else 1
+    min_widths, keys = _min_widths(table), 2 if table.grouped else 1
     groups: list[list[int]] = [[]]
     for column in range(keys, len(table.columns)):
-        if groups[-1] and sum(needs[index] + _LINES for index in (*range(keys), *groups[-1], column)) >= width:
+        if groups[-1] and sum(min_widths[index] + _LINES for index in (*range(keys), *groups[-1], column)) >= width:
             groups.append([])
         groups[-1].append(column)
     if len(groups) == 1:
@@ -72,24 +72,24 @@ def split_table(table: Table, width: int) -> list[Table]:
     return parts
 
 
-def _needs(table: Table) -> list[int]:
+def _min_widths(table: Table) -> list[int]:
     """Return the minimum width of each column. Short texts are not wrapped, long texts are wrapped between words."""
-    needs = []
+    min_widths = []
     for column, name in enumerate(table.columns):
         cells = [row[column].text for row in table.rows]
         longest, words = max(map(len, cells), default=0), " ".join([name, *cells]).split()
-        needs.append(max(min(longest, _NAME if column < 2 else _NUMBER), *map(len, words), 0))
-    return needs
+        min_widths.append(max(min(longest, _NAME if column < 2 else _NUMBER), *map(len, words), 0))
+    return min_widths
 
 
 def _widths(table: Table, width: int) -> list[int]:
     """Return the width of each column for a terminal of `width` characters."""
-    needs, rows = _needs(table), ([cell.text for cell in row] for row in table.rows)
+    min_widths, rows = _min_widths(table), ([cell.text for cell in row] for row in table.rows)
     longest = [max(map(len, texts)) for texts in zip(table.columns, *rows, strict=True)]
-    for _ in range(width - 1 - sum(needs) - _LINES * len(needs)):
-        widest = max(range(len(needs)), key=lambda column: longest[column] - needs[column])
-        needs[widest] += longest[widest] > needs[widest]
-    return needs
+    for _ in range(width - 1 - sum(min_widths) - _LINES * len(min_widths)):
+        widest = max(range(len(min_widths)), key=lambda column: longest[column] - min_widths[column])
+        min_widths[widest] += longest[widest] > min_widths[widest]
+    return min_widths
 
 
 def to_rich(table: Table, width: int | None = None) -> RichTable:

@@ -209,7 +209,7 @@ def connected_components(graph_or_vectors: Tensor, threshold: float | None = Non
 def _iter_cosine_blocks(vectors: Tensor) -> Iterator[tuple[Tensor, slice, slice]]:
     """Yield cosines of unit vectors `[n, D]` in blocks of rows, with the slices of rows and columns of each block.
 
-    A block omits columns before its rows, but has at least `_BROAD` columns.
+    Cosines are symmetric, so a block omits the columns before its rows, but has at least `_MIN_COLUMNS` columns.
     """
     step = max(MIN_ROWS, _MAX_ELEMENTS // max(1, len(vectors)))
     for start in range(0, len(vectors), step):
@@ -225,11 +225,11 @@ class SimilarPairs:
     """Similar pairs of tokens, found once and reused for connected components at several thresholds.
 
     Only a few vectors are new at each threshold (mean vectors of groups), and only these are compared again.
-    Synchronizes with the device.
+    Synchronizes with the device. Pairs are stored if their cosine exceeds `least`. A sample of about `_SAMPLED` tokens
+    sets `least` such that about `_PAIRS` pairs per token are stored.
 
     Args:
-        unit: Unit vectors of the tokens, float `[N, D]`. A sample of `_ASKED` tokens sets `least`, the cosine above
-            which pairs are stored, to about `_PAIRS` pairs per token.
+        unit: Unit vectors of the tokens, float `[N, D]`.
     """
 
     def __init__(self, unit: Tensor) -> None:

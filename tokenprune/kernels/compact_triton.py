@@ -27,7 +27,7 @@ def _partition(first, order, W, BLOCK: tl.constexpr):
 
 
 def partition(first: Tensor, *, block: int = 1024) -> Tensor:
-    """See `compact.partition`. `block` is the number of tokens per tile."""
+    """See `compact.partition`. `block` is the number of tokens that a program reads at a time."""
     first = first.contiguous()
     order = torch.empty_like(first, dtype=torch.long)
     if first.numel():

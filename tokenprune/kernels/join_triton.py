@@ -15,10 +15,10 @@ _MAX_SEARCHED = 2**21  # targets read by all programs together (16 MB) up to whi
 def _join(x, keep, own_weight, source, weight, first, out, D, KEEP: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    stays = row
+    kept_index = row
     if KEEP:
-        stays = tl.load(keep + row)
-    value = tl.load(x + stays * D + offset, offset < D, 0.0)
+        kept_index = tl.load(keep + row)
+    value = tl.load(x + kept_index * D + offset, offset < D, 0.0)
     total = tl.load(own_weight + row).to(tl.float32)
     mass = value.to(tl.float32) * total
     start, end = tl.load(first + row), tl.load(first + row + 1)
@@ -34,13 +34,16 @@ def _join(x, keep, own_weight, source, weight, first, out, D, KEEP: tl.constexpr
 def _join_few(
     x, keep, own_weight, source, target, weight, out, R, D, KEEP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Search the sources of a row among all sources, which avoids a sort."""
+    """Average each kept token with its sources, like `_join`, for few sources.
+
+    Each program compares all targets with its output row. `_join` needs sources that are sorted by target.
+    """
     row = tl.program_id(0).to(tl.int64)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    stays = row
+    kept_index = row
     if KEEP:
-        stays = tl.load(keep + row)
-    value = tl.load(x + stays * D + offset, offset < D, 0.0)
+        kept_index = tl.load(keep + row)
+    value = tl.load(x + kept_index * D + offset, offset < D, 0.0)
     total = tl.load(own_weight + row).to(tl.float32)
     mass = value.to(tl.float32) * total
     members = 0

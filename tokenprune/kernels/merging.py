@@ -76,7 +76,7 @@ class Merge:
             return self.keep.new_full((rows, self.num_tokens), -1).scatter(1, self.keep, masked_index)
         source, target = self._moves
         # The extra last entry receives padding. Boolean indexing would synchronize with the device.
-        index = self.keep.new_zeros(rows * self.num_tokens + 1).index_copy_(0, self._stays, output_index.flatten())
+        index = self.keep.new_zeros(rows * self.num_tokens + 1).index_copy_(0, self._flat_keep, output_index.flatten())
         if self.num_merged is not None:
             source = source.masked_fill(target == rows * width, rows * self.num_tokens)
         return index.index_copy_(0, source, self.target.flatten())[:-1].view(rows, self.num_tokens)
@@ -84,13 +84,13 @@ class Merge:
     def sum(self, x: Tensor) -> Tensor:
         """Sum values over the members of each output token, `[B, n]` -> `[B, m]`. Padding is 0."""
         source, target = self._moves
-        stays = x.gather(1, self.keep)
+        kept_values = x.gather(1, self.keep)
         if self._padding is not None:
-            stays = stays.masked_fill(self._padding, 0)
-        total = stays.flatten()
+            kept_values = kept_values.masked_fill(self._padding, 0)
+        total = kept_values.flatten()
         if self.num_merged is not None:
             total = torch.cat([total, total.new_zeros(1)])
-        return total.index_add(0, target, x.flatten()[source])[: stays.numel()].view_as(stays)
+        return total.index_add(0, target, x.flatten()[source])[: kept_values.numel()].view_as(kept_values)
 
     def mean(self, x: Tensor, size: Tensor | None) -> Tensor:
         """Average tokens over the members of each output token in float32, `[B, n, D]` -> `[B, m, D]`.
@@ -101,9 +101,9 @@ class Merge:
                 copied.
         """
         if size is None:
-            return x.flatten(0, 1)[self._stays].view(*self.keep.shape, -1)
+            return x.flatten(0, 1)[self._flat_keep].view(*self.keep.shape, -1)
         weight, (source, target) = size.flatten(), self._moves
-        mean = join(x.flatten(0, 1), self._stays, weight[self._stays], source, target, weight[source])
+        mean = join(x.flatten(0, 1), self._flat_keep, weight[self._flat_keep], source, target, weight[source])
         return mean.view(*self.keep.shape, -1)
 
     def unmerge(self, x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Merge:
         return x.gather(1, self.assign.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
     @cached_property
-    def _stays(self) -> Tensor:
+    def _flat_keep(self) -> Tensor:
         """`keep` as indices into flattened rows."""
         return _flatten_index(self.keep, self.num_tokens)
 

@@ -39,8 +39,8 @@ class _Deferred(ModuleType):
 def defer_torch() -> None:
     """Make `import torch` load torch on first use, for commands that only describe models and methods.
 
-    Use only in a command line process: `from torch import ...` still loads torch immediately, and transformers runs
-    without it (`hide_torch`).
+    Use only in a command line process: `from torch import ...` still loads torch immediately, and after `hide_torch`
+    transformers behaves as if torch were not installed.
     """
     if "torch" in sys.modules or (spec := importlib.util.find_spec("torch")) is None:
         return

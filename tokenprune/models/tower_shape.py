@@ -79,7 +79,8 @@ def _get_sides(value: Any) -> tuple[int, int]:
 def _count_square_patches(vision: Any) -> int:
     """Return the number of patches of an image with the size in the config."""
     return math.prod(
-        side // of for side, of in zip(_get_sides(vision.image_size), _get_sides(vision.patch_size), strict=True)
+        image_side // patch_side
+        for image_side, patch_side in zip(_get_sides(vision.image_size), _get_sides(vision.patch_size), strict=True)
     )
 
 
@@ -209,5 +210,5 @@ def count_view_patches(config: Any, inputs: Mapping[str, Any]) -> list[int]:
         elif inputs.get(pixels) is not None:
             tiles = inputs[pixels].flatten(0, -4)
             num_tiles = int(tiles.flatten(1).any(1).sum())
-            views += [math.prod(side // of for side, of in zip(tiles.shape[-2:], patch, strict=True))] * num_tiles
+            views += [math.prod(side // patch_side for side, patch_side in zip(tiles.shape[-2:], patch, strict=True))] * num_tiles
     return views

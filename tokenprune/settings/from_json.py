@@ -108,14 +108,19 @@ def _read_method(value: Any, where: str) -> tuple[str, dict[str, Any]]:
 
 
 def describe_missing_method(where: str, off: bool | None = None) -> str:
-    """Return the message for a setting without a method."""
+    """Return the error message for a setting without a method.
+
+    Args:
+        where: Name of the setting in the message.
+        off: Value of the key "off". None if the setting does not have the key.
+    """
     if off is False:
         return f'{where}: "off": false requires a method. Write for example {_EXAMPLE}.'
     return f"{where} names no method. Write for example {_EXAMPLE}."
 
 
 def describe_ambiguity(where: str, options: Mapping[str, Any]) -> str:
-    """Return the message for options that may belong to any of several methods."""
+    """Return the error message for options that may belong to any of several methods."""
     for option in options:
         if hint := did_you_mean(option, SCOPE):
             return f"{where} has no key {option!r}. {hint.strip()}"

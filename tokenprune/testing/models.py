@@ -119,7 +119,10 @@ def _get_logits(output: Any) -> Tensor:
 
 
 def _largest_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a share of the largest value; infinity for NaN."""
+    """Return the largest difference as a share of the largest expected value or of 1; infinity for NaN.
+
+    Logits of suppressed tokens are ignored.
+    """
     actual, expected = actual.float(), expected.float()
     is_allowed = expected.abs() < _FORBIDDEN
     scale = expected[is_allowed].abs().max().clamp(min=1.0)
@@ -141,7 +144,7 @@ def _step_difference(model: Any, inputs: Mapping[str, Any]) -> float:
 
 @contextmanager
 def _mask_dropped(layers: Sequence[nn.Module], kept: Tensor) -> Iterator[None]:
-    """Mask tokens outside of `kept` (bool `[B, L]`) in all layers. They attend only to themselves."""
+    """Mask tokens outside of `kept` (bool `[B, L]`) in all layers. No other token attends to a masked token."""
     hooks = []
     for layer in layers:
         names = list(inspect.signature(layer.forward).parameters)

@@ -118,8 +118,9 @@ def _check_drops(method: EncoderMethod, budget: Budget, tower: Tower) -> None:
 def check_units(method: UnitDropper) -> None:
     """Raise ConformanceError if the units that a method keeps break a rule.
 
-    `keep_units` returns a bool per unit, keeps between one unit and `most` units, returns the same units when called
-    again, and modifies no input. `keep=1.0` drops no units.
+    `keep_units` returns a bool per unit, returns the same units when called again, and modifies no input. It keeps
+    exactly `max_units` units, or between one and `max_units` if the method sets `chooses_count`. `keep=1.0` drops no
+    units.
     """
     with suppress(OptionError):  # keep=1.0 may contradict the options
         require(method.is_identity(Budget.from_keep(1.0)), "with keep=1.0 it drops units")
@@ -130,8 +131,8 @@ def check_units(method: UnitDropper) -> None:
             units, original = levels[..., 0].numel(), pixels.clone()
             for max_units, min_units in ((n, 1 if method.chooses_count else n) for n in {1, max(1, units // 2), units}):
                 keep = method.keep_units(pixels, max_units)
-                fine = isinstance(keep, torch.Tensor) and keep.dtype == torch.bool and keep.shape == grid
-                require(fine, f"keep_units() must return a bool tensor {list(grid)}, not {keep}")
+                is_valid = isinstance(keep, torch.Tensor) and keep.dtype == torch.bool and keep.shape == grid
+                require(is_valid, f"keep_units() must return a bool tensor {list(grid)}, not {keep}")
                 require(
                     min_units <= (n := int(keep.sum())) <= max_units,
                     f"it keeps {n} of {units}, not {min_units} to {max_units}",
@@ -153,8 +154,8 @@ def check_frames(method: FrameMerger) -> None:
         require(method.is_identity(Budget.from_keep(1.0)), "with keep=1.0 it merges frames")
     for depth in (1, 12, 26):
         blocks = method.blocks(depth)
-        rise = all(a < b for a, b in pairwise(blocks)) and blocks and blocks[0] >= 0 and blocks[-1] < depth
-        require(rise, f"blocks({depth}) must return ascending indices below {depth}, at least one, not {blocks}")
+        is_valid = all(a < b for a, b in pairwise(blocks)) and blocks and blocks[0] >= 0 and blocks[-1] < depth
+        require(is_valid, f"blocks({depth}) must return ascending indices below {depth}, at least one, not {blocks}")
     generator = torch.Generator("cpu").manual_seed(0)
     for frames in (1, 2, 5, 16):
         steps = normal(frames, 9, 8, generator=generator) * uniform(frames, 1, 1, generator=generator)
@@ -164,8 +165,8 @@ def check_frames(method: FrameMerger) -> None:
             mix == method.mix(hidden) and torch.equal(hidden, original),
             "it mixes other frames when called again, or modifies them",
         )
-        rise = mix.first[0] == 0 and all(a < b for a, b in pairwise(mix.first)) and max(mix.second) < frames
-        require(rise, f"mix() of {frames} frames must be ascending from 0, not {mix}")
+        is_valid = mix.first[0] == 0 and all(a < b for a, b in pairwise(mix.first)) and max(mix.second) < frames
+        require(is_valid, f"mix() of {frames} frames must be ascending from 0, not {mix}")
         require(all(0 <= weight <= 1 for weight in mix.weight), f"weights of a mix must be in [0, 1], not {mix.weight}")
         left = mix.apply(hidden)
         groups = method.groups(left)
@@ -174,8 +175,8 @@ def check_frames(method: FrameMerger) -> None:
         received = uniform(len(left), 9, generator=generator)
         for keep in (1, len(left), 9 * len(left)):
             stays = method.choose_tokens(received, groups, keep)
-            fine = isinstance(stays, torch.Tensor) and stays.dtype == torch.bool and stays.shape == received.shape
-            require(fine, f"choose_tokens() must return a bool tensor {list(received.shape)}, not {stays}")
+            is_valid = isinstance(stays, torch.Tensor) and stays.dtype == torch.bool and stays.shape == received.shape
+            require(is_valid, f"choose_tokens() must return a bool tensor {list(received.shape)}, not {stays}")
             require(1 <= int(stays.sum()) <= keep, f"with keep={keep} it keeps {int(stays.sum())} tokens")
             again = method.choose_tokens(received, groups, keep)
             require(torch.equal(stays, again), "it keeps other tokens when called again")
@@ -201,8 +202,10 @@ def check_shares(method: ResizeMethod) -> None:
     for keep in _KEEPS:
         method.check_keep(keep)
         shares = method.compute_shares(images, keep, "image")
-        fine = len(shares) == len(images) and all(0 < share <= 1 for share in shares)
-        require(fine, f"compute_shares() must return a number in (0, 1] for each of {len(images)} images, not {shares}")
+        is_valid = len(shares) == len(images) and all(0 < share <= 1 for share in shares)
+        require(
+            is_valid, f"compute_shares() must return a number in (0, 1] for each of {len(images)} images, not {shares}"
+        )
         require(shares == method.compute_shares(images, keep, "image"), "it returns other shares when called again")
         alone = [method.compute_shares([image], keep, "image")[0] for image in images]
         require(alone == shares, f"shares are {shares} in a batch, but {alone} for single images")
@@ -220,8 +223,8 @@ def check_chosen_images(method: ImageChooser) -> None:
     for question in _QUESTIONS:
         for count in (1, 2, 5):
             chosen = method.choose(question, count, count)
-            fine = chosen == sorted(set(chosen)) and chosen and chosen[0] >= 0 and chosen[-1] < count
-            require(fine, f"choose() must return sorted indices of {count} images, at least one, not {chosen}")
+            is_valid = chosen == sorted(set(chosen)) and chosen and chosen[0] >= 0 and chosen[-1] < count
+            require(is_valid, f"choose() must return sorted indices of {count} images, at least one, not {chosen}")
             require(chosen == method.choose(question, count, count), "it selects other images when called again")
 
 
@@ -257,8 +260,8 @@ def check_rates(method: DecodeMethod) -> None:
         masses = uniform(3, 1 + steps, 2, 4, generator=generator)
         require(isinstance(method.decides(steps), bool), "decides() must return True or False")
         rate = method.next_rate(masses, share)
-        fine = rate.shape == share.shape and bool(((rate >= 0) & (rate <= 1)).all())
-        require(fine, f"next_rate() must return a rate in [0, 1] for each of {len(share)} rows, not {rate}")
+        is_valid = rate.shape == share.shape and bool(((rate >= 0) & (rate <= 1)).all())
+        require(is_valid, f"next_rate() must return a rate in [0, 1] for each of {len(share)} rows, not {rate}")
         for row in range(len(share)):
             alone = method.next_rate(masses[row : row + 1], share[row : row + 1])
             require(

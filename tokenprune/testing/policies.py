@@ -121,16 +121,16 @@ def _make_ragged(view: PolicyView) -> PolicyView:
     """Return the view after a compression: each head holds different entries, and the same number of them."""
     g = torch.Generator("cpu").manual_seed(1)
     few = view.count * 2 // 3
-    places = torch.stack(
+    indices = torch.stack(
         [torch.randperm(view.count, generator=g, device="cpu")[:few].sort().values for _ in range(_HEADS)]
     )
 
     def take(values: Tensor) -> Tensor:
-        return values.expand(*values.shape[:-2], _HEADS, -1).gather(-1, places.expand(*values.shape[:-2], -1, -1))
+        return values.expand(*values.shape[:-2], _HEADS, -1).gather(-1, indices.expand(*values.shape[:-2], -1, -1))
 
-    deep, rows = places[..., None].expand(-1, -1, _WIDTH), view.proxy_attention
+    deep, rows = indices[..., None].expand(-1, -1, _WIDTH), view.proxy_attention
     return dataclasses.replace(
         view, keys=view.keys.gather(1, deep), values=view.values.gather(1, deep), frame=take(view.frame),
         cell=take(view.cell), index=take(view.index), position=take(view.position),
-        proxy_attention=None if rows is None else rows.gather(1, places.repeat_interleave(_GROUP, 0)),
+        proxy_attention=None if rows is None else rows.gather(1, indices.repeat_interleave(_GROUP, 0)),
     )  # fmt: skip

@@ -123,13 +123,13 @@ def show_progress(lines: bool = True) -> Iterator[Any]:
 
     console, pace = get_console(error=True), Pace()
     if not console.is_terminal:
-        said, at = "" if lines else None, pace.clock()
+        last_label, printed_at = "" if lines else None, pace.clock()
 
         def line(label: str, done: int, total: int) -> None:
-            nonlocal said, at
+            nonlocal last_label, printed_at
             left, now = pace.format_remaining(done, total), pace.clock()
-            if (lines and label != said) or now - at >= _SILENCE:
-                said, at = label, now
+            if (lines and label != last_label) or now - printed_at >= _SILENCE:
+                last_label, printed_at = label, now
                 console.print(f"{done:>5}/{total} {label}{left and f', {left}'}", markup=False)
 
         yield line

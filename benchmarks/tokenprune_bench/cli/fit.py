@@ -34,8 +34,8 @@ def fit(
     if name is None:
         if context.args or out or images or model:
             raise OptionError(f"name the method to fit: one of {', '.join(list_fittable())}")
-        for one in list_fittable():
-            console.print(f"{one}: {format_fit_options(one)}", markup=False, soft_wrap=True)
+        for method_name in list_fittable():
+            console.print(f"{method_name}: {format_fit_options(method_name)}", markup=False, soft_wrap=True)
         return
     fitter = Fitter(name, _options(context.args))
     out = fitter.default_out if out is None else out
@@ -54,17 +54,17 @@ fit.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True
 
 def _options(arguments: Sequence[str]) -> dict[str, str | bool]:
     """Return the options that typer does not know, by name; True for one without a value."""
-    found: dict[str, str | bool] = {}
+    options: dict[str, str | bool] = {}
     name = ""
     for argument in arguments:
         if argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
             name = name.replace("-", "_")
-            if name in found:
+            if name in options:
                 raise OptionError(f"--{name} stands there twice")
-            found[name] = value if equals else True
-        elif name and found[name] is True:
-            found[name] = argument
+            options[name] = value if equals else True
+        elif name and options[name] is True:
+            options[name] = argument
         else:
             raise OptionError(f"{argument!r} belongs to no option: write --option value")
-    return found
+    return options

@@ -68,8 +68,8 @@ def submit(
         raise OptionError(f"there is no page {page}: name that of the method with --page")
     if len(settings := read_specs(method)) != 1:
         raise OptionError(f"{method!r}: name one method, or one stack with plus signs")
-    for one in settings[0].methods:
-        check_method(one)
+    for method_instance in settings[0].methods:
+        check_method(method_instance)
     console = get_console()
     console.print(f"{method}: keeps the rules of all methods", markup=False)
     run = run or Path("runs") / method.partition(":")[0]

@@ -57,19 +57,19 @@ def show(
     if not settings:
         raise OptionError("--methods names none: see `tokenprune methods`")
     keeps = read_keeps(keep or (animation.KEEPS if gif == animation.KEEP else "0.25"), single=gif is None)
-    wanted = [one.with_keep(share) for share in keeps for one in settings]
-    for one in wanted:
-        one.validate().steps()
+    requested = [setting.with_keep(share) for share in keeps for setting in settings]
+    for setting in requested:
+        setting.validate().steps()
     # Raise for unreadable files before the model is loaded.
-    found = len(read_frames(files, min(2, frames)))
+    num_frames = len(read_frames(files, min(2, frames)))
     if gif is not None:
-        animation.check_kind(gif, keeps, found)
+        animation.check_kind(gif, keeps, num_frames)
     out = out or Path("tokenprune.png" if gif is None else "tokenprune.gif")
     _check_out(out, gif is not None)
     subject = load_model(model, device, threads, suffix="")
-    images, left_out = contact_sheet.fit_frames(subject, partial(read_frames, files), frames, question, wanted[0])
+    images, left_out = contact_sheet.fit_frames(subject, partial(read_frames, files), frames, question, requested[0])
     with show_progress(lines=False) as step:
-        shown = side_by_side.show(subject, images, question, wanted, scores, step)
+        shown = side_by_side.show(subject, images, question, requested, scores, step)
     if gif is not None:
         animation.save(animation.build_stills(shown, gif, len(settings)), out)
     else:
@@ -82,14 +82,14 @@ def show(
         if line:
             say(line)
     console.print(f"{question}  unpatched: {shown.before!r}", markup=False)
-    for seen, panel in zip(shown.seen, shown.kept_panels, strict=True):
-        assert seen.stats is not None  # a patched model has some
-        average = seen.stats.visual_tokens_average
-        counts = f"{shown.tokens} → {int(seen.kept.sum())}"
-        console.print(f"{panel.title}: {seen.answer!r}", markup=False)
+    for view, panel in zip(shown.seen, shown.kept_panels, strict=True):
+        assert view.stats is not None  # a patched model has some
+        average = view.stats.visual_tokens_average
+        counts = f"{shown.tokens} → {int(view.kept.sum())}"
+        console.print(f"{panel.title}: {view.answer!r}", markup=False)
         console.print(f"  visual tokens: {counts}, {average:.0f} on average over the decoder's layers")
-        if len(seen.frames) > 1:
-            counts = " ".join(f"{kept}/{of}" for kept, of in seen.count_kept())
+        if len(view.frames) > 1:
+            counts = " ".join(f"{kept}/{total}" for kept, total in view.count_kept())
             console.print(f"  of each frame as the model has it: {counts}", markup=False)
     console.print(f"written: {out}", markup=False, soft_wrap=True)
 

@@ -28,7 +28,7 @@ _GAP = 6  # pixels between frames
 
 
 def fit_frames(
-    subject: Model, read: Callable[[int], list[Image.Image]], most: int, question: str, setting: Setting
+    subject: Model, read: Callable[[int], list[Image.Image]], max_frames: int, question: str, setting: Setting
 ) -> tuple[list[Image.Image], str | None]:
     """Read as many frames as fit the model's context with the question and the answer.
 
@@ -45,7 +45,7 @@ def fit_frames(
     Raises:
         OptionError: If not even one frame fits.
     """
-    frames = read(most)
+    frames = read(max_frames)
     num_requested, context = len(frames), getattr(subject.adapter.text_config, "max_position_embeddings", None)
     note = None
     while context is not None:

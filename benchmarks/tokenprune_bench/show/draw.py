@@ -64,14 +64,14 @@ def patches(subject: Model, inputs: dict[str, Any], stats: Stats) -> tuple[np.nd
     return kept, np.where(kept[groups], groups, -1)  # a later cut may drop the target of an earlier merge
 
 
-def seen_image(subject: Model, inputs: dict[str, Any], image: Image.Image, number: int = 0) -> Image.Image:
+def seen_image(subject: Model, inputs: dict[str, Any], image: Image.Image, index: int = 0) -> Image.Image:
     """Return image `number` as the model sees it, which may be cropped or padded."""
     pixels, processor = inputs["pixel_values"], subject.processor.image_processor
     colours = [getattr(processor, name, None) for name in ("image_mean", "image_std")]
     if pixels.ndim != 4 or None in colours:
         return image.convert("RGB")  # flattened patches (Qwen) contain the whole resized image
     mean, std = torch.tensor(colours, dtype=torch.float32, device="cpu")
-    values = rearrange(pixels[number].float().cpu(), "c h w -> h w c") * std + mean
+    values = rearrange(pixels[index].float().cpu(), "c h w -> h w c") * std + mean
     return Image.fromarray((values.clamp(0, 1) * 255).round().byte().numpy())
 
 

@@ -81,7 +81,7 @@ class Panel:
         return replace(self, frames=1, draw=lambda width: [self.drawn(width)[min(index, self.frames - 1)]])
 
 
-def columns(number: int, ratio: float, width: int = WIDTH, most: int = _ACROSS) -> int:
+def columns(count: int, ratio: float, width: int = WIDTH, max_columns: int = _ACROSS) -> int:
     """Return the number of drawings per line that makes the sheet about square with few empty cells.
 
     Args:
@@ -92,11 +92,11 @@ def columns(number: int, ratio: float, width: int = WIDTH, most: int = _ACROSS) 
     """
 
     def cost(across: int) -> float:
-        down = math.ceil(number / across)
+        down = math.ceil(count / across)
         high = down * ((width / across - GAP) * ratio + 6 * letters(width))
-        return abs(math.log(high / width / _RATIO)) + 1.5 * (across * down - number) / across
+        return abs(math.log(high / width / _RATIO)) + 1.5 * (across * down - count) / across
 
-    return min(range(1, min(number, most) + 1), key=cost)
+    return min(range(1, min(count, max_columns) + 1), key=cost)
 
 
 def letters(width: int) -> int:

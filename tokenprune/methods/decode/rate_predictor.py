@@ -37,7 +37,11 @@ class RatePredictor:
         return self.weight.shape[0]
 
     def predict(self, masses: torch.Tensor) -> torch.Tensor:
-        """Return the index of the rate for attention masses (B, H, 4), long (B,)."""
+        """Return the index of the predicted rate of each row, long (B,).
+
+        Args:
+            masses: Attention per head to each `TokenType` (system text, image, instruction, answer), (B, H, 4).
+        """
         weight, bias = self.weight.to(masses.device), self.bias.to(masses.device)
         return (masses.float().flatten(1) @ weight.T + bias).argmax(dim=1)
 

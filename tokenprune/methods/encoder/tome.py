@@ -111,7 +111,20 @@ def _is_count(value: Any) -> bool:
 
 
 def _find_smallest_constant(num_merges: int, count: int, protected: int, blocks: int) -> list[int]:
-    """Return the schedule of the smallest constant r per block with the total `num_merges`."""
+    """Return the number of merges in each block, whose sum is `num_merges`.
+
+    Each block merges r tokens, with the smallest r that reaches the sum. A block merges fewer if too few tokens remain,
+    or if the sum is reached.
+
+    Args:
+        num_merges: Number of merges in all blocks.
+        count: Number of tokens that enter the first block, including `protected`.
+        protected: Number of class and register tokens, which are never merged.
+        blocks: Number of blocks.
+
+    Raises:
+        BudgetError: If the blocks cannot merge so many tokens.
+    """
     for r in range(-(-num_merges // max(1, blocks)), count):
         num_tokens = count
         plan: list[int] = []

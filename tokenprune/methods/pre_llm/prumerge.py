@@ -102,11 +102,23 @@ class PruMerge(Pruner):
         return Selection(keep, torch.where(keep, itself, target), weight, counts)
 
     def _pick(self, tiles: Tiles, attention: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor:
-        """Select the given number of unmerged patches of each tile, bool (S, N)."""
+        """Select the patches of each tile that remain unmerged, for an exact budget, bool (S, N).
+
+        Args:
+            tiles: Tiles of the images.
+            attention: Score of each token, (S, N).
+            num_kept: Number of unmerged patches per tile, long (S, T + 2).
+        """
         return tiles.top(attention, num_kept)
 
     def _pick_adaptive(self, tiles: Tiles, attention: torch.Tensor, num_outliers: torch.Tensor) -> torch.Tensor:
-        """Select the unmerged patches of tiles with the given number of outliers, bool (S, N)."""
+        """Select the patches of each tile that remain unmerged, if the method chooses their number, bool (S, N).
+
+        Args:
+            tiles: Tiles of the images.
+            attention: Score of each token, (S, N).
+            num_outliers: Number of patches per tile with unusually high attention, long (S, T + 2).
+        """
         return tiles.top(attention, num_outliers)
 
     def _find_clusters(self, tokens: VisualTokens, tiles: Tiles, keep: torch.Tensor) -> torch.Tensor:
@@ -132,7 +144,10 @@ class PruMerge(Pruner):
 
 
 def _count_outliers(tiles: Tiles, attention: torch.Tensor) -> torch.Tensor:
-    """Count the tokens of each tile above the upper fence of a box plot, long (S, T + 2)."""
+    """Count the tokens of each tile with unusually high attention, long (S, T + 2) as in `Tiles`.
+
+    Outliers exceed the third quartile of their tile by more than 1.5 interquartile ranges.
+    """
     rank = rank_in_group(tiles.index, -attention)
     last = (tiles.sizes - 1).clamp(min=0).double()
 

@@ -36,9 +36,9 @@ class ViTCoP(Pruner):
 
     The tower stage keeps the patches with the most attention from the class token and clusters them by the tower's
     keys. A patch joins its nearest patch that is at least as dense and not far away in the image. Cluster centers are
-    dense and far from denser patches. The early cut merges each cluster into one token, and gives the remaining budget
-    to the clusters by size, for their tokens with the shortest decoder keys. The late cut keeps the tokens with the
-    shortest keys. `keep` is an average over decoder layers.
+    dense and far from denser patches. The early cut merges each cluster into one token. It spends the remaining budget
+    on tokens that stay unmerged: each cluster receives a share by its size, and its tokens with the shortest decoder
+    keys stay. The late cut keeps the tokens with the shortest keys. `keep` is an average over decoder layers.
 
     Args:
         clusters: Number of clusters as a share in (0, 1] of the tokens that enter the decoder.

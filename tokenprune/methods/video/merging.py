@@ -84,8 +84,8 @@ class TwoCutMerger(VideoMerger):
     `depth` is the default layer of the second cut, as a share of the decoder's layers.
 
     Args:
-        inner: Make the second cut.
-        layer: Decoder layer of the second cut.
+        inner: True to make a second cut inside the decoder. False to merge only before the decoder.
+        layer: Decoder layer of the second cut. None: use `depth`.
         inner_keep: Share of the tokens that the second cut keeps.
     """
 

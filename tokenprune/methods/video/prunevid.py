@@ -145,8 +145,9 @@ class PruneVid(TwoCutMerger):
 def find_scene_ends(labels: Sequence[int]) -> list[bool]:
     """Return whether a scene ends after each frame except the last.
 
-    Each label keeps its longest runs of frames, unless they have one frame. Other frames join the longer neighbouring
-    run (the earlier of equal runs), from left to right. Adjacent runs of one label become one scene.
+    A label keeps its longest run of frames, or several runs of equal length, but no run of a single frame. From left
+    to right, the frames between kept runs join the longer adjacent run (the earlier one if both are equally long).
+    Adjacent runs with the same label become one scene.
 
     Args:
         labels: Cluster of each frame.

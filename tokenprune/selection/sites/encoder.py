@@ -60,7 +60,7 @@ class Tower:
         return Fingerprint.from_module(self.module, read=self.blocks_read, protected=self.protected, **facts)
 
     def with_tokens(self, tokens: int, num_kept: int | None = None) -> Tower:
-        """Return the tower for images with a different number of tokens."""
+        """Return a copy of the tower for images with a different number of tokens. See `Tower` for the arguments."""
         other = replace(self, tokens=tokens, num_kept=num_kept)
         if "fingerprint" in self.__dict__:  # computing it reads all weights
             other.__dict__["fingerprint"] = self.fingerprint
