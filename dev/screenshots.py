@@ -24,15 +24,14 @@ PAGES = (
     "start/quickstart.html",
     "start/choose.html",
     "guides/gpu.html",
-    "serving.html",
-    "retrieval.html",
+    "serving/start.html",
+    "guides/retrieval.html",
     "methods/index.html",
     "methods/dart.html",
-    "recipes/documents.html",
-    "leaderboard.html",
-    "all-methods.html",
-    "submit-a-method.html",
-    "release.html",
+    "results/documents.html",
+    "measure/leaderboard.html",
+    "results/all-methods.html",
+    "extend/add-a-method.html",
 )
 SIZES = ((1280, 900), (390, 800))
 SCHEMES = ("light", "dark")

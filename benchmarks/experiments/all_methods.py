@@ -299,7 +299,8 @@ def _not_reached(results: Results, targets: list[float]) -> str:
         promised, solved = rf"{who} has no setting for a layer average of [\d.]+: ", r"Budget\(average_share=[\d.]+\) "
         reason = re.sub(rf"^({promised}|{solved})", "", one["reason"])
         reason = re.sub(r"average_share=[\d.]+", "average_share=...", re.sub(r"spent [\d.]+", "spent less", reason))
-        reason = re.split(r"[;:] ", re.sub(f"^{who}:? ", "", reason))[0]  # what to do instead is said to who asks
+        # The page leaves out the advice at the end of an error.
+        reason = re.split(r"[;:.](?: |$)", re.sub(f"^{who}:? ", "", reason))[0]
         by_reason.setdefault(reason, {}).setdefault(one["method"], []).append(f"{100 * one['keep']:g}")
     lines = []
     for why, who in by_reason.items():

@@ -79,14 +79,14 @@ def repeated(output: Any, times: int) -> Any:
     lists = {name: getattr(record, name) for name in ("grids", "owners", "kept", "groups")}
     changed: dict[str, Any] = {name: one and one * times for name, one in lists.items()}
     if (encoded := record.encoded) is not None:
-        placed, rounds = encoded.tokens, torch.arange(times)
-        cells = placed.cells.repeat(times, 1)
-        cells[:, 0] += torch.where(cells[:, 0] < 0, 0, placed.tiles * rounds.repeat_interleave(len(placed.cells)))
-        placed = dataclasses.replace(
-            placed, scores=placed.scores.repeat(times, 1), cells=cells, tiles=placed.tiles * times, key=None
+        tokens, rounds = encoded.tokens, torch.arange(times)
+        cells = tokens.cells.repeat(times, 1)
+        cells[:, 0] += torch.where(cells[:, 0] < 0, 0, tokens.tiles * rounds.repeat_interleave(len(tokens.cells)))
+        tokens = dataclasses.replace(
+            tokens, scores=tokens.scores.repeat(times, 1), cells=cells, tiles=tokens.tiles * times, key=None
         )
         values = {key: one.repeat(times, *[1] * (one.dim() - 1)) for key, one in encoded.values.items()}
-        changed["encoded"] = dataclasses.replace(encoded, values=values, tokens=placed)
+        changed["encoded"] = dataclasses.replace(encoded, values=values, tokens=tokens)
     many[KEY] = dataclasses.replace(record, **changed)
     return many
 

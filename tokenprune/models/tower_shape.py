@@ -210,5 +210,5 @@ def count_view_patches(config: Any, inputs: Mapping[str, Any]) -> list[int]:
         elif inputs.get(pixels) is not None:
             tiles = inputs[pixels].flatten(0, -4)
             num_tiles = int(tiles.flatten(1).any(1).sum())
-            views += [math.prod(side // patch_side for side, patch_side in zip(tiles.shape[-2:], patch, strict=True))] * num_tiles
+            views += [math.prod(side // size for side, size in zip(tiles.shape[-2:], patch, strict=True))] * num_tiles
     return views

@@ -49,14 +49,14 @@ class Setting:
         where: Name of the setting in messages, such as its file name.
         guard: Guard for `patch`: "warn", "auto" or "off". Only set by files.
         tuned: Measurements of `tokenprune tune`, and the model. Only set by files.
+        bounds: Upper bounds of the budget for an older image, as shares or numbers of tokens. Only vLLM sets it, for
+            the images of a budget by age. JSON does not hold it.
 
     Example:
         >>> setting = tokenprune.Setting.from_text("divprune+fastv:layer=1", keep=[0.5, 0.25])
         >>> setting.methods
         [divprune(), fastv(layer=1)]
         >>> model = tokenprune.patch(model, config=setting)
-        bounds: Upper bounds of the budget for an older image, as shares or numbers of tokens. Only vLLM sets it, for
-            the images of a budget by age. JSON does not hold it.
     """
 
     names: tuple[str, ...] = ()

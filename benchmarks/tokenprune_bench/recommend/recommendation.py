@@ -299,7 +299,7 @@ def _why_not(row: Advice, config: Any) -> str | None:
 
     if (architecture := _architecture(config)) is None:
         return "the plugin does not support this family"
-    (method,), _ = row.setting.steps()
+    (method,), (budget,) = row.setting.steps()
     hint = "`recommend --task server` lists supported methods."
     if reason := checks.find_unsupported_reason(method, architecture, Backend.VLLM, config=config):
         return f"{reason} {hint}"
@@ -308,7 +308,7 @@ def _why_not(row: Advice, config: Any) -> str | None:
     )
     try:
         if merges_in_tower(method) or checks.reads_tower(method):
-            check_tower(row.setting, at_start)
+            check_tower(SimpleNamespace(method=method, budget=budget, keeps_all_tokens=False), at_start)
     except TokenPruneError as error:
         return f"{error} {hint}"
     return None

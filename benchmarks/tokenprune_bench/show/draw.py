@@ -65,7 +65,7 @@ def patches(subject: Model, inputs: dict[str, Any], stats: Stats) -> tuple[np.nd
 
 
 def seen_image(subject: Model, inputs: dict[str, Any], image: Image.Image, index: int = 0) -> Image.Image:
-    """Return image `number` as the model sees it, which may be cropped or padded."""
+    """Return the image at `index` as the model sees it, which may be cropped or padded."""
     pixels, processor = inputs["pixel_values"], subject.processor.image_processor
     colours = [getattr(processor, name, None) for name in ("image_mean", "image_std")]
     if pixels.ndim != 4 or None in colours:

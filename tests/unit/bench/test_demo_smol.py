@@ -67,7 +67,8 @@ def test_another_file_of_the_decoder_is_refused(monkeypatch: pytest.MonkeyPatch,
         "any", tmp_path / "any.py", submodule_search_locations=[str(tmp_path)]
     )
     monkeypatch.setattr(smol.importlib.util, "find_spec", lambda name: found)
-    with pytest.raises(TokenPruneError, match="is not the file that demo_smol was trained on"):
+    digest = hashlib.sha256(b"another").hexdigest()[:16]
+    with pytest.raises(TokenPruneError, match=f"has SHA-256 {digest}, but demo_smol needs {smol.SHA256[:16]}"):
         smol.decoder_folder()
 
 

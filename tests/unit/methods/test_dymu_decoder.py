@@ -122,7 +122,7 @@ def test_thresholds_of_other_model_are_rejected(build) -> None:
 def test_invalid_options_are_rejected(tmp_path) -> None:
     (tmp_path / "text.safetensors").write_text("no tensors")
     for options, words in (
-        (dict(thresholds=0.9), "must be a text or a path or a Thresholds or None"),
+        (dict(thresholds=0.9), "must be a string or a path or a Thresholds or None"),
         (dict(thresholds=tmp_path / "absent.safetensors"), "cannot read"),
         (dict(thresholds=str(tmp_path / "text.safetensors")), "cannot read"),
         (dict(proportional=1), "True or False"),

@@ -150,4 +150,4 @@ def test_method_info() -> None:
     check_method("earlytom")
     info = tokenprune.method_info("earlytom")
     assert info.for_videos and info.merges and not info.query_aware
-    assert "the content decides" in (find_unserved_reason(method()) or "")
+    assert "the number of kept tokens depends on the content" in (find_unserved_reason(method()) or "")

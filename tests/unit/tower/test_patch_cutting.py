@@ -242,7 +242,7 @@ def test_method_conforms() -> None:
     def without_class(flow: Tensor, counts: Any) -> Merge:
         return Merge.from_kept(torch.arange(flow.shape[2] + 1).expand(len(flow), -1) > 0, [flow.shape[2]] * len(flow))
 
-    for matcher, says in ((None, "leaves 32 patches, not 16"), (without_class, "block 0 drops a class token")):
+    for matcher, says in ((None, "keeps 32 patches, not 16"), (without_class, "block 0 drops a class token")):
         plan = partial(lambda budget, tower, matcher: [matcher] * tower.blocks_read + [None], matcher=matcher)
         broken = type("Broken", (type(stage),), {"__doc__": "Broken.", "plan": staticmethod(plan)})
         with pytest.raises(ConformanceError, match=says):

@@ -142,7 +142,7 @@ def _append_cut(
                     key = past + prompt_positions[segment][target]
                     sources[row].setdefault(key, []).append(past + prompt_positions[segment][index])
                     weights[row].setdefault(key, []).append(1.0 if weight is None else weight[segment][index])
-        weights = None if weight is None else [{key: _normalize(values) for key, values in row.items()} for row in weights]
+        weights = None if weight is None else [{key: _normalize(w) for key, w in row.items()} for row in weights]
     stats.cuts.append(build_cut(kept, sources, weights=weights))
 
 

@@ -245,7 +245,7 @@ class Plan:
             return dataclasses.replace(plan, per_run=True)
         if len(plan.runs) > 1 or split_into_frames(sum(plan.runs), frames) is None:
             raise OptionError(
-                'The tokens of the frames of this video cannot be told apart. Use "per": "image", so that the whole '
+                'The tokens of this video cannot be assigned to its frames. Use "per": "image", so that the whole '
                 "video shares one budget"
             )
         return dataclasses.replace(plan, per_run=False, frames=frames)
