@@ -231,7 +231,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 cells.append(said if low <= 0 <= high else f"**{said}**")
             half = [row for row in made if (row["where"], row["method"], row["vectors"]) == (where, name, 128)]
             ndcg = f"{100 * np.mean([gain(row) for row in half]):.1f}" if half else ""
-            label = NAMES.get(name, f"[`{name}`](methods/{name}.md)")
+            label = NAMES.get(name, f"[`{name}`](../methods/{name}.md)")
             place = "after" if where == "after" else PLACES[tokenprune.method_info(name).site]
             lines.append(f"| {place}: {label} | {' | '.join(cells)} | {ndcg} |")
     asked = len(whole["ranks"])

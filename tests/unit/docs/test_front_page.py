@@ -223,7 +223,7 @@ def test_the_default_is_what_the_readme_says(build) -> None:
     model = build(FAMILIES["llava"])
     with tokenprune.patched(model):
         assert "tokenprune: divprune(), keep=0.25" in repr(model)
-    assert "`patch(model)` alone is `divprune` at 0.25" in " ".join(README.split())
+    assert "`tokenprune.patch(model)` without arguments uses `divprune` at `keep=0.25`" in " ".join(README.split())
     info = tokenprune.method_info("divprune")
     assert info.prefix_cache_safe and not info.needs and info.cls.default_keep == 0.25
 

@@ -33,7 +33,8 @@ def python_blocks(page: Path) -> list[str]:
 
 def shell_lines(page: Path) -> Iterator[list[str]]:
     """Yield the words of each command of the blocks without a language, as a shell would part them."""
-    for block in re.findall(r"^ *```\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE):
+    blocks = re.findall(r"^ *```(.*?)\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    for block in (text for language, text in blocks if not language):
         for line in re.sub(r"\\\n", " ", block).splitlines():
             try:
                 words = shlex.split(line, comments=True)
@@ -103,7 +104,8 @@ def test_the_servers_profiles_are_those_that_clients_name() -> None:
     from tokenprune.integrations.vllm.settings.server_config import ServerConfig
 
     page = ROOT / "docs/serving/start.md"
-    (words,) = (words for words in shell_lines(page) if words[:2] == ["vllm", "serve"])
+    (words,) = (words for words in shell_lines(page) if "--served-model-name" in words)
+    assert words[:2] == ["vllm", "serve"]
     setting = json.loads(words[words.index("--mm-processor-kwargs") + 1])["tokenprune"]
     server, offered = split_server_keys(setting)
     offer = ServerConfig.from_json(offered, parse_setting(server), lambda profile: parse_setting(server, profile))

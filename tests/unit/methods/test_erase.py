@@ -160,7 +160,7 @@ def test_patch_entropy_in_models(name: str, build: Any, monkeypatch: pytest.Monk
         return select(method, tokens)
 
     monkeypatch.setattr(type(tokenprune.method("erase")), "select", look)
-    monkeypatch.setattr("tokenprune.integrations.hf.towers.attention_scores._TOKENS", 5)
+    monkeypatch.setattr("tokenprune.integrations.hf.towers.attention_scores._CHUNK_TOKENS", 5)
     with tokenprune.patched(model, "erase", keep=0.25, processor=PROCESSOR, guard=None):
         model(**inputs)
     ((counts, found),) = seen

@@ -102,7 +102,7 @@ def test_rows_of_other_questions_are_not_mixed(rows: Path, call: Callable[..., i
         (["--model", "llava"], "'llava' is none of demo_vlm, demo_qwen, demo_video, demo_smol"),
         (["--methods", "fastvv"], "did you mean 'fastv'"),
         (["--targets", "64"], "shares of the visual tokens"),
-        (["--targets", "1.5"], "is no share"),
+        (["--targets", "1.5"], "keep=1.5 is not a valid share"),
     ],
 )
 def test_what_cannot_be_asked_is_said(

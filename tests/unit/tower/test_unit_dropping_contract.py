@@ -60,7 +60,7 @@ def test_unsupported_setups_raise(build) -> None:
     family = FAMILIES["qwen2_vl"]
     model, inputs = build(family), drawn(family.make_inputs())
     for method, says in (
-        (["pixelprune", "tome"], "both act at"), (["pixelprune", "vscan"], "pixelprune drops some of them"),
+        (["pixelprune", "tome"], "both act at"), (["pixelprune", "vscan"], "pixelprune drops patches there"),
         (["pixelprune", "evs"], "pixelprune drops some of the tokens"),
     ):  # fmt: skip
         with pytest.raises(OptionError, match=says):
