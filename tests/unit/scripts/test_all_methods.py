@@ -118,10 +118,7 @@ def test_a_section_says_accuracy_rank_and_what_was_not_reached(rows: Path, scrip
     (line,) = (one for one in text.splitlines() if one.startswith("| `fastv` | ") and "average_share" not in one)
     accuracy = next(one for one in read_records(rows) if one.get("method") == "fastv")["accuracy"]
     assert line.startswith(f"| `fastv` |  | {100 * accuracy:.1f} [")  # not reached at the smaller target
-    assert (
-        "- `dynres`: the number of tokens depends on the image's content"
-        in text.splitlines()
-    )  # at both
+    assert "- `dynres`: the number of tokens depends on the image's content" in text.splitlines()  # at both
     assert "- `fastv` at 25 %: cannot be reached by a cut at layer 2 of 6" in text.splitlines()
     assert f"[{rows.name}]" in text  # where the settings stand
     assert "| method |" not in script.section(rows, whole=False) and "Not reached" not in script.section(rows, False)
