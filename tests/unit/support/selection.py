@@ -133,6 +133,7 @@ SLOW = {
     "scripts/test_recover.py",
     "scripts/test_screenshots.py::test_what_is_wrong_with_a_page_is_said",
     "scripts/test_speed_benchmarks.py",
+    "scripts/test_sizes.py::test_one_cut_runs_through_no_more_files_than_today",
     "scripts/test_sweep.py",
     "session/test_answers_in_words.py",
     "session/test_attend.py",
