@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenprune
-from tokenprune.cli.docstrings import Docstring
 from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.methods.registry import MethodInfo
 from tokenprune.models.families import REFUSED, REFUSED_IN_VLLM, SERVED, SUPPORTED
 from tokenprune.models.families.tested import list_tested_sites
+from tokenprune.selection.docstrings import Docstring
 from tokenprune.selection.observable import Backend
 from tokenprune.selection.observable_registry import find_observable
 from tokenprune.selection.options import describe_type, get_option_types

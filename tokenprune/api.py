@@ -95,7 +95,7 @@ def patch(
         UnsupportedSetupError: If the model does not support this method or mode.
         AlreadyPatchedError: If the model is patched and `replace` is False.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, "divprune", keep=0.25)
         >>> output = model.generate(**inputs, max_new_tokens=2)
         >>> tokenprune.stats(model).keep_ratio
@@ -155,7 +155,7 @@ def unpatch(model: ModelT) -> ModelT:
     Raises:
         NotPatchedError: If the model is not patched.
 
-    Example:
+    Examples:
         >>> model = tokenprune.unpatch(tokenprune.patch(model))
         >>> tokenprune.is_patched(model)
         False
@@ -170,7 +170,7 @@ def patched(model: ModelT, method: Any = None, *, keep: Any = None, **options: A
 
     With `replace=True`, the previous patch is restored at the end.
 
-    Example:
+    Examples:
         >>> with tokenprune.patched(model, "fastv", keep=0.5):
         ...     output = model.generate(**inputs, max_new_tokens=2)
         >>> tokenprune.is_patched(model)
@@ -196,7 +196,7 @@ def stats(model: Any) -> Stats:
     Raises:
         NotPatchedError: If the model is not patched.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, "divprune", keep=0.5)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).keep_ratio
@@ -212,7 +212,7 @@ def feature_cache(model: Any) -> FeatureCache:
     Raises:
         NotPatchedError: If the model is not patched, or has no feature cache.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, keep=0.5, feature_cache=2**20)
         >>> output = model.generate(**inputs, max_new_tokens=2)
         >>> tokenprune.stats(model).feature_cache.misses
@@ -274,7 +274,7 @@ def assistant(
         - Any registered method selects the tokens.
         - The draft keeps the positions of the full prompt.
 
-    Example:
+    Examples:
         >>> assistant = tokenprune.assistant(model, "divprune", keep=0.5)
         >>> output = model.generate(**inputs, assistant_model=assistant, max_new_tokens=2)
         >>> assistant = tokenprune.unpatch(assistant)
@@ -299,7 +299,7 @@ def method(name: str, **options: Any) -> Method:
         UnknownMethodError: If no method is registered as `name`.
         OptionError: If an option is invalid.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, ["divprune", tokenprune.method("fastv", layer=1)], keep=[0.5, 0.5])
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_out / tokenprune.stats(model).visual_tokens_in

@@ -28,7 +28,7 @@ __all__ = [
 class TokenPruneError(Exception):
     """Base class of all errors of this library.
 
-    Example:
+    Examples:
         >>> try:
         ...     tokenprune.patch(model, keep=2.5)
         ... except tokenprune.TokenPruneError as error:
@@ -40,7 +40,7 @@ class TokenPruneError(Exception):
 class UnknownMethodError(TokenPruneError, ValueError):
     """No method is registered under this name.
 
-    Example:
+    Examples:
         >>> tokenprune.method("divprun")
         Traceback (most recent call last):
         tokenprune.errors.UnknownMethodError: unknown method 'divprun'...
@@ -62,7 +62,7 @@ class RegistrationError(TokenPruneError, ValueError):
 class OptionError(TokenPruneError, ValueError):
     """An option or an argument is unknown, or has an invalid value.
 
-    Example:
+    Examples:
         >>> tokenprune.method("fastv", layer=0)
         Traceback (most recent call last):
         tokenprune.errors.OptionError: fastv: layer=0 must be an int >= 1
@@ -72,7 +72,7 @@ class OptionError(TokenPruneError, ValueError):
 class BudgetError(TokenPruneError, ValueError):
     """`keep` or a `Budget` is invalid, or cannot be reached.
 
-    Example:
+    Examples:
         >>> tokenprune.Budget(keep=2.5)
         Traceback (most recent call last):
         tokenprune.errors.BudgetError: keep=2.5 is not a valid share...
@@ -82,7 +82,7 @@ class BudgetError(TokenPruneError, ValueError):
 class UnsupportedModelError(TokenPruneError, TypeError):
     """The model is not supported.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(torch.nn.Linear(2, 2))
         Traceback (most recent call last):
         tokenprune.errors.UnsupportedModelError: ...
@@ -96,7 +96,7 @@ class UnsupportedSetupError(TokenPruneError, RuntimeError):
 class AlreadyPatchedError(TokenPruneError, RuntimeError):
     """The model is already patched.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(tokenprune.patch(model))
         Traceback (most recent call last):
         tokenprune.errors.AlreadyPatchedError: The model is already patched with...
@@ -106,7 +106,7 @@ class AlreadyPatchedError(TokenPruneError, RuntimeError):
 class NotPatchedError(TokenPruneError, RuntimeError):
     """The model is not patched.
 
-    Example:
+    Examples:
         >>> model = tokenprune.unpatch(model)
         Traceback (most recent call last):
         tokenprune.errors.NotPatchedError: ...

@@ -179,7 +179,7 @@ class Stats:
         decode_rates: Pruning rate of each row at each decode step. Empty without a DECODE method.
         decode_kept: Number of remaining visual tokens of each row at each decode step. Empty without a DECODE method.
 
-    Example:
+    Examples:
         >>> with tokenprune.patched(model, "divprune", keep=0.25):
         ...     output = model(**inputs)
         ...     stats = tokenprune.stats(model)

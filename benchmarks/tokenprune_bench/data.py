@@ -185,7 +185,7 @@ def read_columns(text: str) -> dict[str, str]:
     Raises:
         DataError: If a target column does not exist.
 
-    Example:
+    Examples:
         >>> read_columns("query=question,label=answers,id=")
         {'query': 'question', 'label': 'answers', 'id': ''}
     """

@@ -12,7 +12,7 @@ def format_change(change: float) -> str:
     More decimals are used if one decimal would round the change to a bound of `POINTS`: -1.04 is below the bound -1,
     and -0.96 is above it.
 
-    Example:
+    Examples:
         >>> format_change(-0.015), format_change(-0.0104)
         ('-1.5', '-1.04')
     """

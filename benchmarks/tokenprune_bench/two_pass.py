@@ -95,7 +95,7 @@ def escalate(
         AlreadyPatchedError: If the model is patched.
         OptionError: If there are several prompts, a streamer (the first answer may be discarded), or beams.
 
-    Example:
+    Examples:
         >>> content = [{"type": "image"}, {"type": "text", "text": "what color is the star?"}]
         >>> text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         >>> accept = {"min_margin": 0, "max_entropy": 9.0, "guard": False}

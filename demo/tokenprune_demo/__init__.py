@@ -25,7 +25,7 @@ def checkpoint(name: str) -> Path:
     Raises:
         MissingPackageError: If the decoder of demo_smol is not installed.
 
-    Example:
+    Examples:
         >>> checkpoint("demo_vlm").name
         'demo_vlm'
     """

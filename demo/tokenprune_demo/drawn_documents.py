@@ -68,7 +68,7 @@ def draw_document(
     Raises:
         ValueError: If the layout or the size is not valid.
 
-    Example:
+    Examples:
         >>> document = draw_document(np.random.default_rng(0), "chart", (320, 320))
         >>> [question.kind for question in document.questions]
         ['word', 'digits', 'colour', 'small']

@@ -103,7 +103,7 @@ def draw_video(
     Raises:
         ValueError: If the size, ground or kind is not valid.
 
-    Example:
+    Examples:
         >>> video = draw_video(np.random.default_rng(0), (112, 112), "still", kinds=["still"], answers={"still": "red"})
         >>> video.questions[0].answer
         'red'

@@ -239,7 +239,7 @@ def draw_scene(rng: np.random.Generator, photos: tuple[Image.Image, ...] = (), t
         photos: Background photographs.
         texts: Number of digits and of signs. More than one is for training a vision tower.
 
-    Example:
+    Examples:
         >>> scene = draw_scene(np.random.default_rng(0))
         >>> scene.image.size
         (224, 224)

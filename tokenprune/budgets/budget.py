@@ -48,7 +48,7 @@ class Budget:
     Raises:
         BudgetError: If the arguments are invalid.
 
-    Example:
+    Examples:
         >>> tokenprune.Budget(average_tokens=192)
         Budget(average_tokens=192)
         >>> tokenprune.Budget(keep=0.25).resolve_keep(576)
@@ -104,7 +104,7 @@ class Budget:
     def from_keep(cls, keep: Any) -> Budget:
         """Return the budget for an argument `keep`: a number or a `Budget`.
 
-        Example:
+        Examples:
             >>> tokenprune.Budget.from_keep(0.5)
             Budget(keep=0.5)
         """
@@ -120,7 +120,7 @@ class Budget:
     def from_number(cls, keep: float | int) -> Budget:
         """Return the budget for a checked number: a float is a share, an int (including 1) a number of tokens.
 
-        Example:
+        Examples:
             >>> tokenprune.Budget.from_number(1)
             Budget(tokens=1)
         """
@@ -130,7 +130,7 @@ class Budget:
     def from_kv_share(cls, share: float, per: str = "image") -> Budget:
         """Keep a share in (0, 1] of the KV bytes of the visual tokens.
 
-        Example:
+        Examples:
             >>> tokenprune.Budget.from_kv_share(0.5)
             Budget.from_kv_share(0.5)
         """
@@ -140,7 +140,7 @@ class Budget:
     def from_flops_share(cls, share: float, per: str = "image") -> Budget:
         """Keep a share in (0, 1] of the decoder's prefill FLOPs, including text.
 
-        Example:
+        Examples:
             >>> tokenprune.Budget.from_flops_share(0.5)
             Budget.from_flops_share(0.5)
         """
@@ -155,7 +155,7 @@ class Budget:
             fps: Frames per second at which videos were sampled. Default: the value of the processor (Qwen2.5-VL).
             per: See `Budget`.
 
-        Example:
+        Examples:
             >>> tokenprune.Budget.per_second(64, fps=2.0)
             Budget.per_second(64, fps=2.0)
         """
@@ -165,7 +165,7 @@ class Budget:
     def by_frame(cls, frames: Sequence[float | int]) -> Budget:
         """Keep an int >= 2 (tokens) or a share in (0, 1] of each video frame, and all tokens of images.
 
-        Example:
+        Examples:
             >>> tokenprune.Budget.by_frame((1.0, 16, 0.25))
             Budget.by_frame((1.0, 16, 0.25))
         """
@@ -175,7 +175,7 @@ class Budget:
     def by_frame_weights(cls, keep: float | int | Budget, weights: Sequence[float]) -> Budget:
         """Split the tokens that `keep` leaves of a video over its frames, in proportion to `weights`.
 
-        Example:
+        Examples:
             >>> tokenprune.Budget.by_frame_weights(0.5, (1.0, 3.0))
             Budget.by_frame_weights(0.5, (1.0, 3.0))
         """
@@ -194,7 +194,7 @@ class Budget:
             step: Ages are recounted when the number of images is a multiple of it. In between, earlier images keep
                 their tokens when the prompt grows, so a prefix cache stays valid.
 
-        Example:
+        Examples:
             >>> tokenprune.Budget.by_age(0.5, ((0, 1.0), (2, 0.5)))
             Budget.by_age(0.5, ((0, 1.0), (2, 0.5)), step=1)
         """
@@ -206,7 +206,7 @@ class Budget:
 
         The object may also contain "age" and "step", "fps", or "frame_weights".
 
-        Example:
+        Examples:
             >>> tokenprune.Budget.from_json({"average_tokens": 192})
             Budget(average_tokens=192)
         """

@@ -28,7 +28,7 @@ class Ages:
     Raises:
         BudgetError: If a tier is invalid.
 
-    Example:
+    Examples:
         >>> apply_ages([100, 100, 100], Ages(((0, 1.0), (2, 0.5))).tiers, step=1)
         [50, 100, 100]
     """

@@ -18,7 +18,7 @@ def compute_joint_share(budgets: Sequence[Budget], tokens: int | None = None) ->
     Returns:
         The share, or None if a budget is an average over the layers, or a number of tokens while `tokens` is None.
 
-    Example:
+    Examples:
         >>> compute_joint_share([Budget(keep=0.5), Budget(keep=0.5)])
         0.25
     """

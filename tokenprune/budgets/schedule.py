@@ -44,7 +44,7 @@ def plan_cuts(layers: int, cuts: Sequence[tuple[float | int, float]], budget: Bu
         OptionError: If the cuts are not in order, or two cuts are at the same layer.
         BudgetError: If the layers before the first cut spend more than the budget.
 
-    Example:
+    Examples:
         >>> [cut.layer for cut in plan_cuts(32, ((0.25, 2), (0.5, 1)), Budget(keep=0.5))]
         [8, 16]
     """
@@ -91,7 +91,7 @@ def choose_layers(depths: Sequence[float], layers: int, budget: Budget) -> list[
     Raises:
         OptionError: If the decoder has too few layers.
 
-    Example:
+    Examples:
         >>> choose_layers((0.25, 0.5, 0.75), 32, Budget(keep=0.5))
         [8, 16, 24]
     """

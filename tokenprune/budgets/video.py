@@ -174,7 +174,7 @@ def spread(total: int, weights: Sequence[float], limits: Sequence[int]) -> list[
         - Every frame keeps at least one token, so `total` is exceeded if there are more frames than tokens.
         - A video that keeps all tokens does not cause an endless loop.
 
-    Example:
+    Examples:
         >>> spread(10, [3.0, 1.0], limits=[6, 6])
         [6, 4]
     """

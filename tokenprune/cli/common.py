@@ -186,7 +186,7 @@ def read_settings(methods: str, keep: str, max_tokens: int | None = None) -> lis
     Raises:
         OptionError: If the number of keeps does not match the number of methods.
 
-    Example:
+    Examples:
         >>> [str(setting) for setting in read_settings("divprune,fastv", "0.5,0.25")]
         ['divprune 0.5', 'divprune 0.25', 'fastv 0.5', 'fastv 0.25']
     """

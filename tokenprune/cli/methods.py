@@ -142,7 +142,7 @@ def _describe(info: MethodInfo) -> list[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
-    from tokenprune.cli.docstrings import Docstring
+    from tokenprune.selection.docstrings import Docstring
     from tokenprune.selection.options import describe_type, get_option_types
 
     query, safe, merges = map(_yes, _flags(info))

@@ -50,7 +50,7 @@ def new_method(name: str, site: str = "pre-llm", to: str | Path | None = None) -
         RegistrationError: If the name is invalid or taken.
         OptionError: If the site is unknown, or the folder exists or cannot be written.
 
-    Example:
+    Examples:
         >>> folder = new_method("my_method", site="in-llm", to="example")
         >>> sorted(path.name for path in folder.iterdir())
         ['README.md', 'pyproject.toml', 'tests', 'tokenprune_my_method.py']

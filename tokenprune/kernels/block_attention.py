@@ -31,7 +31,7 @@ class Parts:
         tail: Tokens of the tail.
         after: Padding tokens after the tail.
 
-    Example:
+    Examples:
         >>> Parts.from_ids(torch.tensor([PADDING, SINK, SINK, 1, 1, 1, 2, 2, 2, TAIL]))
         Parts(before=1, sink=2, blocks=(3, 3), tail=1, after=0)
     """

@@ -161,7 +161,7 @@ def find_roots(parent: Tensor, steps: int) -> Tensor:
         parent: Index of each token's parent, long `[R, N]`. A root is its own parent.
         steps: At least the length of the longest chain.
 
-    Example:
+    Examples:
         >>> find_roots(torch.tensor([[0, 0, 1, 3]]), 2).tolist()
         [[0, 0, 0, 3]]
     """
@@ -186,7 +186,7 @@ def connected_components(graph_or_vectors: Tensor, threshold: float | None = Non
         graph_or_vectors: Symmetric adjacency, bool `[..., n, n]`. With a threshold, unit vectors, float `[n, D]`.
         threshold: Connect vectors with a larger cosine. Cosines are computed in blocks of rows.
 
-    Example:
+    Examples:
         >>> connected_components(torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 1]]).bool()).tolist()
         [0, 1, 0]
     """

@@ -23,7 +23,7 @@ def partition(first: Tensor) -> Tensor:
     Returns:
         Indices, long `[B, W]`. True and False entries keep their order. The kernel returns the same indices.
 
-    Example:
+    Examples:
         >>> partition(torch.tensor([[False, True, False, True]])).tolist()
         [[1, 3, 0, 2]]
     """
@@ -42,7 +42,7 @@ def gather_tokens(x: Tensor, index: Tensor, dim: int) -> Tensor:
     Returns:
         `x` with size W along `dim`, and the batch axis expanded to B.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[[1.0], [2.0], [3.0]]])
         >>> gather_tokens(x, torch.tensor([[2, 0]]), 1).flatten().tolist()
         [3.0, 1.0]

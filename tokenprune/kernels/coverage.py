@@ -67,7 +67,7 @@ def coverage_gain(table: Tensor, cover: Tensor) -> Tensor:
     Returns:
         `sum(max(table - cover, 0))` over rows, float32 `[S, N]`.
 
-    Example:
+    Examples:
         >>> coverage_gain(torch.tensor([[[0.5, 1.0], [1.0, 0.0]]]), torch.tensor([[0.5, 0.5]])).tolist()
         [[0.5, 0.5]]
     """

@@ -61,7 +61,7 @@ def greedy_dpp(
     Returns:
         Selected tokens, bool `[S, N]`.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
         >>> greedy_dpp(x, x, torch.ones(1, 3).bool(), torch.tensor([2]), 2).tolist()
         [[True, False, True]]

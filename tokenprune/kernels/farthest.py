@@ -83,7 +83,7 @@ def farthest(features: Tensor, mask: Tensor, budget: Tensor, max_budget: int) ->
     Returns:
         Selected tokens, bool `[S, N]`.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]]])
         >>> farthest(x, torch.ones(1, 3).bool(), torch.tensor([2]), 2).tolist()
         [[True, False, True]]

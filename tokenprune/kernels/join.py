@@ -32,7 +32,7 @@ def join(x: Tensor, keep: Tensor | None, own_weight: Tensor, source: Tensor, tar
     Returns:
         Merged tokens, `[m, D]`.
 
-    Example:
+    Examples:
         >>> x, weights = torch.tensor([[0.0], [3.0], [5.0]]), torch.ones(2)
         >>> join(x, torch.tensor([0, 2]), weights, torch.tensor([1]), torch.tensor([1]), weights[:1]).tolist()
         [[0.0], [4.0]]

@@ -69,7 +69,7 @@ def best_match(
         Cosine of the match, float32 `[S, A]`, -inf without a match; and its index in `b`, long `[S, A]`, 0 without a
         match.
 
-    Example:
+    Examples:
         >>> a, b = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.0, 1.0], [2.0, 0.0]]])
         >>> cosine, index = best_match(a, b)
         >>> cosine.item(), index.item()

@@ -39,7 +39,7 @@ class Merge:
         num_merged: Number of sources per row, long `[B]`, if rows differ.
         is_drop: Tokens that are neither kept nor sources are dropped. Otherwise, every token is kept or a source.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.0, 2.0]]])
         >>> merge = bipartite_match(x, r=1)
         >>> merge.mean(x, torch.ones(1, 4)).shape

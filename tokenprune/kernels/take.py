@@ -49,7 +49,7 @@ def top_mask(score: Tensor, mask: Tensor, count: Tensor, max_count: int) -> Tens
     Returns:
         Selected tokens, bool `[S, N]`.
 
-    Example:
+    Examples:
         >>> score, mask = torch.tensor([[0.1, 0.9, 0.9]]), torch.ones(1, 3).bool()
         >>> top_mask(score, mask, torch.tensor([1]), 1).tolist()
         [[False, True, False]]
@@ -96,7 +96,7 @@ def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
         group: Group of each token, integer `[S, N]`.
         keys: Sort keys of any dtype, `[S, N]`.
 
-    Example:
+    Examples:
         >>> rank_in_group(torch.tensor([[0, 0, 1]]), torch.tensor([[0.1, 0.2, 0.3]])).tolist()
         [[1, 0, 0]]
     """

@@ -126,7 +126,7 @@ def find_segment_ends(
     Returns:
         True where a segment ends after the frame, bool `[S, F - 1]`.
 
-    Example:
+    Examples:
         >>> find_segment_ends(torch.tensor([[0.9, 0.2, 0.8]]), torch.tensor([4]), min_segments=2).tolist()
         [[False, True, False]]
     """
@@ -226,7 +226,7 @@ def split_budget(
     Returns:
         Tokens of each frame, long `[S, F]`.
 
-    Example:
+    Examples:
         >>> split_budget(torch.tensor([[3.0, 1.0]]), torch.tensor([8]), torch.tensor([[5, 5]])).tolist()
         [[5, 3]]
     """

@@ -23,7 +23,7 @@ def to_device(values: Sequence | torch.Tensor, device: torch.device, dtype: torc
         device: The target device.
         dtype: dtype for a sequence. Pass it for floats, which would otherwise get the process's default dtype.
 
-    Example:
+    Examples:
         >>> to_device([3, 1], torch.device("cpu"))
         tensor([3, 1])
     """
@@ -36,7 +36,7 @@ class FIFOCache:
 
     A copy starts empty, so `copy.deepcopy(model)` does not share entries.
 
-    Example:
+    Examples:
         >>> cache = FIFOCache()
         >>> cache.get("shape", lambda: 3), cache.get("shape", lambda: 4)
         (3, 3)

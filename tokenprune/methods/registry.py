@@ -65,7 +65,7 @@ class MethodInfo:
         reconstruction: Whether the method is reconstructed without the authors' full text or code.
         default_keep: Share of tokens that is kept if the user passes no budget.
 
-    Example:
+    Examples:
         >>> info = tokenprune.method_info("divprune")
         >>> info.site, info.options
         (<Site.PRE_LLM: 'PRE_LLM'>, {'center': False})
@@ -134,7 +134,7 @@ def register(
         RegistrationError: If the name is taken or invalid, the class is not a frozen dataclass with a docstring, it
             lacks the base class of its site, or its needs are unknown or declared twice.
 
-    Example:
+    Examples:
         >>> from dataclasses import dataclass
         >>> @tokenprune.register("largest_norm", site="PRE_LLM")
         ... @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def import_all(package: str, group: str) -> None:
 def available_methods() -> list[str]:
     """Return the sorted names of all registered methods.
 
-    Example:
+    Examples:
         >>> "divprune" in tokenprune.available_methods()
         True
     """
@@ -235,7 +235,7 @@ def method_class(name: str) -> type[Method]:
     Raises:
         UnknownMethodError: If no method has this name. The message suggests close names.
 
-    Example:
+    Examples:
         >>> method_class("divprune").__name__
         'DivPrune'
     """
@@ -291,7 +291,7 @@ def method_info(name: str) -> MethodInfo:
     Raises:
         UnknownMethodError: If no method has this name.
 
-    Example:
+    Examples:
         >>> tokenprune.method_info("cdpruner").query_aware
         True
     """
@@ -325,7 +325,7 @@ def build(name: str, options: dict[str, Any], other_names: Iterable[str] = ()) -
         UnknownMethodError: If no method has this name.
         OptionError: If the method lacks one of the options.
 
-    Example:
+    Examples:
         >>> build("divprune", {"center": True})
         divprune(center=True)
     """

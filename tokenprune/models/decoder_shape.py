@@ -33,7 +33,7 @@ class DecoderShape:
         kv_projections: Projections for keys and values. 1 if values are the projected keys.
         mlp_matrices: Weight matrices of an MLP: 3 with a gate, 2 without (OPT).
 
-    Example:
+    Examples:
         >>> shape = DecoderShape(32, 4096, 11008, 32, 32, 128)
         >>> half = shape.prefill_flops([300] * 32) / shape.prefill_flops([600] * 32)
         >>> round(half, 2)

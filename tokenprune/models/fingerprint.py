@@ -44,7 +44,7 @@ class Fingerprint:
             module: The tower.
             facts: Other values that affect calibration and are not weights.
 
-        Example:
+        Examples:
             >>> Fingerprint.from_module(torch.nn.Linear(2, 2)).kind
             'Linear'
         """

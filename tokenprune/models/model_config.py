@@ -95,7 +95,7 @@ def read_model_config(model: str | Path) -> Any:
     Raises:
         TokenPruneError: If the config cannot be read.
 
-    Example:
+    Examples:
         >>> read_model_config("demo_vlm").model_type
         'llava'
     """

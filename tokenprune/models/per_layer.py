@@ -27,7 +27,7 @@ def get_layer_values(config: Any, name: str, default: Any = None) -> list[Any]:
 def merge_equal(values: Sequence[Any]) -> Any:
     """Return the common value if all layers are equal, or a tuple of all values.
 
-    Example:
+    Examples:
         >>> merge_equal([8, 8]), merge_equal([8, 4])
         (8, (8, 4))
     """

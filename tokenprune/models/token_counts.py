@@ -110,7 +110,7 @@ def count_visual_tokens(processor: Any, height: int, width: int, *, images: int 
         UnsupportedSetupError: If the processor is unknown.
         OptionError: If an image processor lacks settings of its processor.
 
-    Example:
+    Examples:
         >>> tokenprune.count_visual_tokens(processor, height=256, width=256)
         256
     """

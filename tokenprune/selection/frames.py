@@ -25,7 +25,7 @@ class Visual:
         frames: (start, end) of each frame: the position of its first visual token, and one past its last. An image has
             one frame. Frames are counted as the decoder sees them: Qwen's towers join two frames of a video.
 
-    Example:
+    Examples:
         >>> Visual.from_positions("video", range(10, 18), frames=2)
         Visual(modality='video', frames=((10, 14), (14, 18)))
     """

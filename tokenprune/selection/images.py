@@ -29,7 +29,7 @@ class InputImage:
         count: Function from (height, width) to the number of visual tokens. None if the processor is not supported.
         question: Question of the prompt if the method sets `reads_question`, else an empty string.
 
-    Example:
+    Examples:
         >>> InputImage(image).size
         (512, 512)
     """

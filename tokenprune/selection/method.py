@@ -30,7 +30,7 @@ class Site(enum.StrEnum):
 
     A member equals its name as a string. ATTENTION methods remove no token: they change which tokens attend to which.
 
-    Example:
+    Examples:
         >>> tokenprune.Site.PRE_LLM == "PRE_LLM"
         True
         >>> tokenprune.Site.PRE_LLM.description
@@ -79,7 +79,7 @@ class Selection:
         counts: Number of kept tokens per segment, as Python ints. None: the engine counts the mask, which waits for
             the device.
 
-    Example:
+    Examples:
         >>> keep = torch.tensor([[True, False, True]])
         >>> tokenprune.Selection(keep, assign=torch.tensor([[0, 2, 2]]), counts=[2]).counts
         [2]
@@ -100,7 +100,7 @@ class Selection:
             score: Score of each token, shape (S, N), float. Padding is ignored.
             tokens: Visual tokens with their budget.
 
-        Example:
+        Examples:
             >>> from tokenprune.testing import visual_tokens
             >>> tokens = visual_tokens(torch.zeros(1, 4, 8), keep=2)
             >>> tokenprune.Selection.top(torch.tensor([[0.1, 0.9, 0.3, 0.2]]), tokens).keep
@@ -132,7 +132,7 @@ class Method(CallRepr):
         fit_limit: Default number of images for `tokenprune fit`. None: all images of a folder.
         fit_question: Default question about each image. None: the question of the synthetic scene.
 
-    Example:
+    Examples:
         >>> method = tokenprune.method("dart", pivot_image=8)
         >>> isinstance(method, tokenprune.Method), method
         (True, dart(pivot_image=8))
@@ -247,7 +247,7 @@ class Pruner(Method):
     Attributes:
         never_nan: True if the scores of an image are never all NaN. This skips a check that waits for the device.
 
-    Example:
+    Examples:
         >>> from tokenprune.testing import visual_tokens
         >>> class LargestNorm(tokenprune.Pruner):
         ...     def score(self, tokens):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class ObservedAt(enum.StrEnum):
     """Module or tensor that an observable reads. A member equals its name as a string.
 
-    Example:
+    Examples:
         >>> ObservedAt.CUT == "CUT"
         True
     """
@@ -51,7 +51,7 @@ class ObservedAt(enum.StrEnum):
 class Backend(enum.StrEnum):
     """Backend that provides an observable: the Hugging Face engine, or vLLM before or inside the language model.
 
-    Example:
+    Examples:
         >>> Backend.HF == "hf"
         True
     """
@@ -91,7 +91,7 @@ class Observable:
         rotary: True if it needs rotary position embedding, which not every decoder has.
         absolute: True if its value depends on absolute position ids, and so on left padding.
 
-    Example:
+    Examples:
         >>> from tokenprune.selection import available_observables
         >>> "last_row_attention" in available_observables()
         True
@@ -158,7 +158,7 @@ class Observable:
 class PerToken(Observable):
     """Base class of observables with one value for each token of the sequence, visual or text.
 
-    Example:
+    Examples:
         >>> class HiddenNorm(PerToken):
         ...     where = ObservedAt.CUT
         ...     def read_values(self, source):

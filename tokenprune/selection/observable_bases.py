@@ -29,7 +29,7 @@ _MAX_ELEMENTS = 2**24  # size of a chunk of the attention map
 class AttentionToTokens(Observable):
     """Base class of the attention to each token in a decoder layer, by head.
 
-    Example:
+    Examples:
         >>> class FirstRow(AttentionToTokens):
         ...     where = ObservedAt.LAYER_BEFORE
         ...     def read_columns(self, source):
@@ -168,7 +168,7 @@ class TowerBlock(Observable):
 
     A token made of several patches gets their mean, in float32. Tokens without a patch (newlines, a class token) get 0.
 
-    Example:
+    Examples:
         >>> class KeyNorm(TowerBlock):
         ...     def compute_per_patch(self, attention, protected):
         ...         return attention.key[:, :, protected:].norm(dim=-1)

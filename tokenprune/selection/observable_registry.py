@@ -26,7 +26,7 @@ def register_observable(name: str) -> Callable[[O], O]:
     Raises:
         RegistrationError: If the name is taken or not an identifier, or the class lacks `where` or a docstring.
 
-    Example:
+    Examples:
         >>> from tokenprune.selection import ObservedAt, PerToken, register_observable
         >>> @register_observable("hidden")
         ... class Hidden(PerToken):
@@ -79,7 +79,7 @@ def _load() -> None:
 def available_observables() -> list[str]:
     """Return the names of all registered observables, sorted.
 
-    Example:
+    Examples:
         >>> available_observables()[:2]
         ['embeddings', 'encoder_attention']
     """

@@ -81,7 +81,7 @@ def matches_type(value: Any, hint: Any) -> bool:
 
     Booleans are not numbers, and NaN is out of range.
 
-    Example:
+    Examples:
         >>> matches_type(2, Annotated[int, Ge(1)]), matches_type(True, int)
         (True, False)
     """
@@ -103,7 +103,7 @@ def matches_type(value: Any, hint: Any) -> bool:
 def describe_type(hint: Any) -> str:
     """Return a description of a type for messages.
 
-    Example:
+    Examples:
         >>> describe_type(Annotated[int, Ge(1)]), describe_type(Literal["evict", "mask"])
         ('an int >= 1', "'evict' or 'mask'")
     """
@@ -132,7 +132,7 @@ __all__ = ["check_options", "describe_type", "get_file_options", "get_option_typ
 class CallRepr:
     """Base of dataclasses whose repr is a call with the options that differ from their defaults.
 
-    Example:
+    Examples:
         >>> tokenprune.method("fastv", layer=3)
         fastv(layer=3)
     """

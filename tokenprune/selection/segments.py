@@ -38,7 +38,7 @@ class Segments:
             this information.
         clips: Facts about videos that budgets read. None for an image. Empty if there are none.
 
-    Example:
+    Examples:
         >>> from tokenprune.testing import visual_tokens
         >>> visual_tokens(torch.zeros(2, 4, 8), counts=[4, 3]).segments.row_index
         tensor([[0],
@@ -110,7 +110,7 @@ class Patches:
         size: Number of patches per token.
         tiles: Exclusive upper bound of the tile indices.
 
-    Example:
+    Examples:
         >>> Patches(*torch.zeros(6, 1, 4, dtype=torch.long), tiles=1).tile.shape
         torch.Size([1, 4])
     """

@@ -50,7 +50,7 @@ class TokenSource:
         hidden: Hidden states at the cut, shape (B, W, D).
         carry: Values that earlier stages of the method stored. See `VisualTokens.remember`.
 
-    Example:
+    Examples:
         >>> TokenSource().get_token_mask()
         Traceback (most recent call last):
         tokenprune.errors.TokenPruneError: it reads the padding mask, which this engine does not provide

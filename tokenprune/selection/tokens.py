@@ -64,7 +64,7 @@ class TextTokens(_TextObservables):
         position: Position of each text token in the sequence of this call, shape (S, M), int64.
         segments: Segments that the text follows.
 
-    Example:
+    Examples:
         >>> from tokenprune.testing import visual_tokens
         >>> tokens = visual_tokens(torch.zeros(1, 4, 8), text={"hidden": torch.zeros(1, 3, 8)})
         >>> tokens.text.hidden.shape
@@ -95,7 +95,7 @@ class VisualTokens(_VisualObservables):
         segments: Rows, positions, grids and modality of the segments.
         keep: Number of tokens to keep per segment, as Python ints.
 
-    Example:
+    Examples:
         >>> from tokenprune.testing import visual_tokens
         >>> tokens = visual_tokens(torch.zeros(2, 4, 8), counts=[4, 3], keep=2)
         >>> tokens.hidden.shape, tokens.counts, tokens.keep

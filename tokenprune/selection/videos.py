@@ -32,7 +32,7 @@ class Videos:
         keep: Number of tokens to keep in the frames of each video, at least 1. Tokens outside of frames (such as a
             newline) are kept first and reduce this number.
 
-    Example:
+    Examples:
         >>> from tokenprune.testing import visual_tokens
         >>> tokens = visual_tokens(torch.zeros(1, 12, 8), grids=[(3, 2, 2)], modality="video", keep=6, frames=[[4] * 3])
         >>> Videos.from_tokens(tokens).hidden.shape

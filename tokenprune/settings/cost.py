@@ -33,7 +33,7 @@ class Load:
         visual: Number of visual tokens at the input of the decoder.
         text: Number of text tokens.
 
-    Example:
+    Examples:
         >>> load = Load((576,), visual=576, text=64)
     """
 
@@ -56,7 +56,7 @@ class Load:
             OptionError: If the family requires the other argument, or a number is out of range.
             UnsupportedModelError: If the vision tower is not supported.
 
-        Example:
+        Examples:
             >>> Load.from_config(model.config, tiles=1).text
             64
         """
@@ -118,7 +118,7 @@ class CostModel:
         decoder: Sizes of the decoder.
         tower: Sizes of the vision tower. None if it is unknown. It then costs 0.
 
-    Example:
+    Examples:
         >>> pruned = LLAVA_7B.predict(LLAVA_7B_LOAD, [tokenprune.method("divprune")], [Budget(keep=0.25)])
         >>> LLAVA_7B.compute_cost(LLAVA_7B_LOAD).tokens, pruned.tokens
         (576.0, 144.0)
@@ -242,7 +242,7 @@ def compute_site_limits(model: CostModel, load: Load, keep: float, layer: int = 
         keep: Share of the visual tokens.
         layer: Decoder layer of an IN_LLM cut.
 
-    Example:
+    Examples:
         >>> limits = compute_site_limits(LLAVA_7B, LLAVA_7B_LOAD, keep=0.25)
         >>> [f"{limit.site} x{limit.at_keep:.1f}" for limit in limits][:2]
         ['PRE_ENCODER x3.2', 'IN_ENCODER x3.2']

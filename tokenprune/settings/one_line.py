@@ -37,7 +37,7 @@ def format_method(name: str, options: Mapping[str, Any]) -> str:
 def split_methods(text: str) -> tuple[str, ...]:
     """Split a list of settings.
 
-    Example:
+    Examples:
         >>> split_methods("dart:pivot_text=0,pivot_image=8,tome")
         ('dart:pivot_text=0,pivot_image=8', 'tome')
     """
@@ -57,7 +57,7 @@ def read_line(text: str) -> list[tuple[str, dict[str, Any]]]:
         UnknownMethodError: If a method is not registered.
         OptionError: If an option is unknown or invalid.
 
-    Example:
+    Examples:
         >>> read_line("divprune+fastv:layer=3")
         [('divprune', {}), ('fastv', {'layer': 3})]
     """

@@ -50,7 +50,7 @@ def read_config(source: str | Path | Mapping[str, Any] | Setting) -> Setting:
         ConfigError: If the file cannot be read, or its structure is invalid.
         OptionError: If the setting is invalid. Also UnknownMethodError and BudgetError.
 
-    Example:
+    Examples:
         >>> setting = tokenprune.read_config({"method": "divprune", "keep": 0.25})
         >>> setting.name, setting.keep
         ('divprune', 0.25)
@@ -114,7 +114,7 @@ def write_config(path: str | Path, setting: Setting) -> None:
     Raises:
         ConfigError: If the file cannot be written.
 
-    Example:
+    Examples:
         >>> tokenprune.write_config("tokenprune.json", tokenprune.Setting.from_text("divprune", keep=0.25))
         >>> tokenprune.read_config("tokenprune.json").to_json()
         {'method': 'divprune', 'keep': 0.25}

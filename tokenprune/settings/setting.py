@@ -52,7 +52,7 @@ class Setting:
         bounds: Upper bounds of the budget for an older image, as shares or numbers of tokens. Only vLLM sets it, for
             the images of a budget by age. JSON does not hold it.
 
-    Example:
+    Examples:
         >>> setting = tokenprune.Setting.from_text("divprune+fastv:layer=1", keep=[0.5, 0.25])
         >>> setting.methods
         [divprune(), fastv(layer=1)]
@@ -83,7 +83,7 @@ class Setting:
             UnknownMethodError: If a method is not registered.
             BudgetError: If `keep` is invalid.
 
-        Example:
+        Examples:
             >>> tokenprune.Setting.from_json({"method": "fastv", "layer": 3, "keep": 0.5}).to_text()
             'fastv:layer=3'
         """
@@ -93,7 +93,7 @@ class Setting:
     def from_text(cls, text: str, keep: Any = None) -> Setting:
         """Read methods with their options on one line. Raises like `from_json`.
 
-        Example:
+        Examples:
             >>> tokenprune.Setting.from_text("divprune+fastv:layer=3").names
             ('divprune', 'fastv')
         """

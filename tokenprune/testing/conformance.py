@@ -48,7 +48,7 @@ def check_method(method: str | Method | type[Method], *, tower: Tower | None = N
     Raises:
         ConformanceError: If the method breaks a rule.
 
-    Example:
+    Examples:
         >>> from tokenprune.testing import check_method
         >>> check_method("divprune")
     """

@@ -69,7 +69,7 @@ def check_model(model: nn.Module, inputs: Mapping[str, Any], *, keep: float = 0.
         OptionError: If the model is in training mode.
         TokenPruneError: If `tokenprune.patch` does not support the model.
 
-    Example:
+    Examples:
         >>> from tokenprune.testing import check_model
         >>> result = check_model(model, inputs, keep=0.5)
         >>> result.visual_tokens, result.kept

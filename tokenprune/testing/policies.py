@@ -36,7 +36,7 @@ def check_policy(policy: str | Policy | type[Policy]) -> None:
     Raises:
         ConformanceError: If the policy breaks a rule.
 
-    Example:
+    Examples:
         >>> from tokenprune.testing import check_policy
         >>> check_policy("window")
     """

@@ -58,7 +58,7 @@ def visual_tokens(
     Raises:
         OptionError: If a name is not an observable, or a shape does not fit `hidden`.
 
-    Example:
+    Examples:
         >>> from tokenprune.testing import visual_tokens
         >>> tokens = visual_tokens(torch.randn(2, 16, 8), keep=0.25)
         >>> tokenprune.method("divprune").select(tokens).keep.sum(1).tolist()

@@ -89,7 +89,7 @@ def fit_d2pruner(
         AlreadyPatchedError: If the model is patched.
         TokenPruneError: If no image has a known grid.
 
-    Example:
+    Examples:
         >>> prior = fit_d2pruner(model, [inputs])
         >>> prior.table.shape
         torch.Size([16, 16])
@@ -140,7 +140,7 @@ def fit_fitprune(
         AlreadyPatchedError: If the model is patched.
         TokenPruneError: If no sample has an image.
 
-    Example:
+    Examples:
         >>> recipe = fit_fitprune(model, [inputs])
         >>> recipe.table.shape
         torch.Size([51, 6])

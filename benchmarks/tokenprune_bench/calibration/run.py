@@ -68,7 +68,7 @@ def calibrate(
         AlreadyPatchedError: If the model is patched.
         UnsupportedSetupError: If `dymu` does not support the model.
 
-    Example:
+    Examples:
         >>> thresholds = calibrate(model, [image], processor=processor, keep=0.5, progress=False)
         >>> thresholds.keeps
         [0.5]

@@ -191,7 +191,7 @@ def demo_model(name: str = "demo_vlm", *, device: str | None = None) -> tuple[An
         OptionError: If the name is not known.
         MissingPackageError: If tokenprune-demo is not installed.
 
-    Example:
+    Examples:
         >>> model, processor = tokenprune.demo_model("demo_vlm", device="cpu")
         >>> model.config.model_type
         'llava'
@@ -226,7 +226,7 @@ def load_model(
         TokenPruneError: If the model cannot be loaded.
         UnsupportedModelError: If the model cannot be patched.
 
-    Example:
+    Examples:
         >>> subject = load_model("demo_vlm", device="cpu")
         >>> inputs = subject.inputs([image], ["what color is the star?"])
         >>> subject.visual_tokens(inputs)

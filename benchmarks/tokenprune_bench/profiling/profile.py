@@ -169,7 +169,7 @@ def profile_call(
         OptionError: If `repeats` or `new_tokens` is too small.
         TokenPruneError: If the setting does not fit the model.
 
-    Example:
+    Examples:
         >>> from tokenprune_bench.profiling.model import load_model
         >>> subject = load_model("demo_vlm", device="cpu")
         >>> setting = {"method": "divprune", "keep": 0.25}

@@ -145,7 +145,7 @@ def recommend(model: Any, *, task: str = "general") -> Recommendation:
         TokenPruneError: If the config cannot be read.
         UnsupportedModelError: If the family is refused.
 
-    Example:
+    Examples:
         >>> advice = tokenprune.recommend(model, task="documents")
         >>> advice.family
         'llava'

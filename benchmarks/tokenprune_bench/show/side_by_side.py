@@ -204,7 +204,7 @@ def plot(
         UnsupportedSetupError: If the tokens of an image do not form a grid.
         TokenPruneError: If matplotlib is not installed. The errors of `patch` are raised too.
 
-    Example:
+    Examples:
         >>> figure = tokenprune.plot(model, processor, image, "what is shown?", "divprune", keep=0.25)
         >>> len(figure.axes)
         2

@@ -61,7 +61,7 @@ def compute_p_value(drops: np.ndarray, limit: float, level: float) -> float:
 def is_below(drops: np.ndarray, limit: float, level: float) -> bool:
     """Return True if the test shows the mean drop to be below `limit`. The error probability is at most `level`.
 
-    Example:
+    Examples:
         >>> is_below(np.zeros(300), limit=0.01, level=0.05), is_below(np.zeros(299), limit=0.02, level=0.05)
         (False, True)
     """

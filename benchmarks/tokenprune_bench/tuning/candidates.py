@@ -55,7 +55,7 @@ def build_grid(methods: Iterable[str | Setting] = (), keeps: Sequence[float | in
     Raises:
         OptionError: If `keeps` is empty, or a setting is not valid.
 
-    Example:
+    Examples:
         >>> [str(candidate) for candidate in build_grid(["divprune"], keeps=[0.5, 0.25])]
         ['divprune 0.5', 'divprune 0.25']
     """

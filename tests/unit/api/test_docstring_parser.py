@@ -2,10 +2,10 @@
 from __future__ import annotations
 
 import tokenprune
-from tokenprune.cli.docstrings import Docstring
+from tokenprune.selection.docstrings import Docstring
 
 
-class Example:
+class Documented:
     """Keep the first tokens.
 
     A paragraph over
@@ -25,25 +25,25 @@ class Example:
           in float32.
         - Ties keep the lower index.
 
-    Example:
+    Examples:
         >>> 1 + 1
         2
     """
 
 
 def test_sections_are_split_and_joined() -> None:
-    doc = Docstring.from_class(Example)
+    doc = Docstring.from_class(Documented)
     assert doc.paragraphs == ["Keep the first tokens.", "A paragraph over two lines."]
     assert doc.args == {"center": "Subtract the mean of the tokens.", "layer": "The layer: a number."}
     assert doc.sections == {
         "Source": ["Alvar et al., Algorithm 1."],
         "Differences from the paper": ["- Distances are computed in float32.", "- Ties keep the lower index."],
-        "Example": [">>> 1 + 1", "2"],
+        "Examples": [">>> 1 + 1", "2"],
     }
 
 
 def test_a_class_without_a_docstring_has_no_sections() -> None:
-    assert Docstring.from_class(type("Empty", (Example,), {})) == Docstring([""], {}, {})
+    assert Docstring.from_class(type("Empty", (Documented,), {})) == Docstring([""], {}, {})
 
 
 def test_every_option_of_a_method_is_described() -> None:

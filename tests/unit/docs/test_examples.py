@@ -90,10 +90,10 @@ def is_documented(item: Any) -> bool:
 def test_public_names_have_an_example(module: Any) -> None:
     public = {name: getattr(module, name) for name in module.__all__}
     missing = [name for name, item in public.items() if is_documented(item) and lacks_example(item)]
-    assert not missing, f"add an Example: section to the docstrings of {', '.join(missing)}"
+    assert not missing, f"add an Examples: section to the docstrings of {', '.join(missing)}"
 
 
 def test_methods_have_an_example() -> None:
     classes = {name: tokenprune.method_info(name).cls for name in tokenprune.available_methods()}
     missing = [name for name, cls in classes.items() if cls.__module__.startswith("tokenprune.") and lacks_example(cls)]
-    assert not missing, f"add an Example: section to the docstrings of {', '.join(missing)}"
+    assert not missing, f"add an Examples: section to the docstrings of {', '.join(missing)}"

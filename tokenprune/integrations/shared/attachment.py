@@ -88,7 +88,7 @@ def get_attachment(model: Any) -> Attachment:
 def is_patched(model: Any) -> bool:
     """Return True if a model, or a model that it wraps, is patched.
 
-    Example:
+    Examples:
         >>> tokenprune.is_patched(model)
         False
         >>> with tokenprune.patched(model, "divprune", keep=0.25):

@@ -51,7 +51,7 @@ class PEVLM(AttentionPattern):
         - Text between frames joins the block of the next frame. This rule, and prompts with several videos or images,
           are decisions as well.
 
-    Example:
+    Examples:
         >>> method = tokenprune.method("pevlm", sink_frames=4)
         >>> method.required_frames
         30

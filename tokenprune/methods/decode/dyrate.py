@@ -62,7 +62,7 @@ class DyRate(DecodeMethod):
         - The images of a prompt compete during decoding.
         - The classifier is fitted to labels from the KL divergence, not trained end to end.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, DyRate(warmup=0, update_every=2), keep=0.5)
         >>> output = model.generate(**inputs, min_new_tokens=4, max_new_tokens=4)
         >>> len(tokenprune.stats(model).decode_rates)

@@ -56,7 +56,7 @@ class DocPrune(UnitDropper):
           smoothing by a Gaussian (sigma 1, 7 patches, replicated border).
         - The upper bound and the support for videos are additions.
 
-    Example:
+    Examples:
         >>> model, processor = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, DocPrune(tolerance=8.0), processor=processor)
     """
@@ -127,7 +127,7 @@ def relevance_map(documents: Tensor, questions: Tensor, height: int | None = Non
     Returns:
         The map for `DocPrune(relevance=...)`, shape (height, N / height), float32.
 
-    Example:
+    Examples:
         >>> relevance_map(torch.rand(1024, 128), torch.rand(16, 128)).shape
         torch.Size([32, 32])
     """

@@ -59,7 +59,7 @@ class DyMU(EncoderMethod):
           to 16 merges per block, and by 42 for reversed ones on LLaVA, in a block whose output is unused. See
           docs/results/methods.md for measurements.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, DyMU(exact=True), keep=0.5)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -55,7 +55,7 @@ class EarlyTom(FrameMerger):
         - Each video is processed separately.
         - The cut inside the language model is left out. Combine with `fastv`.
 
-    Example:
+    Examples:
         >>> EarlyTom(threshold=0.8, layers=(6, 12)).blocks(24)
         [6, 12]
     """

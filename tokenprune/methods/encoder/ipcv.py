@@ -48,7 +48,7 @@ class IPCV(UnitDropper):
         - `layer` may be 1.
         - Mergers inside the tower (deepstack in Qwen3-VL) receive all patches, restored in the same way.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, IPCV(layer=1, stabilise=1), keep=0.5)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).encoder_tokens_per_layer

@@ -64,7 +64,7 @@ class PixelPrune(UnitDropper):
         - The DTD setting compares each frame of a temporal patch with its counterpart. DTD's authors compare the later
           frame of a patch with the earlier frame of the patch before.
 
-    Example:
+    Examples:
         >>> model, processor = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, PixelPrune(threshold=0.02), processor=processor)
     """

@@ -54,7 +54,7 @@ class SAINT(EncoderMethod):
         - Kept tokens keep their order.
         - Units, the upper bound, and the default block are additions.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, SAINT(layer=1), keep=0.5)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -34,7 +34,7 @@ class Thresholds:
     Raises:
         OptionError: If values have a wrong shape or type, or are not finite.
 
-    Example:
+    Examples:
         >>> from tokenprune.models.fingerprint import Fingerprint
         >>> thresholds = Thresholds({0.5: torch.tensor([0.9, 0.8])}, Fingerprint("clip", "float32", "0" * 8), images=10)
         >>> print(thresholds)

@@ -34,7 +34,7 @@ class ToMe(EncoderMethod):
         - At the end of the tower every patch gets the feature of its merged token, so projectors receive a full grid.
           The language model sees one token per group, at the position of its first patch.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, ToMe(), keep=0.5)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -43,7 +43,7 @@ class TowerDrop(UnitDropper):
         the tower. "change" is the score of IPCV (arXiv 2512.18747), which restores the dropped patches after the tower.
         Accuracy at an early block was measured on small models only.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, TowerDrop(layer=1), keep=0.5)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).encoder_tokens_per_layer

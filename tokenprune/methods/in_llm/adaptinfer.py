@@ -40,7 +40,7 @@ class AdaptInfer(SharedBudgetCuts):
         - Kept tokens keep their positions. The authors renumber them after each cut.
         - At least one token of each image is kept.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, AdaptInfer(dynamic=0.5), keep=0.25)
         >>> output = model(**inputs)
         >>> len(tokenprune.stats(model).removals)

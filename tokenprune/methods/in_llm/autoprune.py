@@ -58,7 +58,7 @@ class AutoPrune(SharedBudgetCuts):
         - The curve is stretched to the depth of the model.
         - Kept tokens keep their positions.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, AutoPrune(cuts=3), keep=0.5)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_in

@@ -64,7 +64,7 @@ class D2Pruner(Pruner):
         - The prior is interpolated to the grid of an image, or along the token order if the grid is unknown. Each cell
           counts at least a thousandth of the mean.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, D2Pruner(layer=2, pivots=0.5), keep=0.25)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -44,7 +44,7 @@ class Dart(Pruner):
         - A share is clamped to the remaining tokens. The authors' code fails.
         - Each image has its own pivots. Text pivots come from the text after the image.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, Dart(layer=2, pivot_text=0), keep=0.25)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -41,7 +41,7 @@ class EntropyPrune(Pruner):
         - Heads wider than 128 are used unchanged. The authors average neighbouring channels down to 128.
         - `layer` is an option. The authors use the layer with the steepest fall of the mean entropy.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, EntropyPrune(layer=2, states="keys"), keep=0.25)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -36,7 +36,7 @@ class FastV(Pruner):
         - Batches, padding and all attention backends are supported: the required attention rows are recomputed from
           queries and keys.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, FastV(layer=2), keep=0.25)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_per_layer

@@ -42,7 +42,7 @@ class Feather(SharedBudgetCuts):
         - For images with an unknown grid, every stride * stride-th token is kept instead.
         - Each image has its own budget.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, Feather(stride=4), keep=0.5)
         >>> output = model(**inputs)
         >>> len(tokenprune.stats(model).removals)

@@ -55,7 +55,7 @@ class FitPrune(MultiCutMethod):
         - Tokens leave at the input of the next layer. The authors drop them before the MLP of the same layer.
         - The schedule without a recipe is an addition.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, FitPrune(), keep=0.5)
         >>> output = model(**inputs)
         >>> len(tokenprune.stats(model).removals)

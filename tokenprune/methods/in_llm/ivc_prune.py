@@ -49,7 +49,7 @@ class IvcPrune(Pruner):
         - Layers before the cut keep their keys and values. The code drops them.
         - Each image has its own budget.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, IvcPrune(layer=3), keep=0.25)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -56,7 +56,7 @@ class MustDrop(SharedBudgetCuts):
         - Stage 1, which merges windows of patches in the tower, is left out. Combine with `tome` and `protected=0`.
         - Stage 4, which also drops tokens from the caches of earlier layers, is left out.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, MustDrop(protected=0.1), keep=0.5)
         >>> output = model(**inputs)
         >>> len(tokenprune.stats(model).removals)

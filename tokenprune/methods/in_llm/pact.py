@@ -60,7 +60,7 @@ class PACT(Pruner):
         - Each image is clustered separately, with the mean query up to its own end. The authors pool all images and
           videos.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, PACT(layer=2), keep=0.25)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -44,7 +44,7 @@ class PyramidDrop(SharedBudgetCuts):
         - Kept tokens keep their positions. The authors renumber them after each cut.
         - Each image has its own budget, and batches may be padded on either side.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, PyramidDrop(layers=(2, 3, 4)), keep=0.5)
         >>> output = model(**inputs)
         >>> len(tokenprune.stats(model).removals)

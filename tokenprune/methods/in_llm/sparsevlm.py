@@ -53,7 +53,7 @@ class SparseVLM(SharedBudgetCuts):
         - Ties in density go to the earlier token. The authors break them with random noise.
         - Version "+" uses the same rating words as version "1".
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, SparseVLM(version="+", heads=4), keep=0.5)
         >>> output = model(**inputs)
         >>> len(tokenprune.stats(model).removals)

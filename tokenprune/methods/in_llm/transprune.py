@@ -47,7 +47,7 @@ class TransPrune(SharedBudgetCuts):
         - The softmax covers the tokens of one image, as in the paper's text. The code covers a whole batch.
         - Kept tokens keep their positions. The authors renumber them after each cut.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, TransPrune(layers=(1, 2, 4)), keep=0.5)
         >>> output = model(**inputs)
         >>> len(tokenprune.stats(model).removals)

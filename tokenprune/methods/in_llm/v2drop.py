@@ -38,7 +38,7 @@ class V2Drop(SharedBudgetCuts):
         - Differences are computed in float32.
         - Each image has its own budget.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, V2Drop(last="withdraw"), keep=0.5)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_out

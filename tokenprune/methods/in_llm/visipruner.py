@@ -53,7 +53,7 @@ class VisiPruner(MultiCutMethod):
         - Each image is judged separately, so the images of a prompt may be dropped at different layers.
         - `part` is the authors' value for LLaVA-1.5. It depends on the scale of a model's values.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, VisiPruner(part=0.1), keep=0.5)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_out <= 128

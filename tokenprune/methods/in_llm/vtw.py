@@ -32,7 +32,7 @@ class Vtw(Pruner):
         - The layer follows from `keep`. The paper searches it by the KL divergence of the first answer token.
           `tokenprune tune` finds the smallest `keep` that preserves a model's accuracy.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, Vtw(), keep=0.5)
         >>> output = model(**inputs)
         >>> tokenprune.stats(model).visual_tokens_per_layer

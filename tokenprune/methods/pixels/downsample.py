@@ -32,7 +32,7 @@ class Downsample(ResizeMethod):
         - Processors with a fixed image size would undo the resizing. Their target size shrinks instead, to complete
           patches, and the tower interpolates its position table.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, Downsample(), keep=0.25, processor=processor)
         >>> processor(images=image, text="<image> Describe.", return_tensors="pt")["pixel_values"].shape
         torch.Size([1, 3, 112, 112])

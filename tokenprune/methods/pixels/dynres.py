@@ -61,7 +61,7 @@ class DynRes(ResizeMethod):
     Differences from the paper:
         - The paper trains a model with several patch sizes. This method only resizes images.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, DynRes(text_guard=False), keep=0.5, processor=processor)
     """
 
@@ -132,7 +132,7 @@ class DynRes(ResizeMethod):
 def asks_for_detail(question: str) -> bool:
     """Return whether a question contains a word about reading, text, numbers or charts.
 
-    Example:
+    Examples:
         >>> asks_for_detail("What does the sign say?")
         True
     """
@@ -145,7 +145,7 @@ def measure_detail(grey: Tensor) -> tuple[float, bool]:
     Args:
         grey: Grey values in [0, 1], shape (height, width).
 
-    Example:
+    Examples:
         >>> measure_detail(torch.zeros(64, 64))
         (0.0, False)
     """

@@ -68,7 +68,7 @@ class ViewSelect(ImageChooser):
         - Tiles of one image (LLaVA-NeXT, InternVL) are not selected. Scoring a tile before encoding requires image and
           text towers that were trained together, which a VLM lacks.
 
-    Example:
+    Examples:
         >>> ViewSelect(views=("front", "rear left")).choose("What is at the rear left?", 2, 2)
         [1]
     """
@@ -126,7 +126,7 @@ class ViewSelect(ImageChooser):
 def list_phrases(view: str) -> set[str]:
     """Return all lower-case phrases for the name of a view.
 
-    Example:
+    Examples:
         >>> sorted(list_phrases("CAM_LEFT"))
         ['left']
     """
@@ -143,7 +143,7 @@ def list_phrases(view: str) -> set[str]:
 def find_named_views(question: str, views: Sequence[str], match_names: bool = True) -> set[int]:
     """Return the indices of the views that a question names by name or number; empty if it asks about other views too.
 
-    Example:
+    Examples:
         >>> find_named_views("What is in front?", ["front", "rear"])
         {0}
     """
@@ -181,7 +181,7 @@ def build_similarity_scorer(encode: Callable[[list[str]], torch.Tensor]) -> Call
     Args:
         encode: Function from a list of texts to vectors (texts, channels), such as the text tower of a CLIP model.
 
-    Example:
+    Examples:
         >>> scorer = build_similarity_scorer(lambda texts: torch.eye(3))
         >>> scorer("Is the road clear?", ["front", "rear"])
         [0.0, 0.0]

@@ -48,7 +48,7 @@ class AgilePruner(Pruner):
         - All tiles of an image form one set.
         - Kept tokens keep their positions in the prompt.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, AgilePruner(limit=0.2), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

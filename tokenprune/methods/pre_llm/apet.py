@@ -57,7 +57,7 @@ class ApET(Pruner):
         - Kept tokens keep their positions in the prompt.
         - The basis is always smaller than the number of kept tokens. The authors' code fails otherwise.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, ApET(basis=5), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -52,7 +52,7 @@ class CDPruner(Pruner):
         - Tokens that depend linearly on the picks come last, by relevance, and are never picked twice.
         - Kept tokens keep their positions in the prompt.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, CDPruner(theta=0.5), keep=0.25)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).keep_ratio

@@ -41,7 +41,7 @@ class DivPrune(Pruner):
         - `center` uses the mean of the whole image, not of a tile. If all tokens are equally distinct, they have equal
           weights. "standardised" on projected tokens is an addition.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, DivPrune(center=True), keep=0.25)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).keep_ratio

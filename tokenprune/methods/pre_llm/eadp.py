@@ -50,7 +50,7 @@ class EADP(Pruner):
         - The tiles of an image form one set with an exact budget.
         - Kept tokens keep their positions in the prompt.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, EADP(sign=1), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

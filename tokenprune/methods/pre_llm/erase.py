@@ -57,7 +57,7 @@ class Erase(Pruner):
         - Queries are the layer's own. The authors' code omits the query norm.
         - Constants for other models must be found by the user.
 
-    Example:
+    Examples:
         >>> tokenprune.method("erase", layers=(3, 21))
         erase(layers=(3, 21))
     """

@@ -59,7 +59,7 @@ class F3A(Pruner):
           for each missing one.
         - Ties go to the lower index. A token that is not finite counts as zeros.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, F3A(), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

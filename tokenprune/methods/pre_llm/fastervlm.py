@@ -29,7 +29,7 @@ class FasterVLM(Pruner):
           supports neither unpadding nor newlines.
         - Kept tokens keep their positions in the prompt.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, FasterVLM(), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

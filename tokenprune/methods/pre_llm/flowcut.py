@@ -53,7 +53,7 @@ class FlowCut(Pruner):
         - Tiles share the budget in proportion to their patches, and newline tokens are dropped first.
         - Kept tokens keep their positions in the prompt.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, FlowCut(inside=False), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -47,7 +47,7 @@ class GlobalCom2(Pruner):
         - Frames of a video have equal budgets.
         - Kept tokens keep their positions in the prompt.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, GlobalCom2(), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -57,7 +57,7 @@ class Hawk(Pruner):
           images of a prompt compete, and the text is the instruction after the last image.
         - The number of kept tokens is rounded half up. The authors round up.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, Hawk(norm="softmax"), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

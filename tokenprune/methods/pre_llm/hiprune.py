@@ -51,7 +51,7 @@ class HiPrune(Pruner):
         - Kept tokens keep their positions in the prompt.
         - HiPrune++, which adds tokens by the question, is not implemented.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, HiPrune(alpha=0.2), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -44,7 +44,7 @@ class Hired(Pruner):
         - Frames of a video have equal budgets.
         - Kept tokens keep their positions in the prompt.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, Hired(alpha=0.4), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -46,7 +46,7 @@ class HoloV(Pruner):
         - The variance term of the strip budgets is omitted, because it cancels.
         - The paper's refetching of visual context, which has no code, is not implemented.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, HoloV(crops=8), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -42,7 +42,7 @@ class IDSelection(Pruner):
         - Each image forms one set.
         - Kept tokens keep their positions in the prompt.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, IDSelection(gamma=10.0), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -45,7 +45,7 @@ class MMTok(Pruner):
         - Kept tokens keep their positions in the prompt.
         - The default `text_temperature` is the authors' for LLaVA. They use 0.01 for Qwen2.5-VL.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, MMTok(alpha=1.0), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -37,7 +37,7 @@ class OTPrune(Pruner):
         - Kept tokens keep their positions in the prompt.
         - The greedy search never stops early, so it is not restarted.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, OTPrune(), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

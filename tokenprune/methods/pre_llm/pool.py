@@ -20,7 +20,7 @@ class Pool(Pruner):
     center of a rectangle becomes the mean of the rectangle and keeps its position. Without a full grid (newline tokens,
     unknown shape), runs in raster order replace the rectangles.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, Pool(), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

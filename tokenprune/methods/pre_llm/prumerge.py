@@ -52,7 +52,7 @@ class PruMerge(Pruner):
         - Each image has its own number of tokens, which tiles share in proportion to their patches. Newline tokens are
           dropped first.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, PruMerge(merge="clusters"), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -42,7 +42,7 @@ class PruMergePlus(PruMerge):
           and an image with outliers in more than a third of its patches keeps every patch except the last (their code
           fails).
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, PruMergePlus(), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -46,7 +46,7 @@ class PruneSID(Pruner):
         - Kept tokens stay in order and keep their positions in the prompt.
         - The variant that sets the budget by content is not implemented, because one of its constants is not published.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, PruneSID(form="llava"), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -24,7 +24,7 @@ class Random(Pruner):
     Args:
         seed: Seed of the draw.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, Random(seed=1), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

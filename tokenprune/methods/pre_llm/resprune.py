@@ -43,7 +43,7 @@ class ResPrune(Pruner):
         - Relevance uses all tokens of the text. The paper uses the nouns.
         - Tokens inside the span of the picks come last, by squared norm times r^alpha.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, ResPrune(alpha=2.0), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

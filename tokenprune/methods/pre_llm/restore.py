@@ -48,7 +48,7 @@ class Restore(Pruner):
         - The other method keeps at least one token.
         - D uses the model's rotary tables in float32, along each token's own axis with M-RoPE.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, Restore(chooser="vispruner"), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

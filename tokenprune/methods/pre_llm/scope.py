@@ -41,7 +41,7 @@ class Scope(Pruner):
         - Kept tokens keep their positions in the prompt.
         - Newline tokens have no saliency and are kept last.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, Scope(alpha=0.5), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

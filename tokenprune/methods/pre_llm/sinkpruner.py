@@ -58,7 +58,7 @@ class SinkPruner(Pruner):
         - "Layers 2, 6 and 15" are read as cuts at the input of layers 3, 7 and 16 of 32, as in SparseVLM.
         - Kept tokens keep their positions in the prompt.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, SinkPruner(stage2=False), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -43,7 +43,7 @@ class Tops(Pruner):
         - Each image forms one set with all its tiles.
         - Kept tokens keep their positions in the prompt.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, Tops(diversity=1.0), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

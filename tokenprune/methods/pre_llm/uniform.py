@@ -23,7 +23,7 @@ class Uniform(Pruner):
     On a known grid, tokens are kept in evenly spaced rows and at even distances within each row. Frames of a video
     share the budget evenly. Without a known grid, tokens are kept at even distances in raster order.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, Uniform(), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -50,7 +50,7 @@ class VisionZip(Pruner):
         - Tiles share the budget in proportion to their patches, and newline tokens are dropped first.
         - Kept tokens keep their positions in the prompt.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, VisionZip(context=0.25), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

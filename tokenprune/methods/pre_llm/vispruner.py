@@ -49,7 +49,7 @@ class VisPruner(Pruner):
         - Tiles share the budget in proportion to their patches, and newline tokens are dropped first.
         - Kept tokens keep their positions in the prompt.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, VisPruner(features="projected"), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

@@ -58,7 +58,7 @@ class ViTCoP(Pruner):
           cross tiles.
         - Norms are computed in float32.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, ViTCoP(clusters=0.25), keep=0.25)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> [cut.layer for cut in tokenprune.stats(model).removals]

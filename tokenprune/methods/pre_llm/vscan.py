@@ -59,7 +59,7 @@ class VScan(Pruner):
         - A local pick is never picked again.
         - Tokens of a tile without picks are merged into the most similar picks of other tiles.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, VScan(stage2=False), keep=64)
         >>> output = model.generate(**inputs, max_new_tokens=1)
         >>> tokenprune.stats(model).visual_tokens_out

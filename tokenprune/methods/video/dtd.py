@@ -46,7 +46,7 @@ class DTD(Pruner):
         - Cosines are computed in float32.
         - The forms on pixels and with a fixed share per frame are left out.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, DTD(threshold=0.25))
     """

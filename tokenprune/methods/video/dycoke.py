@@ -42,7 +42,7 @@ class DyCoke(VideoPruner):
         - Budgets below a quarter are supported.
         - The second stage, which selects cached tokens at each decoding step by the newest attention, is left out.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, DyCoke(), keep=0.5)
     """

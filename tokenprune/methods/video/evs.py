@@ -33,7 +33,7 @@ class EVS(VideoPruner):
         - The form on pixels is left out.
         - Tokens keep their positions in the full prompt.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, EVS(), keep=0.25)
     """

@@ -63,7 +63,7 @@ class FastVID(VideoMerger):
         - A video with fewer frames than `segments` has one segment per frame.
         - No frames are skipped.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, FastVID(segments=4), keep=0.25)
     """

@@ -72,7 +72,7 @@ class FlashVID(TwoCutMerger):
           by link. The trees of a frame with a share of zero are dropped.
         - A video has at least a quarter as many segments as frames. The authors set 8 of 32, or 4 of 16.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, FlashVID(inner=False), keep=0.25)
     """

@@ -34,7 +34,7 @@ class FrameFusion(VideoMerger):
           similar enough.
         - The later pruning by attention is left out.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, FrameFusion(), keep=0.5)
     """

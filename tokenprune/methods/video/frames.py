@@ -24,7 +24,7 @@ class Frames(VideoPruner):
     Source:
         None. A baseline.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, Frames(), keep=0.25)
     """

@@ -72,7 +72,7 @@ class HoliTom(TwoCutMerger):
         - The limit of the lower threshold is an addition. The authors set the threshold per share.
         - Moving tokens are not merged, as in the authors' setting.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, HoliTom(inner=False), keep=0.25)
     """

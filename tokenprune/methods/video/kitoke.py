@@ -50,7 +50,7 @@ class KiToke(VideoMerger):
         - Distances are relative to the video's median squared distance, from 1024 evenly spaced tokens. The paper uses
           constants for the features of LLaVA-OneVision. The defaults of `alpha`, `change` and `jump` are guesses.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, KiToke(seed=1), keep=0.25)
     """

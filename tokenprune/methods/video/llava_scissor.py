@@ -48,7 +48,7 @@ class LLaVAScissor(VideoMerger):
         - A kept token is the mean of the tokens that join it. The paper adds its representative to the mean.
         - A kept token takes the position of the component's token with the most neighbours in its frame.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, LLaVAScissor(exact=False, threshold=0.95))
     """

@@ -34,7 +34,7 @@ class VideoMerger(Pruner):
     Register a subclass with `needs=("frames", ...)` and `merges=True`. It receives only the videos that have to drop
     tokens. Images in the same prompt, and tokens after the last frame (the newline of LLaVA-OneVision), are kept.
 
-    Example:
+    Examples:
         >>> class KeepLongest(VideoMerger):
         ...     def merge(self, videos):
         ...         keep = videos.top(videos.x.norm(dim=-1))

@@ -48,7 +48,7 @@ class OTTVid(VideoMerger):
           feasible number is used. If the budget is below the number of frames, frames may lose all tokens.
         - Row and column coordinates run from 0 to 1 inclusive.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, OTTVid(), keep=0.25)
     """

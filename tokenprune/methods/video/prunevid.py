@@ -65,7 +65,7 @@ class PruneVid(TwoCutMerger):
         - The second cut leaves the caches of earlier layers unchanged.
         - A video with fewer than four frames is one scene.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, PruneVid(threshold=0.9), keep=0.25)
     """

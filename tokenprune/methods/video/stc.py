@@ -37,7 +37,7 @@ class STC(VideoPruner):
           memory.
         - The number of tokens is exact for the whole video.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, STC(chunk=2), keep=0.25)
     """

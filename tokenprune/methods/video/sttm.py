@@ -58,7 +58,7 @@ class STTM(VideoMerger):
         - As in the code, connected squares are found in a limited number of rounds. If two squares meet one square of
           the next frame, the second may stay separate.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, STTM(layer=2), keep=0.5)
     """

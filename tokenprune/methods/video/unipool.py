@@ -68,7 +68,7 @@ class UniPool(VideoMerger):
         - The number of clusters is rounded half up.
         - The text is the text after the video, or the prompt's last token if there is none.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, UniPool(inner=False), keep=0.25)
     """

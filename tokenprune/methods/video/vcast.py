@@ -32,7 +32,7 @@ class VCast(VideoPruner):
           one frame. Tokens that do not fit into a frame go to the others in proportion.
         - Fewer tokens than frames may be kept.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, VCast(), keep=0.25)
     """

@@ -35,7 +35,7 @@ class VidCom2(VideoPruner):
           the whole video, as in vLLM.
         - Tokens keep their positions in the full prompt.
 
-    Example:
+    Examples:
         >>> model, _ = tokenprune.demo_model("demo_qwen")
         >>> model = tokenprune.patch(model, VidCom2(), keep=0.25)
     """

@@ -38,7 +38,7 @@ SERVED = {row.vllm.architecture: row for row in FAMILIES.values() if row.vllm.ar
 def get_family(model_type: str) -> Family:
     """Return the row of a model type. Types without a row get the defaults of the common contract.
 
-    Example:
+    Examples:
         >>> get_family("qwen2_5_vl").patches
         'runs'
     """

@@ -81,7 +81,7 @@ class Family:
         entry_tokens: Decoder arguments with one entry per token, gathered with the embeddings (name -> token axis).
         layer_tokens: Layer arguments with one entry per token (name or position -> token axis).
 
-    Example:
+    Examples:
         >>> Family("my_model", square="always", patches="tiles").is_square(576, config=None)
         True
     """

@@ -20,7 +20,7 @@ class AttentionPattern(Method):
     A subclass implements `block_starts`. It may turn `dense_layers` and `position_mode` into fields to make them
     options.
 
-    Example:
+    Examples:
         >>> class TwoBlocks(AttentionPattern):
         ...     def block_starts(self, visuals, end):
         ...         frames = [frame for visual in visuals for frame in visual.frames]

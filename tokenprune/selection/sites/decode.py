@@ -49,7 +49,7 @@ class DecodeMethod(Pruner):
         monotone: True if the rate never decreases. Requires mode="mask" if False.
         batch_policy: "ragged" applies a rate per row. "shared" applies one rate to all rows.
 
-    Example:
+    Examples:
         >>> class HalfOfTheRest(DecodeMethod):
         ...     def next_rate(self, masses, share):
         ...         return 1 - share / 2

@@ -34,7 +34,7 @@ class Tower:
         unit: Number of patches per unit, for towers with a grid of patches.
         num_kept: Number of patches to keep if the budget is split over the tiles of an image. None: use the budget.
 
-    Example:
+    Examples:
         >>> Tower(tokens=577, protected=1, blocks=24, blocks_read=23).count_kept(tokenprune.Budget(keep=0.5))
         288
     """
@@ -116,7 +116,7 @@ class EncoderMethod(TowerMethod):
         drops: True if the matchers drop tokens instead of merging them.
         vtu: Virtual unmerging of the merged tokens in the decoder, one of `VTU_FORMS`.
 
-    Example:
+    Examples:
         >>> from functools import partial
         >>> from tokenprune.kernels.merging import bipartite_match
         >>> class MergeInFirstBlock(EncoderMethod):

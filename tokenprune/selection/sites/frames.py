@@ -26,7 +26,7 @@ class FrameMix:
         second: Index of the second input frame. Equals `first` if there is none.
         weight: Weight of the first input frame, in [0, 1]. The second has the rest. Frames in neither list are dropped.
 
-    Example:
+    Examples:
         >>> mix = FrameMix.from_frames([(0, 1, 0.5), (2, 2, 1.0)])
         >>> mix.apply(torch.tensor([[1.0], [3.0], [5.0]]))
         tensor([[2.],
@@ -72,7 +72,7 @@ class FrameMerger(TowerMethod):
     Attributes:
         reads: Name of the tower observable that `choose_tokens` receives, averaged over the heads.
 
-    Example:
+    Examples:
         >>> class MergePairs(FrameMerger):
         ...     def blocks(self, depth):
         ...         return [depth // 2]

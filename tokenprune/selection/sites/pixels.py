@@ -21,7 +21,7 @@ class ResizeMethod(Method):
         takes_tokens: True if `keep` may be a number of tokens. Larger images are then resized to this number, and
             `compute_shares` is not called.
 
-    Example:
+    Examples:
         >>> class Smaller(ResizeMethod):
         ...     def compute_shares(self, images, keep, per):
         ...         return [keep] * len(images)
@@ -65,7 +65,7 @@ class ResizeMethod(Method):
 class ImageChooser(Method):
     """Base class of methods that choose which images of a prompt to encode. A subclass implements `choose`.
 
-    Example:
+    Examples:
         >>> class FirstImages(ImageChooser):
         ...     def choose(self, question, count, max_images):
         ...         return list(range(min(count, max_images)))

@@ -28,7 +28,7 @@ class UnitDropper(TowerMethod):
             then treated as an image.
         stabilise: Number of blocks in which dropped units are still attended to. A field makes it an option.
 
-    Example:
+    Examples:
         >>> class Contrast(UnitDropper):
         ...     def keep_units(self, pixels, max_units):
         ...         contrast = pixels.std(dim=-1)

@@ -19,7 +19,7 @@ class VideoPruner(Pruner):
     Register it with `needs=("frames",)`. It receives only the videos that lose tokens. Images are kept, and so are
     tokens after the last frame (the newline of LLaVA-OneVision).
 
-    Example:
+    Examples:
         >>> class Changes(VideoPruner):
         ...     def choose(self, videos):
         ...         change = videos.hidden.diff(dim=1, prepend=0 * videos.hidden[:, :1])

@@ -26,7 +26,7 @@ class DraftCost:
         target: Bytes of a step of the target.
         draft: Bytes of a step of the draft.
 
-    Example:
+    Examples:
         >>> cost = tokenprune.DraftCost(target=1.0, draft=0.1)
         >>> round(cost.speedup(0.8, drafts=4), 2)
         2.4
@@ -64,7 +64,7 @@ class DraftCost:
             OptionError: If a number is not valid.
             UnsupportedModelError: If a model is a mixture of experts.
 
-        Example:
+        Examples:
             >>> half = tokenprune.Budget(keep=0.5)
             >>> methods = [tokenprune.method("divprune")]
             >>> cost = tokenprune.DraftCost.from_configs(model.config, None, methods, [half], tokens=576)

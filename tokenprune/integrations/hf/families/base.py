@@ -58,7 +58,7 @@ class Adapter(PatchSource):
     Raises:
         UnsupportedModelError: If no decoder is found, or the model has unknown kinds of layers or no placeholder ids.
 
-    Example:
+    Examples:
         >>> from tokenprune.models.families import Family
         >>> from tokenprune.integrations.hf.families import Adapter, register_adapter
         >>> @register_adapter(Family("my_model_type", square="always"))

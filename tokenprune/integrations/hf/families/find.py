@@ -26,7 +26,7 @@ def get_adapter(model: nn.Module) -> Adapter:
         UnsupportedModelError: If the model is not supported.
         UnsupportedSetupError: If transformers is newer than the tested versions.
 
-    Example:
+    Examples:
         >>> get_adapter(model).config.model_type == model.config.model_type
         True
     """

@@ -22,7 +22,7 @@ def register_adapter(*families: str | Family) -> Callable[[_A], _A]:
     Returns:
         A class decorator.
 
-    Example:
+    Examples:
         >>> from tokenprune.integrations.hf.families import Adapter
         >>> adapter_class = register_adapter(Family("my_model_type", square="always"))(Adapter)
         >>> "my_model_type" in list_supported_families()

@@ -72,7 +72,7 @@ def vectors(output: Any) -> list[Tensor]:
     Raises:
         OptionError: If the output has no embeddings.
 
-    Example:
+    Examples:
         >>> from types import SimpleNamespace
         >>> embeddings = torch.tensor([[[0.0, 0.0], [0.6, 0.8], [1.0, 0.0]]])
         >>> [page.shape[0] for page in vectors(SimpleNamespace(embeddings=embeddings))]

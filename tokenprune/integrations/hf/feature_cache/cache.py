@@ -29,7 +29,7 @@ class FeatureCache:
     Args:
         limit: Maximum total size of the entries, in bytes.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, "divprune", keep=0.25, feature_cache=2**24)
         >>> ids = [model.generate(**inputs, max_new_tokens=1) for _ in range(2)]
         >>> tokenprune.feature_cache(model).counts().hits

@@ -25,7 +25,7 @@ def graphed(model: Any, graphs: bool | Graphs = True) -> Iterator[Any]:
         OptionError: If `graphs` is not a valid setting.
         UnsupportedModelError: If the model type is not supported.
 
-    Example:
+    Examples:
         >>> with tokenprune.graphs.graphed(model) as graphed_model:
         ...     ids = graphed_model.generate(**inputs, max_new_tokens=2, do_sample=False)
         >>> ids.shape[1] - inputs["input_ids"].shape[1]
@@ -58,7 +58,7 @@ def warm_up(model: Any, lengths: Sequence[int], *, batch: int = 1) -> None:
         NotPatchedError: If the model is patched without graphs.
         OptionError: If a length is below 2, or `batch` is below 1.
 
-    Example:
+    Examples:
         >>> model = tokenprune.patch(model, "divprune", keep=0.25, graphs=True)
         >>> tokenprune.graphs.warm_up(model, [64])
         >>> model = tokenprune.unpatch(model)

@@ -31,7 +31,7 @@ class Graphs:
     Raises:
         OptionError: If a limit is not a positive integer, or `max_tokens` is less than `step`.
 
-    Example:
+    Examples:
         >>> graphs = Graphs(step=64, max_tokens=2048)
         >>> graphs.bucket(130)
         192

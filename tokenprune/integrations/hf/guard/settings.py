@@ -37,7 +37,7 @@ class Guard:
     Raises:
         OptionError: If a value is not valid.
 
-    Example:
+    Examples:
         >>> guard = tokenprune.Guard("warn", floors={"text": 0.6}, patterns={"counting": [r"wie ?viele"]})
         >>> model = tokenprune.patch(model, "divprune", keep=0.25, processor=processor, guard=guard)
         >>> ids = model.generate(**inputs, max_new_tokens=1)

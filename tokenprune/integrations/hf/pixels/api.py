@@ -48,7 +48,7 @@ def patch_processor(
         BudgetError: If `keep` is not valid.
         AlreadyPatchedError: If the processor is patched and `replace` is False.
 
-    Example:
+    Examples:
         >>> import transformers
         >>> qwen = transformers.Qwen2VLImageProcessor(min_pixels=28 * 28)
         >>> before = qwen(image, return_tensors="pt")["image_grid_thw"].prod()
@@ -101,7 +101,7 @@ def unpatch_processor(processor: ProcessorT) -> ProcessorT:
     Raises:
         NotPatchedError: If the processor is not patched, or was patched together with a model.
 
-    Example:
+    Examples:
         >>> import transformers
         >>> qwen = tokenprune.patch_processor(transformers.Qwen2VLImageProcessor(), "downsample", keep=0.25)
         >>> qwen = tokenprune.unpatch_processor(qwen)

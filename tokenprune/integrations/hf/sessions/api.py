@@ -46,7 +46,7 @@ class Session:
         writer: Writes text prompts. None for a session without a processor.
         block: Number of frames of a block, or None.
 
-    Example:
+    Examples:
         >>> with tokenprune.sessions.session(model, processor, memory=512) as session:
         ...     answer = session.see(image).ask("What color is the bar?", max_new_tokens=2)
         >>> isinstance(answer, str)
@@ -323,7 +323,7 @@ def session(
         UnsupportedModelError: If sessions do not support the model.
         UnsupportedSetupError: If the model is patched, compiled or in training mode in an unsupported way.
 
-    Example:
+    Examples:
         >>> session = tokenprune.sessions.session(model, processor, memory=512, policy="window")
         >>> session.see([image, image]).stats.frames_seen
         2

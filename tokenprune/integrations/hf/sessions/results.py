@@ -32,7 +32,7 @@ class SessionStats:
         reanchored: Number of times that positions were moved down.
         memory: Maximum of `visual`. For a memory in bytes it depends on `text`.
 
-    Example:
+    Examples:
         >>> session = tokenprune.sessions.session(model, processor, memory=512)
         >>> session.see(image).stats.frames_seen
         1
@@ -72,7 +72,7 @@ class HeldEntries:
         cell: Index within the frame, -1 for text and tokens that wrap a frame, shape (heads, entries).
         position: Position ids, shape (axes, heads, entries).
 
-    Example:
+    Examples:
         >>> session = tokenprune.sessions.session(model, processor, memory=512).see(image)
         >>> entries = session.held[0]
         >>> int(entries.frame.max())
@@ -95,7 +95,7 @@ class Answer:
         ids: Token ids, shape (tokens,), int64.
         logits: Logits of each token, shape (tokens, vocabulary), float32.
 
-    Example:
+    Examples:
         >>> session = tokenprune.sessions.session(model, processor, memory=512).see(image)
         >>> answer = session.ask("What is this?", max_new_tokens=2, return_dict=True)
         >>> len(answer.ids) == len(answer.logits)

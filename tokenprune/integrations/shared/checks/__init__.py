@@ -50,7 +50,7 @@ def find_unsupported_reason(
     Returns:
         A message for the user, or None.
 
-    Example:
+    Examples:
         >>> find_unsupported_reason(tokenprune.method("divprune"), "llava") is None
         True
         >>> print(find_unsupported_reason(tokenprune.method("fastv"), engine=Backend.VLLM))
@@ -79,7 +79,7 @@ def check(
     Raises:
         TokenPruneError: The error, of the class that fits the reason.
 
-    Example:
+    Examples:
         >>> check(tokenprune.method("divprune"), "llava")
     """
     if (error := _find_error(method, family, engine, DYNAMIC, config, acts)) is not None:
@@ -89,7 +89,7 @@ def check(
 def check_cache(site: Site, family: Family | str, cache: Cache, name: str = "A method") -> None:
     """Raise UnsupportedSetupError if methods at `site` are not supported on a family with a kind of cache.
 
-    Example:
+    Examples:
         >>> check_cache(Site.PRE_LLM, "llava", STATIC)
     """
     if (error := hf.find_cache_error(site, family, cache, name)) is not None:
@@ -99,7 +99,7 @@ def check_cache(site: Site, family: Family | str, cache: Cache, name: str = "A m
 def check_together(methods: Sequence[Method]) -> None:
     """Raise OptionError if `methods`, in the order in which they act, cannot be combined in one model.
 
-    Example:
+    Examples:
         >>> check_together([tokenprune.method("tome"), tokenprune.method("divprune")])
     """
     if (error := hf.find_combination_error(methods)) is not None:

@@ -19,7 +19,7 @@ ON_IMAGES_TOO = "Use a method that also acts on images, such as divprune."
 def reads_tower(method: Method | None) -> bool:
     """Return True if a method reads values of the vision tower.
 
-    Example:
+    Examples:
         >>> reads_tower(tokenprune.method("fastervlm")), reads_tower(tokenprune.method("divprune"))
         (True, False)
     """

@@ -35,7 +35,7 @@ class PolicyView:
         seed: Seed of the session.
         proxy_attention: Attention of the proxy question, shape (query heads, entries), float32, if the policy needs it.
 
-    Example:
+    Examples:
         >>> index = torch.arange(6)[None]
         >>> view = PolicyView(
         ...     keys=torch.randn(2, 6, 4), values=torch.randn(2, 6, 4), frame=index // 3, cell=index % 3, index=index,
@@ -79,7 +79,7 @@ class Policy(CallRepr):
             attention. Otherwise the policy selects for each of these layers.
         needs: {"proxy_attention"} for a policy that reads `PolicyView.proxy_attention`.
 
-    Example:
+    Examples:
         >>> from dataclasses import dataclass
         >>> @dataclass(frozen=True)
         ... class Earliest(Policy):

@@ -42,7 +42,7 @@ class InfiniPotV(Policy):
         - Norms are computed in float32, and are not pooled.
         - The memory is compressed whenever it is full, because a stream has no last block.
 
-    Example:
+    Examples:
         >>> tokenprune.sessions.policy("infinipot_v", tar=0.75).recent
         0.25
     """

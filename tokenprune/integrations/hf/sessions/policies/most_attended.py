@@ -19,7 +19,7 @@ class MostAttended(Policy):
     Args:
         heads: "each" selects per KV head. "mean" selects the same entries for all heads of a layer.
 
-    Example:
+    Examples:
         >>> MostAttended(heads="mean").heads
         'mean'
     """

@@ -20,7 +20,7 @@ class RandomPolicy(Policy):
 
     The selection depends on the seed of the session and the number of compressions. Questions do not change it.
 
-    Example:
+    Examples:
         >>> session = tokenprune.sessions.session(model, processor, memory=512, policy="random", seed=1)
         >>> session.policy
         random()

@@ -32,7 +32,7 @@ def register_policy(name: str) -> Callable[[P], P]:
         RegistrationError: If the name is not an identifier or already registered, or the class is not a documented
             frozen dataclass that derives from `Policy`.
 
-    Example:
+    Examples:
         >>> from dataclasses import dataclass
         >>> @tokenprune.sessions.register_policy("latest")
         ... @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _load() -> None:
 def available_policies() -> list[str]:
     """Return the names of all registered session policies, sorted.
 
-    Example:
+    Examples:
         >>> "window" in tokenprune.sessions.available_policies()
         True
     """
@@ -103,7 +103,7 @@ def policy(name: str, **options: Any) -> Policy:
         UnknownPolicyError: If the policy does not exist.
         OptionError: If an option is not valid.
 
-    Example:
+    Examples:
         >>> tokenprune.sessions.policy("window", sink=16)
         window(sink=16)
     """

@@ -37,7 +37,7 @@ class StreamMem(MostAttended):
         - Positions are not scaled by YaRN.
         - The memory is compressed when it is full, and not after each clip. `target=1.0` is the closest setting.
 
-    Example:
+    Examples:
         >>> tokenprune.sessions.policy("streammem", proxy="Describe the video.").proxy_query
         'Describe the video.'
     """

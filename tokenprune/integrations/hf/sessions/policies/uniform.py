@@ -26,7 +26,7 @@ class UniformPolicy(Policy):
         reservoir: Keep the tokens whose stream index has the smallest hash instead (bottom-k sampling). Every token of
             the stream is then kept with the same probability, independent of its age.
 
-    Example:
+    Examples:
         >>> tokenprune.sessions.policy("uniform", reservoir=True)
         uniform(reservoir=True)
     """

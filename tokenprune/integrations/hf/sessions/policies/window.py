@@ -29,7 +29,7 @@ class WindowPolicy(Policy):
         - Text, including the first prompt, is never dropped and not part of the sink or the window.
         - Tokens keep their positions. The paper uses positions within the cache.
 
-    Example:
+    Examples:
         >>> tokenprune.sessions.policy("window", sink=0).pinned
         0
     """
