@@ -366,7 +366,7 @@ def test_a_method_that_the_server_refuses_is_skipped(server: Pretender, monkeypa
         return plain(self)
 
     monkeypatch.setattr(Talk, "do_POST", refusing)
-    result = ask(server, "--repeats", "0")
+    result = ask(server, "--repeats", "0", "--details")
     assert result.exit_code == 0 and "Skipped uniform at keep 0.25: uniform cannot be served: so it is" in result.stdout
 
 
