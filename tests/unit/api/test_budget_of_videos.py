@@ -273,7 +273,7 @@ def test_session_rejects_frame_lists(build: Any) -> None:
     with (
         tokenprune.patched(model, "divprune", keep=Budget.by_frame([4] * 5)),
         pytest.raises(
-            UnsupportedSetupError, match=r"Budget.by_frame\(.*\) is a budget per video, and a session processes blocks"
+            UnsupportedSetupError, match=r"by_frame\(.*\) is a budget per video, and a session processes blocks"
         ),
     ):
         tokenprune.sessions.session(model, memory=64)
