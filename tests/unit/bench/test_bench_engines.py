@@ -238,7 +238,7 @@ def bench(*arguments: str, **environment: str) -> Result:
         ("--backend vllm --threads 2", "--threads is no option of vLLM: use --engine-args"),
         ("--backend vllm --server http://localhost:1 --dtype float16", "--dtype is no option of a server"),
         ("--backend vllm --server http://localhost:1 --engine-args {}", "--engine-args is no option of a server"),
-        ("--backend vllm --engine-args {", "is no JSON"),
+        ("--backend vllm --engine-args {", "is not valid JSON"),
         ("--backend vllm --engine-args []", "takes an object"),
         ('--backend vllm --engine-args {"model":"x"}', "cannot set model: name it with --model"),
         ('--backend vllm --engine-args {"mm_processor_kwargs":{"tokenprune":{}}}', "benchmark sets methods and keeps"),
