@@ -286,7 +286,8 @@ def ask(server: Pretender, *arguments: str) -> Result:
 
 
 def test_a_server_is_asked(server: Pretender, tmp_path: Path) -> None:
-    result = ask(server, "--run", str(tmp_path / "run"), "--suffix", "?", "--max-new-tokens", "3", "--model", "one")
+    options = ("--suffix", "?", "--max-new-tokens", "3", "--model", "one", "--details")
+    result = ask(server, "--run", str(tmp_path / "run"), *options)
     assert result.exit_code == 0, result.output
     assert "one: 8 questions on 1 images, a vLLM server, vLLM 9.9, unknown dtype" in result.stdout
     assert "100 → 25" in result.stdout and "100 → 100" in result.stdout
