@@ -35,6 +35,14 @@ class ModelCheck:
             tokens.
         step: Largest difference of a decoding step from the longer prompt. None if the unpatched model also differs,
             such as a model with a bidirectional prefix.
+
+    Example:
+        >>> from tokenprune.testing import ModelCheck, check_model
+        >>> result = check_model(model, inputs, keep=0.25)
+        >>> isinstance(result, ModelCheck), result.kept / result.visual_tokens
+        (True, 0.25)
+        >>> result.oracle < 1e-4 and result.step < 1e-4  # within the rounding of float32
+        True
     """
 
     visual_tokens: int

@@ -113,7 +113,7 @@ def answers(session: tokenprune.sessions.Session, stream: DrawnStream) -> list[s
     """Return the first word of the answer to each question, as `ask` does, without what `generate` takes to begin."""
     found = []
     for one in stream.questions:
-        ids = session._ids(one.text, closing=True)
+        ids = session._encode(one.text, closing=True)
         found.append(session._prompt_writer.decode(session.fork()._stream.say(ids).argmax(-1)))
     return found
 

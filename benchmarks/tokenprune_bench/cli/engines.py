@@ -86,7 +86,7 @@ def _read(engine_args: str | None) -> dict[str, Any]:
     try:
         read = json.loads(engine_args or "{}")
     except ValueError as error:
-        raise OptionError(f"--engine-args {engine_args!r} is no JSON: {error}") from error
+        raise OptionError(f"--engine-args {engine_args!r} is not valid JSON: {error}") from error
     if not isinstance(read, dict):
         raise OptionError("--engine-args takes an object such as '{\"max_model_len\": 4096}'")
     return read

@@ -26,9 +26,9 @@ def _commands() -> None:
 def add(
     run: Annotated[Path, typer.Argument(help="The folder that `tokenprune bench --run` wrote.")],
     by: Annotated[str, typer.Option(help="Who ran it, as the page shall name them.")],
-    note: Annotated[str, typer.Option(help="What else a reader should know, in a line.")] = "",
+    note: Annotated[str, typer.Option(help="Remark for readers, in one line.")] = "",
     model_name: Annotated[
-        str, typer.Option(help="What the page calls the model; default: what the run does, if that is no folder.")
+        str, typer.Option(help="Name of the model on the page; default: the name in the run, unless it is a folder.")
     ] = "",
     to: Annotated[Path, typer.Option(help="The folder of entries, in a checkout.")] = ENTRIES,
 ) -> None:

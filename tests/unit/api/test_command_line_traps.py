@@ -53,7 +53,7 @@ def subject() -> Model:
     ],
 )  # fmt: skip
 def test_profile_tells_the_share_of_each_cut_and_of_all(keep: str, column: str, said: str) -> None:
-    output = call(*PROFILE, "--methods", "divprune+fastv", "--keep", keep).stdout
+    output = call(*PROFILE, "--details", "--methods", "divprune+fastv", "--keep", keep).stdout
     assert column in output and said in output
 
 
@@ -73,9 +73,9 @@ def test_the_share_that_is_told_is_the_share_that_is_left(subject: Model) -> Non
 def test_a_comma_parts_settings_and_a_plus_sign_makes_a_stack() -> None:
     several = call(*PROFILE, "--methods", "downsample,fastv:layer=3", "--keep", "0.5").stdout
     assert re.findall(r"^(\S.*?): x", several, re.MULTILINE) == ["downsample", "fastv"]
-    stack = call(*PROFILE, "--methods", "downsample+fastv:layer=3", "--keep", "0.5+0.25").stdout
+    stack = call(*PROFILE, "--details", "--methods", "downsample+fastv:layer=3", "--keep", "0.5+0.25").stdout
     assert re.findall(r"^(\S.*?): x", stack, re.MULTILINE) == ["downsample + fastv"] and "keep 12.5 %" in stack
-    keeps = call(*PROFILE, "--methods", "divprune", "--keep", "0.5,0.25").stdout
+    keeps = call(*PROFILE, "--details", "--methods", "divprune", "--keep", "0.5,0.25").stdout
     assert "128 of 256" in keeps and "64 of 256" in keeps and "keep 50 %" in keeps and "keep 25 %" in keeps
     drafts = call("draft", "--methods", "divprune,fastv", "--keep", "0.5").stdout
     assert "divprune 0.5" in drafts and "fastv 0.5" in drafts and "+" not in drafts
@@ -88,7 +88,7 @@ def test_a_comma_parts_settings_and_a_plus_sign_makes_a_stack() -> None:
 
 def test_a_profile_of_two_settings_has_a_table_of_each() -> None:
     small = ("profile", "--methods", "divprune,divprune+fastv", "--keep", "0.5", "--repeats", 1, "--max-new-tokens", 2)
-    output = call(*small, "--device", "cpu").stdout
+    output = call(*small, "--details", "--device", "cpu").stdout
     assert output.count("Where a call's time goes") == 2 and "divprune 0.5 + fastv 0.5" in output
     assert "256 → 128 (50 %)" in output and "256 → 64 (25 %)" in output
 
@@ -188,7 +188,7 @@ def test_predictions_that_were_cut_are_named_and_nothing_changes(tmp_path: Path)
     ]
     content = again
     path.write_text("".join(content.splitlines(keepends=True)[:12]))
-    assert "is cut" in refused(*BENCH, "--run", tmp_path)
+    assert "is truncated at line 12" in refused(*BENCH, "--run", tmp_path)
     path.write_text(content)
     assert call(*BENCH, "--run", tmp_path).stdout == whole
 
@@ -302,9 +302,9 @@ def test_all_rows_that_do_not_fit_the_model_are_named_at_once(tmp_path: Path) ->
     told = (*BENCH[:5], "--repeats", 0, "--device", "cpu", "--data", data)
     said = refused(*told, "--model", "demo_vlm")
     assert "3 of 7 questions" in said and "line 3, line 5: is about a video" in said
-    assert "line 7: its question holds '<image>'" in said and "--skip-bad" in said
+    assert "line 7: its question contains the placeholder '<image>'" in said and "--skip-bad" in said
     said = refused(*told, "--model", "demo_qwen")
-    assert "3 of 7 questions" in said and "line 6: its question holds '<|image_pad|>'" in said
+    assert "3 of 7 questions" in said and "line 6: its question contains the placeholder '<|image_pad|>'" in said
     assert "line 2: has an image of 2000 x 2: absolute aspect ratio" in said and "line 4: has an image of 2 x" in said
     result = call(*told, "--model", "demo_qwen", "--skip-bad")
     assert [line[:16] for line in result.stderr.splitlines() if line.startswith("skipped")] == [

@@ -257,7 +257,7 @@ def test_config_contains_the_guard(build: Callable, tmp_path: Path) -> None:
         with tokenprune.patched(model, config=config, guard="off"):  # what is said goes before
             assert "guard" not in repr(model)
     with tokenprune.patched(model, config=content(setting, guard="warn")):
-        assert 'guard="warn" looks at images' in repr(model)
+        assert 'guard="warn" checks images' in repr(model)
     for wrong in ("loud", True, None):
         with pytest.raises(ConfigError, match="guard must be one of warn, auto, off, not"):
             tokenprune.read_config(content(setting, guard=wrong))

@@ -238,7 +238,7 @@ def bench(*arguments: str, **environment: str) -> Result:
         ("--backend vllm --threads 2", "--threads is no option of vLLM: use --engine-args"),
         ("--backend vllm --server http://localhost:1 --dtype float16", "--dtype is no option of a server"),
         ("--backend vllm --server http://localhost:1 --engine-args {}", "--engine-args is no option of a server"),
-        ("--backend vllm --engine-args {", "is no JSON"),
+        ("--backend vllm --engine-args {", "is not valid JSON"),
         ("--backend vllm --engine-args []", "takes an object"),
         ('--backend vllm --engine-args {"model":"x"}', "cannot set model: name it with --model"),
         ('--backend vllm --engine-args {"mm_processor_kwargs":{"tokenprune":{}}}', "benchmark sets methods and keeps"),
@@ -286,7 +286,8 @@ def ask(server: Pretender, *arguments: str) -> Result:
 
 
 def test_a_server_is_asked(server: Pretender, tmp_path: Path) -> None:
-    result = ask(server, "--run", str(tmp_path / "run"), "--suffix", "?", "--max-new-tokens", "3", "--model", "one")
+    options = ("--suffix", "?", "--max-new-tokens", "3", "--model", "one", "--details")
+    result = ask(server, "--run", str(tmp_path / "run"), *options)
     assert result.exit_code == 0, result.output
     assert "one: 8 questions on 1 images, a vLLM server, vLLM 9.9, unknown dtype" in result.stdout
     assert "100 → 25" in result.stdout and "100 → 100" in result.stdout
@@ -366,7 +367,7 @@ def test_a_method_that_the_server_refuses_is_skipped(server: Pretender, monkeypa
         return plain(self)
 
     monkeypatch.setattr(Talk, "do_POST", refusing)
-    result = ask(server, "--repeats", "0")
+    result = ask(server, "--repeats", "0", "--details")
     assert result.exit_code == 0 and "Skipped uniform at keep 0.25: uniform cannot be served: so it is" in result.stdout
 
 

@@ -247,7 +247,8 @@ def test_the_command(tmp_path: Path) -> None:
         assert result.exit_code == code, result.output
         return result.output
 
-    told = run("--config-only", "--model", "demo_qwen", "--tokens", "784", "--method", "divprune", "--keep", "0.5")
+    config_only = ("--config-only", "--details", "--model", "demo_qwen", "--tokens", "784")
+    told = run(*config_only, "--method", "divprune", "--keep", "0.5")
     assert re.search(r"PRE_LLM.*x1\.19", told) and "divprune: x1.19 by FLOPs" in told and "73%" in told
     image = tmp_path / "image.png"
     Image.new("RGB", (60, 40), "red").save(image)

@@ -133,31 +133,34 @@ def test_patches_are_looked_at_like_whole_images(monkeypatch: pytest.MonkeyPatch
     images = [planes(page(336))[:, :, :224], planes(thresholds(224)), planes(page(448, 9))]
     sizes = torch.tensor([[1, one.shape[1] // 14, one.shape[2] // 14] for one in images])
     patches = torch.cat([patchified(one) for one in images])
-    got = guard_pixels.look(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes}).read()
+    got = guard_pixels.measure_text(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes}).read()
     assert got == pytest.approx([measured(one) for one in images], abs=1e-6)
     seen: list[torch.Tensor] = []
     with monkeypatch.context() as patch:
         patch.setattr(
             guard_pixels, "compute_text_shares", lambda blocks, owner, count: seen.append(blocks) or torch.zeros(count)
         )
-        guard_pixels.look(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes})
+        guard_pixels.measure_text(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes})
     torch.testing.assert_close(seen[0], torch.cat([split_blocks(one[None])[0] for one in images]))
     for wrong in ({"image_grid_thw": None}, {"image_grid_thw": sizes[:2]}, {"pixel_values": patches[:, :-1]}):
-        assert guard_pixels.look(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes} | wrong) is None
+        assert (
+            guard_pixels.measure_text(Tower, "image", {"pixel_values": patches, "image_grid_thw": sizes} | wrong)
+            is None
+        )
 
 
 def test_tiles_frames_and_what_is_not_looked_at() -> None:
     adapter = type("Other", (), {"family": Family("other")})
     text, noise = planes(page(336)), planes(scene("noise"))
     tiles = torch.stack([torch.stack([text, text]), torch.stack([text, noise])])
-    got = guard_pixels.look(adapter, "image", {"pixel_values": tiles}).read()
+    got = guard_pixels.measure_text(adapter, "image", {"pixel_values": tiles}).read()
     assert got[0] == pytest.approx(measured(text)) and 0 < got[1] < got[0]
     video = torch.stack([text] + [noise] * 15)[None]  # every other frame is looked at
-    even = guard_pixels.look(adapter, "video", {"pixel_values_videos": video[:, ::2]}).read()
-    assert guard_pixels.look(adapter, "video", {"pixel_values_videos": video}).read() == even
+    even = guard_pixels.measure_text(adapter, "video", {"pixel_values_videos": video[:, ::2]}).read()
+    assert guard_pixels.measure_text(adapter, "video", {"pixel_values_videos": video}).read() == even
     shapes = [(4, 12), (1, 9, 12), (1, 3, 16, 16), (1, 5, 56, 56), (0, 3, 56, 56)]
     for pixels in (None, torch.zeros(1, 3, 56, 56, dtype=torch.uint8), *map(torch.zeros, shapes)):
-        assert guard_pixels.look(adapter, "image", {"pixel_values": pixels}) is None
+        assert guard_pixels.measure_text(adapter, "image", {"pixel_values": pixels}) is None
 
 
 @pytest.fixture(autouse=True)

@@ -192,7 +192,7 @@ def test_every_command_is_a_setting_that_the_method_accepts(papers: Any, call: A
 def test_the_entry_point_for_lmms_eval_accepts_every_command(papers: Any, call: Any) -> None:
     read = pytest.importorskip(
         "tokenprune_bench.lmms_eval.arguments", reason="this package has no model for lmms-eval"
-    ).read
+    ).parse_arguments
     for command in commands(call("commands")[1]):
         given = arguments_of(command)
         given.pop("thresholds", None)
