@@ -126,13 +126,13 @@ def keep(left: int) -> Callable[[Server], object]:
 
 def broken(server: Server) -> None:
     """A method with a fault: of two images one has never been seen."""
-    plan = items.PromptItem.plan
+    plan = items.PromptItem.make_plan
 
     def fail(self: Any, setting: Any) -> Any:
-        return plan(self, setting) if setting.is_off else 1 / 0
+        return plan(self, setting) if setting.off else 1 / 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(items.PromptItem, "plan", fail)
+        patch.setattr(items.PromptItem, "make_plan", fail)
         server.ask(2)
 
 

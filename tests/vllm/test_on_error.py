@@ -86,17 +86,19 @@ def test_no_image_of_a_clients_is_a_methods_failure(
 def test_a_methods_own_error(folder: Callable[[str], Path], place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any class: before the image is read and after it was made smaller; in shadow, none reaches a client."""
     setting = {"method": ["downsample", "uniform"], "keep": [0.5, 0.5]}
-    model, plan = f"own {place}", items.PromptItem.plan
+    model, plan = f"own {place}", items.PromptItem.make_plan
     _, ask = asking(folder(NAME), NAME, setting | STRICT | {"on_error": "full"}, model)
     _, held = asking(folder(NAME), NAME, setting | {"rollout": 0.0}, f"{model} shadow")
     whole = ask(2, {"off": True})
 
     def fail(self: Any, *given: Any) -> Any:
-        if place == "plan" and given[0].is_off:
+        if place == "plan" and given[0].off:
             return plan(self, *given)
         raise ZeroDivisionError("a secret of the server's")
 
-    monkeypatch.setattr(*((pixels.Shrinker, "_changed") if place == "shrink" else (items.PromptItem, "plan")), fail)
+    monkeypatch.setattr(
+        *((pixels.Shrinker, "_changed") if place == "shrink" else (items.PromptItem, "make_plan")), fail
+    )
     assert ask(2) == whole
     with pytest.raises(
         OptionError, match=r"downsample\+uniform failed on this request \(ZeroDivisionError\)"

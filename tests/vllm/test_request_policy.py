@@ -53,9 +53,9 @@ def test_a_request_is_resolved_once(
         monkeypatch.setattr(owner, name, counted)
 
     counting(configuration, "check_model")
-    counting(seam, "of_request")
+    counting(seam, "parse_request")
     counting(ServerConfig, "setting")
-    counting(ServedRequest, "of")
+    counting(ServedRequest, "build")
     counting(items, "family_of")
     cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
     kwargs = {} if asked is None else {"tokenprune": asked}
@@ -64,8 +64,8 @@ def test_a_request_is_resolved_once(
         made(CHECKPOINTS[NAME].prompt(count), images, hf_processor_mm_kwargs=kwargs, cache=cache)
         assert calls.pop("family_of", 0) == (count == 1)  # what a model's items have in common, for its first request
         assert calls.pop("check_model") == 1
-        assert calls.pop("setting", 0) + calls.pop("of_request", 0) == 1
-        assert calls.pop("of") <= 2 and not calls  # served, or held back and its shadow
+        assert calls.pop("setting", 0) + calls.pop("parse_request", 0) == 1
+        assert calls.pop("build") <= 2 and not calls  # served, or held back and its shadow
 
 
 def test_a_choice_of_an_endpoint_is_resolved_there(

@@ -174,7 +174,11 @@ def test_images_named_by_a_client(folder: Callable[[str], Path]) -> None:
         ({"method": "evs"}, 0, "evs does not prune images"),
         ({"per": "frame"}, 0, 'and per="image"'),
         ({"keep": {"keep": 0.5, "age": [[1, 0.5]]}}, 0, "starts with"),
-        ({"keep": {"keep": 0.1, "age": [[0, 1.0], [1, 0.5]]}}, 0, "keep=0.05 of an image of age 1 is less than"),
+        (
+            {"keep": {"keep": 0.1, "age": [[0, 1.0], [1, 0.5]]}},
+            0,
+            "keep=0.05 of an image of age 1 is below min_keep=0.1",
+        ),
         ({"keep": {"keep": 0.5, "age": [[0, 1.0], [1, 64]]}}, 0, "keep of an image of age 1 must be a share"),
         ({"age": [[0, 1.0], [2, 0.5]]}, 0, 'age and step are part of keep. Write for example "keep": {"keep": 1.0'),
     ],
@@ -210,7 +214,7 @@ def test_images_in_crops_are_refused(folder: Callable[[str], Path]) -> None:
     ask(images, {"keep": 1.0}, images_kwargs=crops)
     before = samples(TOTAL, "crops")
     for cached in (True, False):
-        with pytest.raises(OptionError, match="cut into split into tiles or crops: have the processor make one"):
+        with pytest.raises(OptionError, match=r"split into tiles or crops\. Configure the processor to use one tile"):
             ask(images, cached=cached, images_kwargs=crops)
     assert samples(TOTAL, "crops") == before
     ask(images)
