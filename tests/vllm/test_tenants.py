@@ -88,13 +88,13 @@ def calling(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
 def test_a_caller_names_no_other_profile(made: Any, calling: Any, asked: Any) -> None:
     calling(ALICE)
     offer = get_server_config(made)
-    may = profiles._may_use(offer)
-    assert may == ("fast", "ocr")
+    allowed = profiles._get_allowed(offer)
+    assert allowed == ("fast", "ocr")
     with pytest.raises(CallerError, match="it may use fast, ocr"):
-        profiles.choose_profile({PROFILE: asked}, offer, "tiny", "tiny", lambda: "default", may)
+        profiles.choose_profile({PROFILE: asked}, offer, "tiny", "tiny", lambda: "default", allowed)
     if isinstance(asked, str) and asked != "fsat":
         with pytest.raises(CallerError):
-            profiles.choose_profile({}, offer, f"tiny:{asked}", "tiny", lambda: "default", may)
+            profiles.choose_profile({}, offer, f"tiny:{asked}", "tiny", lambda: "default", allowed)
 
 
 def test_endpoints_without_profiles_refuse_a_caller_that_has_one(made: Any, calling: Any) -> None:
@@ -113,7 +113,7 @@ def test_endpoints_without_profiles_refuse_a_caller_that_has_one(made: Any, call
     calling(ALICE)
     with pytest.raises(OptionError, match="this caller selects profile 'fast', and this endpoint supports"):
         ask()
-    with pytest.raises(OptionError, match="this caller asks for profile 'fast'"):
+    with pytest.raises(OptionError, match="this caller selects profile 'fast', and this endpoint supports"):
         ask(keep=0.5)
     ask(profile="fast")
     ask(profile="ocr")

@@ -116,7 +116,7 @@ def test_unreachable_merges_raise_before_the_tower_runs(engine: Engine, checkpoi
     images = checkpoint.images(1)
     share = 0.25 if checkpoint.name == "llava_next" else 0.16  # reachable by halving if a tile has no other tiles
     for keep, error, says in (
-        (4, OptionError, "of which 4 are newlines; tome needs one more"),
+        (4, OptionError, "of which 4 are newlines; tome needs at least one more"),
         (6, BudgetError, "keep=6 keeps 2 tokens besides the 4 newlines of an image of 44 tokens"),
         (share, BudgetError, "at most half"),
         (0.01, BudgetError, "at most half"),
