@@ -61,6 +61,8 @@ def photo() -> Any:
 @pytest.mark.parametrize("module_name", MODULES)
 def test_examples_run(module_name: str, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    tokenprune.available_methods()
+    tokenprune.sessions.available_policies()  # load both registries before they are copied
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # examples may register methods and policies
     monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
     try:
