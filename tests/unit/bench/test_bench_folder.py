@@ -25,7 +25,7 @@ from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.suite import Bench, BenchPlan
 
 PLACE = {"method": "uniform", "keep": 0.5, "seed": None}
-BUSY = r"Another run is writing to .*\. Wait for it"
+BUSY = r"Another run is writing to .*\. Wait for it, or use another folder"
 
 
 def files(folder: Path) -> list[str]:
