@@ -122,7 +122,7 @@ class Steps:
             if hasattr(processor, name):
                 setattr(processor, name, self._timed(step, getattr(processor, name)))
         if (patch := find_patch(processor)) is not None:
-            patch.resizer.change = self._timed("method", patch.resizer.change)
+            patch.resizer.resize = self._timed("method", patch.resizer.resize)
 
     def _timed(self, step: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

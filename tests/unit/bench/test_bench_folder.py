@@ -101,14 +101,14 @@ class Threads(Group):
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, given: dict[int, Any]) -> None:
         super().__init__(rank, size)
-        object.__setattr__(self, "barrier", barrier)
+        object.__setattr__(self, "meeting", barrier)
         object.__setattr__(self, "given", given)
 
     def gather(self, mine: Any) -> list[Any]:
         self.given[self.rank] = mine
-        self.barrier.wait(60)
+        self.meeting.wait(60)
         everything = [self.given[rank] for rank in range(self.size)]
-        self.barrier.wait(60)
+        self.meeting.wait(60)
         return everything
 
 
@@ -173,11 +173,11 @@ def test_what_one_process_cannot_read_or_write_ends_all(tmp_path: Path) -> None:
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from tokenprune_bench.group import joined
+from tokenprune_bench.group import join_group
 from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.errors import RunError
 
-with joined() as group:
+with join_group() as group:
     print(group.gather(10 + group.rank))
     try:
         with RunFolder(Path(sys.argv[1]), {}, group):
@@ -237,7 +237,7 @@ def test_processes_learn_of_each_others_end(tmp_path: Path) -> None:
     assert lines == second.splitlines()
     order, busy = lines
     assert order == "[10, 11]" and re.match(BUSY, busy)
-    assert last == "another process of this run has ended: see what it said"
+    assert last == "Another process of this run has ended. See its output."
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

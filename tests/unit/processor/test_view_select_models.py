@@ -238,4 +238,4 @@ def test_one_patch_on_a_processor() -> None:
 def test_the_benchmark_leaves_it_out() -> None:
     plan = BenchPlan(("view_select",), keeps=(0.5,), images=1, repeats=0)
     records = {one.get("method"): one for one in Bench(load_model(device="cpu"), plan).records() if "method" in one}
-    assert "one each" in records["view_select"]["reason"]
+    assert "these questions have one image each" in records["view_select"]["reason"]

@@ -246,7 +246,7 @@ def test_rows_that_do_not_fit_the_model_are_left_out(tmp_path: Path) -> None:
     given = ["--limit", 0, "--max-drop", "40%", "--objective", "kv", "--data", data, "--out", out]
     rows_only = tmp_path / "rows.jsonl"
     rows_only.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "line 3: its question holds '<image>'" in tune(*given, "--data", rows_only, code=2).stderr
+    assert "line 3: its question contains the placeholder '<image>'" in tune(*given, "--data", rows_only, code=2).stderr
     result = tune(*given, "--skip-bad")
     said = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
     assert [line[:17] for line in said] == ["skipped: line 3: ", "skipped: line 41:"]

@@ -119,7 +119,10 @@ def test_a_server_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pretending() as server:
         given = ["--backend", "vllm", "--server", server.url, "--out", str(out), "--repeats", "1"]
         refused = command(*given)
-        assert refused.exit_code == 2 and "the config of one, which is not at hand here" in refused.stderr
+        assert (
+            refused.exit_code == 2
+            and "The config of one is not available, so savings cannot be computed" in refused.stderr
+        )
         monkeypatch.setattr("tokenprune_bench.vllm_server._config", lambda model: CONFIG)
         result = command(*given)
     assert result.exit_code == 0, result.output
