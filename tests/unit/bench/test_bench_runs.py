@@ -48,10 +48,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(data: Path, *more: object) -> list[str]:
-    fixed = "bench --methods uniform --keep 0.25 --repeats 0 --batch-size 2 --device cpu --metric anls".split()
+    fixed = "bench --methods uniform --keep 0.25 --repeats 0 --batch-size 2 --device cpu --metric anls --details"
     if "--run" in more:
-        fixed += ["--samples", "0"]  # test_report_samples.py draws
-    return [*fixed, "--data", str(data), *map(str, more)]
+        fixed += " --samples 0"  # test_report_samples.py draws
+    return [*fixed.split(), "--data", str(data), *map(str, more)]
 
 
 def bench(data: Path, *more: object) -> Result:
@@ -175,8 +175,8 @@ def test_a_finished_run_asks_nothing(data: Path, whole: tuple[Path, str], monkey
 def test_another_config_in_the_folder_is_refused(data: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
     before = (whole[0] / "predictions.jsonl").read_text()
     for more, message in (
-        (("--keep", "0.5"), "keeps [0.25], and this one has [0.5]"),
-        (("--metric", "exact"), 'metric "anls", and this one has "exact"'),
+        (("--keep", "0.5"), "keeps [0.25], but this run has [0.5]"),
+        (("--metric", "exact"), 'metric "anls", but this run has "exact"'),
         (("--limit", "2"), '"questions": 2'),
     ):
         result = bench(data, "--run", whole[0], *more)
