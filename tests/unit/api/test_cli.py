@@ -69,7 +69,7 @@ def test_families_lists_sites_and_reasons() -> None:
     output = call("families").output
     lines = output.splitlines()
     (gemma,) = (line for line in lines if " gemma3 " in line)
-    assert "PRE_LLM, IN_LLM" in gemma and "5.0" in gemma and "both ways" in gemma
+    assert "PRE_LLM, IN_LLM" in gemma and "5.0" in gemma and "bidirectional attention" in gemma
     (mllama,) = (line for line in lines if " mllama " in line)
     assert "cross-attention" in mllama
     for name in (*families.SUPPORTED, *families.REFUSED):
@@ -226,7 +226,7 @@ def test_errors_print_one_line(tmp_path: Path) -> None:
     assert "as an image" in refused("show", text)
     assert "Cannot read" in refused("report", tmp_path / "none.jsonl")
     assert "cannot load" in refused("demo", "--model", tmp_path)
-    assert "Cannot write" in refused("bench", "--images", 1, "--device", "cpu", "--json", tmp_path / "no" / "out.jsonl")
+    assert "cannot write" in refused("bench", "--images", 1, "--device", "cpu", "--json", tmp_path / "no" / "out.jsonl")
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,9 +160,9 @@ def test_records_are_read_back_or_refused(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(one) + "\n" for one in RECORDS))
     assert results.read_records(path) == RECORDS
     for text, message in (
-        ("", "no header"),
+        ("", "first line is not a header"),
         ("{", "not a file of JSON lines"),
-        ('{"record": "result"}', "no header"),
+        ('{"record": "result"}', "first line is not a header"),
         ('{"record": "header", "schema": 99}', "schema 99"),
     ):
         path.write_text(text)

@@ -25,7 +25,7 @@ from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.suite import Bench, BenchPlan
 
 PLACE = {"method": "uniform", "keep": 0.5, "seed": None}
-BUSY = "another run is writing to .*: wait for it"
+BUSY = r"Another run is writing to .*\. Wait for it, or use another folder"
 
 
 def files(folder: Path) -> list[str]:
@@ -41,7 +41,7 @@ def test_a_second_run_in_a_folder_is_refused_and_changes_nothing(tmp_path: Path)
         run.add_batch(PLACE, [0], ["x"], {})
         before = {name: (folder / name).read_bytes() for name in files(folder)}
         for config in ({"a": 1}, {"a": 2}):
-            with pytest.raises(RunError, match=BUSY if config == {"a": 1} else "holds a run with a 1"):
+            with pytest.raises(RunError, match=BUSY if config == {"a": 1} else "has a run with a 1"):
                 RunFolder(folder, config).__enter__()
         assert {name: (folder / name).read_bytes() for name in files(folder)} == before
         run.add_batch(PLACE, [1], ["y"], {})
@@ -61,7 +61,7 @@ def test_a_run_that_was_faster_is_seen(tmp_path: Path, monkeypatch: pytest.Monke
         return lock(self)
 
     monkeypatch.setattr(RunFolder, "_lock", late)
-    with pytest.raises(RunError, match="holds a run with a 2"):
+    with pytest.raises(RunError, match="has a run with a 2"):
         RunFolder(tmp_path, {"a": 1}).__enter__()
     assert files(tmp_path) == [".lock", "config.json"]
 
@@ -101,14 +101,14 @@ class Threads(Group):
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, given: dict[int, Any]) -> None:
         super().__init__(rank, size)
-        object.__setattr__(self, "barrier", barrier)
+        object.__setattr__(self, "meeting", barrier)
         object.__setattr__(self, "given", given)
 
     def gather(self, mine: Any) -> list[Any]:
         self.given[self.rank] = mine
-        self.barrier.wait(60)
+        self.meeting.wait(60)
         everything = [self.given[rank] for rank in range(self.size)]
-        self.barrier.wait(60)
+        self.meeting.wait(60)
         return everything
 
 
@@ -173,11 +173,11 @@ def test_what_one_process_cannot_read_or_write_ends_all(tmp_path: Path) -> None:
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from tokenprune_bench.group import joined
+from tokenprune_bench.group import join_group
 from tokenprune_bench.run_folder import RunFolder
 from tokenprune_bench.errors import RunError
 
-with joined() as group:
+with join_group() as group:
     print(group.gather(10 + group.rank))
     try:
         with RunFolder(Path(sys.argv[1]), {}, group):
@@ -237,7 +237,7 @@ def test_processes_learn_of_each_others_end(tmp_path: Path) -> None:
     assert lines == second.splitlines()
     order, busy = lines
     assert order == "[10, 11]" and re.match(BUSY, busy)
-    assert last == "another process of this run has ended: see what it said"
+    assert last == "Another process of this run has ended. See its output."
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(RunError, match=r"Cannot write .*a\.jsonl: No space left on device\. Earlier records"):
+    with pytest.raises(RunError, match=r"Cannot write .*a\.jsonl: No space left on device\. The old file is kept"):
         write_records(path, [{"d": 3}])
     assert path.read_text() == '{"b": 1}\n{"c": 2}\n' and files(tmp_path) == ["a.jsonl"]
 

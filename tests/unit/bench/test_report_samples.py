@@ -230,7 +230,7 @@ def test_a_video_is_drawn_frame_by_frame_and_pixels_are_not(tmp_path: Path, buil
         with Image.open(tmp_path / FOLDER / one["image"]) as image:
             assert image.size == (times * drawing.FRAME_SIDE + 6 * (times - 1), drawing.FRAME_SIDE)
     assert pixels["image"] is None and "pixels of the video" in pixels["note"]
-    assert chooser["image"] is None and "nothing to draw" in chooser["note"]
+    assert chooser["image"] is None and "selects between images, so it cannot be drawn" in chooser["note"]
 
 
 def test_every_drawing_of_a_question_has_the_same_size(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_videos_are_asked_by_kind_with_controls(subject: Model, tmp_path: Path) 
         ("random", "result"), ("downsample", "result"), ("divprune", "result"), ("pevlm", "result"),
         ("view_select", "skipped"), ("escalate", "skipped"),
     }  # fmt: skip
-    assert "have one each" in made["view_select", "skipped"]["reason"]
+    assert "have one image each" in made["view_select", "skipped"]["reason"]
     assert "takes images" in made["escalate", "skipped"]["reason"]
     assert made["pevlm", "result"]["keep"] == 1.0 and "evidence" not in made["pevlm", "result"]
     assert "evidence" not in unpatched and "evidence" not in made["downsample", "result"]
