@@ -237,7 +237,9 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is not a folder" in refused("fit", "dymu", "--images", tmp_path / "absent", "--out", out)
     assert "cannot keep only" in refused("fit", "dymu", "--images", folder, "--keep", "0.01", "--out", out)
     assert "between 0 and 1" in refused("fit", "dymu", "--images", folder, "--keep", "20", "--out", out)
-    assert "does not exist" in refused("fit", "dymu", "--images", folder, "--out", tmp_path / "absent" / "t.safetensors")
+    assert "does not exist" in refused(
+        "fit", "dymu", "--images", folder, "--out", tmp_path / "absent" / "t.safetensors"
+    )
 
 
 def test_refused(folder: Path, tmp_path: Path, build) -> None:
