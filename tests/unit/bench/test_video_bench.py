@@ -188,7 +188,7 @@ def test_the_command_tells_evidence_alone(folder: Path, tmp_path: Path) -> None:
         "bench", "--model", folder, "--set", "videos", "--images", 1, "--methods", "uniform", "--keep", "0.25",
         "--evidence", "--details", "--device", "cpu", "--json", out, "--run", tmp_path / "run",
     )  # fmt: skip
-    assert "Evidence kept" in made.output and "no scores" in made.output.replace("\n", " ")
+    assert "Evidence kept" in made.output and "does not generate answers" in made.output.replace("\n", " ")
     assert "Accuracy" not in made.output and "Controls" not in made.output and "Not shown" not in made.output
     again = call("report", out)
     assert "Evidence kept" in again.output and "Accuracy" not in again.output
