@@ -257,7 +257,7 @@ def test_bad_rows_are_refused_or_said_and_left_out(data: Path, tmp_path: Path) -
     result = bench(mine, "--run", tmp_path / "run")
     assert result.exit_code == 2
     assert "line 4: cannot read" in result.stderr and not (tmp_path / "run").exists()
-    result = bench(mine, "--skip-bad", "--details")
+    result = bench(mine, "--skip-bad")
     assert result.exit_code == 0, result.output
     assert "skipped: line 4: cannot read" in result.stderr
     assert "Skipped in the data: line 4: cannot read" in result.stdout
@@ -274,7 +274,7 @@ def test_a_placeholder_in_a_question_ends_the_run_before_it_begins(data: Path, t
     assert not (tmp_path / "run").exists()
     # It is left out with the other bad rows, and so is a video where the model takes none.
     mine.write_text(mine.read_text() + '{"image": "none.png", "question": "q", "answer": "a"}\n')
-    result = bench(mine, "--skip-bad", "--details", "--run", tmp_path / "run")
+    result = bench(mine, "--skip-bad", "--run", tmp_path / "run")
     assert result.exit_code == 0, result.output
     said = [line for line in result.stderr.splitlines() if line.startswith("skipped: ")]
     assert [line[:17] for line in said] == ["skipped: line 2: ", "skipped: line 4: "] and "'<image>'" in said[0]
