@@ -100,7 +100,7 @@ def test_videos_are_asked_by_kind_with_controls(subject: Model, tmp_path: Path) 
         ("view_select", "skipped"), ("escalate", "skipped"),
     }  # fmt: skip
     assert "have one image each" in made["view_select", "skipped"]["reason"]
-    assert "takes images" in made["escalate", "skipped"]["reason"]
+    assert "supports images only" in made["escalate", "skipped"]["reason"]
     assert made["pevlm", "result"]["keep"] == 1.0 and "evidence" not in made["pevlm", "result"]
     assert "evidence" not in unpatched and "evidence" not in made["downsample", "result"]
     (told,) = made["divprune", "result"]["evidence"]
