@@ -43,13 +43,17 @@ def build_summary_table(results: Results) -> Table:
 
 
 def describe_summary(results: Results) -> list[str]:
-    """Return at most three sentences: the best setting for each allowed loss, then the number of warnings."""
+    """Return at most three lines: the best setting for each allowed loss, then skipped methods and warnings."""
     sentences = [verdict.summary for verdict in _find_distinct_verdicts(results)]
     warnings = [warning for warning in find_warnings(results) if warning.level is not Level.NOTE]
     hidden = len(results.rows) - len(_select_rows(results))
     pointer = "Pass --details for all tables and notes."
     if hidden:
         pointer = f"{hidden} more row{'s'[: hidden > 1]}: pass --details for all tables and notes."
+    if results.skipped:
+        methods = list(dict.fromkeys(record["method"] for record in results.skipped))
+        others = f" and {len(methods) - 3} more" if methods[3:] else ""
+        pointer = f"Skipped: {', '.join(methods[:3])}{others}. {pointer}"
     if warnings:
         more = f" (and {len(warnings) - 1} more)" if warnings[1:] else ""
         pointer = f"Warning: {warnings[0].title}{more}. {pointer}"

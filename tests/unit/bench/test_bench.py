@@ -372,3 +372,12 @@ def test_images_that_are_no_single_grid_are_refused(subject: Model) -> None:
     first = int((inputs["input_ids"][0] == subject.model.config.image_token_id).nonzero()[0])
     with pytest.raises(UnsupportedSetupError, match="255 visual tokens"):
         grids.get_grids(subject, inputs | {"input_ids": inputs["input_ids"][:, first + 1 :]}, 1, False)
+
+
+def test_summary_names_skipped_methods() -> None:
+    from tokenprune_bench.report.summary import describe_summary
+
+    lines = describe_summary(results.summarise(RECORDS))
+    assert "Skipped: odd." in lines[-1] and len(lines) <= 3
+    measured = [record for record in RECORDS if record["record"] != "skipped"]
+    assert "Skipped" not in " ".join(describe_summary(results.summarise(measured)))
