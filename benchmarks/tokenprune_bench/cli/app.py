@@ -25,7 +25,7 @@ def app(
     port: Annotated[int, typer.Option(min=1, max=65535, help="A free port.")] = 7860,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
 ) -> None:
-    """Open a page: drop an image or a video, ask, and compare methods."""
+    """Open a page in the browser to compare methods on your images."""
     from tokenprune_bench.app.loading import Loading, use_temp_folder
 
     console, loading = get_console(), Loading(model or "demo_vlm")

@@ -134,9 +134,9 @@ def bench(
     suffix: SuffixOption = None,
     max_new_tokens: MaxNewTokensOption = None,
 ) -> None:
-    """Measure accuracy per kind of question, tokens, FLOPs, KV bytes and time of methods, against no pruning.
+    """Measure the accuracy and the cost of methods, with and without pruning.
 
-    To share the work: accelerate launch --num_processes N -m tokenprune bench ...
+    Several processes: accelerate launch --num_processes N -m tokenprune bench ...
     """
     from tokenprune_bench import significance
     from tokenprune_bench.backend import get_backend

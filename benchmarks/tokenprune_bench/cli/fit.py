@@ -27,7 +27,10 @@ def fit(
     threads: ThreadsOption = None,
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Fit a method to a model, on images without labels. Options of the method's own follow: --keep 0.5,0.25"""
+    """Fit a method to a model, on images without labels.
+
+    Options of the method's `fit` follow the others, for example --keep 0.5,0.25.
+    """
     from tokenprune_bench.calibration.fitting import FitSamples, Fitter, format_fit_options, list_fittable
 
     console = get_console()

@@ -13,7 +13,7 @@ from tokenprune.errors import OptionError
 
 ENTRIES = Path("benchmarks/experiments/leaderboard/entries")
 leaderboard = typer.Typer(
-    cls=ErrorGroup, no_args_is_help=True, help="Put a run of `tokenprune bench` on the documentation's leaderboard."
+    cls=ErrorGroup, no_args_is_help=True, help="Add runs and methods to the leaderboard of the documentation."
 )
 
 

@@ -75,7 +75,7 @@ def profile(
     dtype: DtypeOption = "auto",
     suffix: SuffixOption = None,
 ) -> None:
-    """Show where the time of one call goes, before and after a method, and the maximum saving of each site."""
+    """Time the stages of a call, with and without pruning."""
     if config_only:
         defer_torch()
     settings = read_settings(method, keep, max_visual_tokens)

@@ -35,9 +35,11 @@ def recommend(
     details: DetailsOption = False,
     out: Annotated[Path | None, typer.Option(help="Write the setting, for patch(model, config=...) and vLLM.")] = None,
 ) -> None:
-    """Name a setting to start from, as Python, vLLM flag and config, with its evidence, graded strong or weak:
-    published numbers, our own runs, and closed forms of the model's cost. Nothing is measured: `tokenprune tune` does
-    that, on your questions."""
+    """Suggest a setting for a model and a task.
+
+    The evidence is graded strong or weak: published numbers, our own runs, and closed forms of the model's cost. The
+    command measures nothing; `tokenprune tune` does, on your questions.
+    """
     defer_torch()
     import tokenprune
     from tokenprune.settings import Setting

@@ -28,7 +28,7 @@ def report(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write the plot as PNG.")] = None,
 ) -> None:
-    """Make tables, plots and a page from the raw records of earlier runs; several are compared."""
+    """Write tables, plots and a page from the records of runs."""
     from tokenprune_bench.report.runs import read_runs
 
     if plot is not None and len(runs) > 1:

@@ -48,8 +48,11 @@ def show(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
 ) -> None:
-    """Draw which patches of an image, or of frames, methods keep (outlined), drop (dark, hatched) and merge (one
-    colour), side by side, with the answers below."""
+    """Draw the patches of an image or a video that methods keep.
+
+    Kept patches are outlined, dropped patches are dark and hatched, and merged patches share one color. The answers are
+    printed below.
+    """
     from tokenprune_bench.profiling.media import read_frames
     from tokenprune_bench.show import animation, contact_sheet, side_by_side
 

@@ -108,11 +108,11 @@ def tune(
     suffix: SuffixOption = None,
     max_new_tokens: MaxNewTokensOption = None,
 ) -> None:
-    """Find the cheapest method and keep that lose less than --max-drop on your questions, and write tokenprune.json.
+    """Find the cheapest setting that keeps accuracy, and write tokenprune.json.
 
-    Exit code 1: the search found nothing that keeps the promise, and no file is written.
+    Exit code 1: no setting keeps the promise, and no file is written.
 
-    To share the work: accelerate launch --num_processes N -m tokenprune tune ...
+    Several processes: accelerate launch --num_processes N -m tokenprune tune ...
     """
     from tokenprune.settings.saved import write_config
     from tokenprune_bench.backend import get_backend
