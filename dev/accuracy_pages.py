@@ -127,7 +127,7 @@ def views() -> str:
         if is_base or row.method in VIEW_METHODS:
             name, keep = ("unpatched", "") if is_base else (f"`{row.method}`", f"{row.keep:g}")
             shares = [row.kinds[kind] for kind in results.kinds]
-            cells = [f"{100 * one.value:.0f} [{100 * one.low:.0f}–{100 * one.high:.0f}]" for one in shares]
+            cells = [f"{100 * share.value:.0f} [{100 * share.low:.0f}–{100 * share.high:.0f}]" for share in shares]
             lines.append(f"| {name} | {keep} | {' | '.join(cells)} |")
     note = f"demo_qwen. Correct answers in % [95 % interval] by kind of question. {_raw(VIEWS)}."
     return "\n\n".join(["\n".join(lines), note])

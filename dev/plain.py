@@ -40,26 +40,22 @@ LIMITS = {"docstrings": 5.0, "comments": 5.0, "strings": 5.0, "pages": 6.0}
 MAX_NAMES = 20
 
 MARKERS = {
-    "what (not a question)": r"\bwhat(ever)?\b(?![^.;:]*\?)",
-    "those that / that of / one that": (
-        r"\bthose (that|of|which|who|in|with|at|it)\b|\bthat of\b|\bones? that\b|\bthe one\b|\bthe ones\b"
-    ),
-    "none where / nothing": r"\bnone where\b|\bwhere there (is|are)\b|\bnothing\b",
+    "what": r"\bwhat(ever)?\b(?![^.;:]*\?)",
+    "those that": (r"\bthose (that|of|which|who|in|with|at|it)\b|\bthat of\b|\bones? that\b|\bthe one\b|\bthe ones\b"),
+    "none, nothing": r"\bnone where\b|\bwhere there (is|are)\b|\bnothing\b",
     "preposition + which/whose": (
         r"\b(of|by|at|in|to|from|on|for|with|through|after|before|over) (which|whose|whom)\b"
     ),
-    "is no / are no": r"\b(is|are|was|were|has|have|takes?|makes?|needs?) no\b",
-    "of its own / of them": r"\bof (its|their) own\b|\bof (them|these|those|it)\b",
-    "as it is / as they are": r"\bas (it|they) (is|are|was|were|do|does|goes|stands?)\b",
-    "stands / lies / goes by": r"\bst(and|ood|ands)\b(?!-)|\blies?\b|\bgoes? by\b|\bcomes? (out|with|to)\b",
-    "says / tells / asks / knows (of things)": (
-        r"\b(says|tells|asks|knows|is told|is asked|is said|asked for|asks for)\b"
-    ),
-    "place (for index/position)": r"\bplaces?\b",
-    "alone (for only)": r"\balone\b",
-    "hand over / is handed": r"\bhand(s|ed|ing)? (over|on|to|out|back|it|them)\b|\b(is|are) handed\b",
-    "is to be / are to be": r"\b(is|are|was|were) (not )?to be\b",
-    "how many (as a noun)": r"\breturn how\b|\bhow many of\b|\bhow many\b(?![^.;:]*\?)",
+    "is no": r"\b(is|are|was|were|has|have|takes?|makes?|needs?) no\b",
+    "of its own": r"\bof (its|their) own\b|\bof (them|these|those|it)\b",
+    "as it is": r"\bas (it|they) (is|are|was|were|do|does|goes|stands?)\b",
+    "stands, lies": r"\bst(and|ood|ands)\b(?!-)|\blies?\b|\bgoes? by\b|\bcomes? (out|with|to)\b",
+    "says, tells, knows": r"\b(says|tells|asks|knows|(is|are) (told|asked|said)|asked for)\b",
+    "place": r"\bplaces?\b",
+    "alone": r"\balone\b",
+    "hand over": r"\bhand(s|ed|ing)? (over|on|to|out|back|it|them)\b|\b(is|are) handed\b",
+    "is to be": r"\b(is|are|was|were) (not )?to be\b",
+    "how many": r"\breturn how\b|\bhow many of\b|\bhow many\b(?![^.;:]*\?)",
 }
 # Names that do not describe a value. Other libraries use them fewer than 15 times together.
 NAMES = frozenset(
@@ -96,7 +92,11 @@ def strings(source: str) -> Passages:
     tree = ast.parse(source)
     skipped = {id(node) for node in docstring_nodes(tree)}
     for node in ast.walk(tree):
-        text = node.value if isinstance(node, ast.Constant) and id(node) not in skipped else None
+        if isinstance(node, ast.JoinedStr):
+            skipped.update(id(part) for part in node.values)
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        else:
+            text = node.value if isinstance(node, ast.Constant) and id(node) not in skipped else None
         if isinstance(text, str) and len(WORD.findall(text)) >= 4:
             yield node.lineno, text
 

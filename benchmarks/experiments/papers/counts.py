@@ -50,7 +50,7 @@ class Count:
 
 # A cut "after layer l" in a paper's code is at the input of layer l + 1 here.
 COUNTS = (
-    *(Count("dart", str(n), "tokens requested at the cut, + 4", ((2, n),), {"exact": False}) for n in BUDGETS),
+    *(Count("dart", str(n), "tokens requested at the cut + 4", ((2, n),), {"exact": False}) for n in BUDGETS),
     Count("fastv", "50 %", "tokens removed at the cut (its tables)", ((2, 288),)),
     Count("fastv", "75 %", "tokens removed at the cut (its tables)", ((2, 144),)),
     *(
