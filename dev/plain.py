@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count constructions and names that make prose and code hard to read.
 
-python dev/plain.py                                                # the packages and the pages
+python dev/plain.py                                                # code, pages and notebooks
 python dev/plain.py tokenprune/budgets --kinds docstrings --show 5 # marked lines of a folder
 python dev/plain.py --max 5                                        # exit with 1 above 5 markers per 1,000 words
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
 import re
 import sys
 import tokenize
@@ -32,11 +33,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE_FOLDERS = ("tokenprune", "benchmarks/tokenprune_bench")
+CODE_FOLDERS = ("tokenprune", "benchmarks/tokenprune_bench", "benchmarks/experiments", "demo", "dev")
 PAGES = ("docs", "README.md", "CONTRIBUTING.md")
 # Markers per 1,000 words. Do not raise these limits.
 LIMITS = {"docstrings": 5.0, "comments": 5.0, "strings": 5.0, "pages": 6.0}
-# Assignments to NAMES in CODE_FOLDERS, all files together.
+# Assignments to NAMES in NAME_FOLDERS, all files together.
+NAME_FOLDERS = ("tokenprune", "benchmarks/tokenprune_bench", "demo", "dev")
 MAX_NAMES = 20
 
 MARKERS = {
@@ -108,6 +110,15 @@ def comments(source: str) -> Passages:
             yield token.start[0], token.string.lstrip("# ")
 
 
+def read_text(file: Path) -> str:
+    """Return the text of a file, or the Markdown cells of a notebook."""
+    text = file.read_text()
+    if file.suffix != ".ipynb":
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
 def page_lines(text: str) -> Passages:
     """Yield (line, text) for each line of a Markdown page outside fenced code."""
     text = FENCED.sub(lambda match: "\n" * match[0].count("\n"), text)
@@ -134,12 +145,12 @@ def assigned_names(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
-def list_files(paths: Iterable[str | Path], suffix: str) -> list[Path]:
-    """Return the files with a suffix at or below the given paths, which are relative to the repository."""
+def list_files(paths: Iterable[str | Path], *suffixes: str) -> list[Path]:
+    """Return the files with one of the suffixes at or below the given paths, which are relative to the repository."""
     files: list[Path] = []
     for path in (ROOT / path for path in paths):
-        files += [path] if path.is_file() else sorted(path.rglob(f"*{suffix}"))
-    return [file for file in files if file.suffix == suffix]
+        files += [path] if path.is_file() else sorted(path.rglob("*"))
+    return [file for file in files if file.suffix in suffixes]
 
 
 def count_markers(kind: str, files: Iterable[Path], show: int = 0) -> tuple[int, Counter[str]]:
@@ -147,13 +158,13 @@ def count_markers(kind: str, files: Iterable[Path], show: int = 0) -> tuple[int,
 
     Args:
         kind: A key of READERS.
-        files: Python files, or Markdown files if kind is "pages".
+        files: Python files, or Markdown files and notebooks if kind is "pages".
         show: Number of marked lines to print per file.
     """
     num_words, hits = 0, Counter[str]()
     for file in files:
         shown = 0
-        for line, text in READERS[kind](file.read_text()):
+        for line, text in READERS[kind](read_text(file)):
             plain = CODE.sub(" X ", text)
             num_words += len(WORD.findall(plain))
             for marker, pattern in COMPILED.items():
@@ -175,7 +186,7 @@ def main() -> int:
     exceeded = False
     for kind in args.kinds.split(","):
         paths = args.paths or (PAGES if kind == "pages" else CODE_FOLDERS)
-        files = list_files(paths, ".md" if kind == "pages" else ".py")
+        files = list_files(paths, *((".md", ".ipynb") if kind == "pages" else (".py",)))
         num_words, hits = count_markers(kind, files, args.show)
         density = 1000 * hits.total() / max(1, num_words)
         exceeded |= args.max is not None and density > args.max

@@ -163,7 +163,9 @@ def try_recommend(env: Environment) -> None:
 def try_demo(env: Environment) -> None:
     models = ("demo_vlm", "demo_qwen") if env.has("torchvision") else ("demo_vlm",)  # Qwen's processors need it
     for model in models:
-        require("KV cache" in env.run("tokenprune", "demo", "--model", model), f"`demo --model {model}` shows no KV cache")
+        require(
+            "KV cache" in env.run("tokenprune", "demo", "--model", model), f"`demo --model {model}` shows no KV cache"
+        )
 
 
 def held_out(env: Environment) -> str:
