@@ -357,8 +357,8 @@ def _families() -> list[Family]:
             num_res_blocks=1, attn_resolutions=[],
         ),
         audio_config=dict(
-            model_type="wavtokenizer_encoder", num_filters=4, upsampling_ratios=[2, 2], num_lstm_layers=1, hidden_size=8,
-            codebook_size=32, codebook_dim=8,
+            model_type="wavtokenizer_encoder", num_filters=4, upsampling_ratios=[2, 2], num_lstm_layers=1,
+            hidden_size=8, codebook_size=32, codebook_dim=8,
         ),
         audio_token_id=TILE, image_token_offset=64, audio_token_offset=96,
     )  # fmt: skip
