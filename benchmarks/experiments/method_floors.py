@@ -55,12 +55,12 @@ class Sizes:
     def product(self, rows: int, columns: int, width: int | None = None) -> Run:
         """Return similarities of `rows` tokens to `columns` other tokens."""
         width = width or self.width
-        a, b = self.made(self.images, rows, width), self.made(self.images, width, columns)
+        a, b = self.random(self.images, rows, width), self.random(self.images, width, columns)
         return lambda: a @ b
 
     def steps(self, num_steps: int, count: int) -> Run:
         """Return updates of a row of `count` entries with one row after the other."""
-        table, row = self.made(num_steps, self.images, count), self.made(self.images, count)
+        table, row = self.random(num_steps, self.images, count), self.random(self.images, count)
 
         def run() -> None:
             for other in table:
@@ -70,46 +70,46 @@ class Sizes:
 
     def passes(self, num_passes: int, rows: int, columns: int) -> Run:
         """Return repeated passes over a table."""
-        table = self.made(self.images, rows, columns)
+        table = self.random(self.images, rows, columns)
         return lambda: [table.sum(2) for _ in range(num_passes)]
 
     def factor(self, num_rows: int, count: int) -> Run:
         """Return the rows of a Cholesky factor, each computed from the rows before."""
-        table = self.made(self.images, num_rows, count)
+        table = self.random(self.images, num_rows, count)
         return lambda: [table[:, step : step + 1, :step] @ table[:, :step] for step in range(min(num_rows, count))]
 
     def spectrum(self, count: int, vectors: bool) -> Run:
         """Return eigenvalues in float64."""
         side = min(count, self.width)
-        x = self.made(self.images, side, max(count, self.width), dtype=torch.double)
+        x = self.random(self.images, side, max(count, self.width), dtype=torch.double)
         solve = torch.linalg.eigh if vectors else torch.linalg.eigvalsh
         return lambda: solve(x @ x.transpose(1, 2))
 
     def rounds(self, count: int, left: int) -> Run:
         """Return the rounds of vispruner, which compare both halves of the remaining tokens."""
-        lines = [self.made(self.images, -(-n // 2), n // 2) for n in range(count, left, -_A_ROUND)]
+        lines = [self.random(self.images, -(-n // 2), n // 2) for n in range(count, left, -_A_ROUND)]
         return lambda: [table.amax(2) for table in lines]
 
     def means(self, count: int, num_targets: int) -> Run:
         """Return sums of tokens into the tokens that they merge with."""
-        x, out = self.made(self.images * count, self.width), self.made(self.images * num_targets, self.width)
+        x, out = self.random(self.images * count, self.width), self.random(self.images * num_targets, self.width)
         target = torch.randint(0, len(out), (len(x),), device=self.device)
         return lambda: out.index_add(0, target, x)
 
     def attention(self, rows: int, count: int) -> Run:
         """Return the softmax of rows of attention in all heads."""
-        query = self.made(self.images, self.heads, rows, self.width // self.heads)
-        key = self.made(self.images, self.heads, self.width // self.heads, count)
+        query = self.random(self.images, self.heads, rows, self.width // self.heads)
+        key = self.random(self.images, self.heads, self.width // self.heads, count)
         return lambda: (query @ key).softmax(3)
 
     def projections(self, count: int) -> Run:
         """Return the queries and keys of a layer, computed once more."""
-        x, weight = self.made(self.images * count, self.width), self.made(self.width, 2 * self.width)
+        x, weight = self.random(self.images * count, self.width), self.random(self.width, 2 * self.width)
         return lambda: x @ weight
 
     def values(self, count: int) -> Run:
         """Return a pass over the hidden states of all tokens."""
-        x = self.made(self.images, count, self.width)
+        x = self.random(self.images, count, self.width)
         return lambda: x.square().sum(2)
 
 

@@ -33,7 +33,6 @@ WORDS = (
 # What may stay, by the end of a file's path: words of users' questions, keys and names of files of data, which readers
 # of those that exist would no longer find.
 ALLOWED = {
-    "dev/plain.py": (r"is told",),
     "view_select.py": (r"image\|picture\|photo", r'"pictures 1 and 3"'),
     "README.md": (r"heldout/pictures/",),
     "tokenprune_demo/heldout.py": (r'"picture"',),

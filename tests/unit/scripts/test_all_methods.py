@@ -92,14 +92,17 @@ def test_what_is_there_is_not_asked_again(
 def test_rows_of_other_questions_are_not_mixed(rows: Path, call: Callable[..., int], capsys: Any) -> None:
     before, two = rows.read_bytes(), ["--questions", 2, "--device", "cpu", "--methods", "fastv"]
     assert call("ask", "--model", "demo_vlm", *two, "--out", rows) == 2
-    assert "made with other questions or another model" in capsys.readouterr().err
+    assert "has other questions or another model" in capsys.readouterr().err
     assert rows.read_bytes() == before
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--model", "llava"], "'llava' is none of demo_vlm, demo_qwen, demo_video, demo_smol"),
+        (
+            ["--model", "llava"],
+            "'llava' is not a shipped model. Choose from: demo_vlm, demo_qwen, demo_video, demo_smol",
+        ),
         (["--methods", "fastvv"], "did you mean 'fastv'"),
         (["--targets", "64"], "shares of the visual tokens"),
         (["--targets", "1.5"], "keep=1.5 is not a valid share"),
@@ -121,7 +124,9 @@ def test_a_section_says_accuracy_rank_and_what_was_not_reached(rows: Path, scrip
     assert "- `dynres`: the number of tokens depends on the image's content" in text.splitlines()  # at both
     assert "- `fastv` at 25 %: cannot be reached by a cut at layer 2 of 6" in text.splitlines()
     assert f"[{rows.name}]" in text  # where the settings stand
-    assert "| method |" not in script.section(rows, whole=False) and "Not reached" not in script.section(rows, False)
+    assert "| method |" not in script.section(rows, with_table=False) and "Not reached" not in script.section(
+        rows, False
+    )
     assert "Kendall" not in text  # one published method at 0.25 is no order
 
 

@@ -75,6 +75,6 @@ def test_a_slope_is_that_of_the_line_and_its_interval_holds_it(flat: Any) -> Non
 
 
 def test_a_stream_that_is_too_short_is_refused(flat: Any, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="too few frames"):
+    with pytest.raises(SystemExit, match="Too few frames"):
         run(flat, tmp_path / "flat.jsonl", "--memory", "5000", "--horizon", "9999")
     assert not any(tmp_path.iterdir())

@@ -84,7 +84,7 @@ def test_a_difference_is_seen(load: Any) -> None:
     one = load.Answer(200, (5, 7), {(0, 5): -0.1, (1, 7): -0.2})
     assert load.differences(one, one) == [] == load.differences(load.Answer(400), load.Answer(400))
     assert load.differences(one, load.Answer(200, (5, 7), {(0, 5): -0.10005, (1, 8): -9.0})) == []
-    assert load.differences(one, load.Answer(400)) == ["status 200, alone 400"]
+    assert load.differences(one, load.Answer(400)) == ["status 200, expected 400"]
     assert "tokens" in load.differences(one, load.Answer(200, (5, 8)))[0]
     assert load.differences(one, load.Answer(200, (5, 7), {(1, 7): -0.3})) == ["log-probabilities 1.0e-01 apart"]
 
@@ -148,7 +148,7 @@ tokenprune:reloads_total{model_name="served",result="refused"} 1.0
     assert said(answered, checks.Sent(gone, 0), refused) == [], "one that is gone may be counted"
     assert len(said(answered, refused)) == 3, "requests, and tokens of two stages"
     assert len(said(answered, answered, answered, refused)) == 3
-    assert said(answered, answered) == ["refusals: 1 more counted than seen, and at most 0 may be"]
+    assert said(answered, answered) == ["refusals: counted 1 more than observed, allowed are 0"]
     assert "reloads" in said(answered, answered, refused, reloads={"taken": 4, "refused": 1})[0]
 
 

@@ -43,7 +43,7 @@ def test_a_text_that_is_gone_or_stands_twice_is_a_problem(mutations: ModuleType,
         return mutations.Mutation("one", "small", old, "", [test]).problem(small)
 
     assert problem("2 * x") is None
-    assert "stands 0 times in small" in problem("3 * x")
+    assert "occurs 0 times in small" in problem("3 * x")
     assert "stands 2 times" in problem("return")
     assert "no test_two.py" in problem("2 * x", "test_two.py")
 

@@ -151,17 +151,17 @@ def changed(**metrics: Any) -> Callable[[Path], None]:
 @each(
     ("breaks", "told"),
     [
-        (cut_short, "is cut short or no JSON"),
-        (lambda path: path.write_text("[]"), "is no results file of lmms-eval"),
-        (lambda path: path.write_text('{"results": {}}'), "is no results file of lmms-eval"),
+        (cut_short, "JSON (Expecting"),
+        (lambda path: path.write_text("[]"), "is not a results file of lmms-eval"),
+        (lambda path: path.write_text('{"results": {}}'), "is not a results file of lmms-eval"),
         (lambda path: path.write_text('{"results": {"gqa": 1}, "config": {}}'), "not tasks with metrics"),
         (lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
-        (changed(), "no usable exact_match for gqa"),
-        (changed(**{"exact_match,none": "N/A"}), "no usable exact_match for gqa"),
-        (changed(**{"exact_match,none": float("nan")}), "no usable exact_match for gqa"),
+        (changed(), "exact_match of gqa is not"),
+        (changed(**{"exact_match,none": "N/A"}), "exact_match of gqa is not"),
+        (changed(**{"exact_match,none": float("nan")}), "exact_match of gqa is not"),
         (changed(**{"exact_match,none": 61.9}), "between 0 and 100"),
-        (lambda path: path.write_text(path.read_text().replace("keep=30", "keep=64")), "run with keep=64, not keep=30"),
-        (lambda path: path.write_text(path.read_text().replace("method=dart", "method=none")), "run with method=none"),
+        (lambda path: path.write_text(path.read_text().replace("keep=30", "keep=64")), "it has keep=64 instead of keep=30"),
+        (lambda path: path.write_text(path.read_text().replace("method=dart", "method=none")), "it has method=none"),
     ],
 )  # fmt: skip
 def test_a_broken_file_is_named(papers: Any, call: Any, tmp_path: Path, breaks: Any, told: str) -> None:
@@ -169,14 +169,14 @@ def test_a_broken_file_is_named(papers: Any, call: Any, tmp_path: Path, breaks: 
     write_results(papers, tmp_path, "unpatched", {"gqa": 60.0})
     breaks(path)
     code, out, error = call("table", tmp_path)
-    assert code == 2 and told in error and str(path) in error and "or delete them" in error and not out
+    assert code == 2 and told in error and str(path) in error and "rename these files" in error and not out
     assert str(tmp_path / "unpatched") not in error
 
 
 def test_a_folder_without_results_is_an_error(papers: Any, call: Any, tmp_path: Path) -> None:
-    assert "is no folder" in call("table", tmp_path / "absent")[2]
+    assert "is not a folder" in call("table", tmp_path / "absent")[2]
     code, _, error = call("table", tmp_path)
-    assert code == 2 and "has none of the folders" in error
+    assert code == 2 and "lacks the folders of" in error
     assert "ends in .md or .html" in call("table", "--out", tmp_path / "table.pdf")[2]
     assert "cannot write" in call("table", "--out", tmp_path / "absent/table.md")[2]
 
@@ -184,7 +184,7 @@ def test_a_folder_without_results_is_an_error(papers: Any, call: Any, tmp_path: 
 def test_the_table_says_what_is_missing(papers: Any, call: Any, tmp_path: Path) -> None:
     write_results(papers, tmp_path, "dart-64", {"gqa": 50.0})
     code, told, _ = call("table", tmp_path)
-    assert code == 0 and "Without results of `unpatched` there are no percentages." in told
+    assert code == 0 and "Percentages need results of `unpatched`." in told
     assert "Not measured: unpatched, downsample-192" in told
     assert "In part: dart-64 (MMB, MME, POPE, SQA, VQAv2, TextVQA)." in told
     assert re.search(r"^\| GQA .*\| 50\.0 \|", told, re.MULTILINE)

@@ -59,7 +59,7 @@ def test_a_run_goes_on_where_it_stopped(
     lmms_eval.interrupts.clear()
     code, told, _ = call("run", *SMALL, "--out", tmp_path)
     assert code == 0 and lmms_eval.calls == [("dart-64", "gqa", "mme"), ("dart-64-cut", "gqa", "mme")]
-    assert "unpatched: finished before" in told and "all done" in told
+    assert "unpatched: already finished" in told and "all done" in told
     lmms_eval.calls.clear()
     assert call("run", *SMALL, "--out", tmp_path)[0] == 0 and lmms_eval.calls == []
 
@@ -68,7 +68,7 @@ def test_a_failure_is_told_and_the_others_run(papers: Any, call: Any, lmms_eval:
     lmms_eval.fails |= {("random-64", "mme"), ("dart-64", "gqa"), ("dart-64", "mme")}
     code, told, error = call("run", *SMALL, "--out", tmp_path)
     assert code == 2 and len(lmms_eval.calls) == 4 and "all done" not in told
-    assert "2 of the commands left something undone" in error
+    assert "2 commands did not finish" in error
     assert "random-64: no result for mme (exit code 0)" in error and "dart-64: no result for gqa, mme" in error
     assert (
         str(tmp_path / "dart-64/log.txt") in error and "--tasks gqa,mme" in (tmp_path / "dart-64/log.txt").read_text()
@@ -100,7 +100,7 @@ def test_another_task_of_a_benchmark_is_another_result(papers: Any, call: Any, l
 def test_a_folder_that_cannot_be_written_is_an_error(call: Any, lmms_eval: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, _, error = call("run", *SMALL, "--out", tmp_path / "file")
-    assert code == 2 and "cannot write to" in error
+    assert code == 2 and "Cannot write to" in error
 
 
 def test_split_runs_one_benchmark_at_a_time(call: Any, lmms_eval: Any, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_dymu_without_thresholds_is_left_and_told(call: Any, lmms_eval: Any, tmp
         tmp_path / "t",
     )
     code, _, error = call("run", *given)
-    assert code == 2 and f"dymu-64: there is no {tmp_path / 't'}; make it with `tokenprune fit dymu" in error
+    assert code == 2 and f"dymu-64: {tmp_path / 't'} does not" in error and "`tokenprune fit dymu" in error
     assert [name for name, _ in lmms_eval.calls] == ["unpatched", "random-64"]
     (tmp_path / "t").write_bytes(b"")
     assert call("run", *given)[0] == 0 and lmms_eval.calls[-1] == ("dymu-64", "gqa")
@@ -145,7 +145,7 @@ def test_running_without_lmms_eval_says_how_to_get_it(papers: Any, call: Any, tm
     assert code == 2 and "pip install 'tokenprune-bench[lmms-eval]'" in error and not list(tmp_path.iterdir())
     monkeypatch.setattr(papers.script.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(papers.script, "entry_points", lambda group: [])
-    assert "does not see tokenprune" in call("run", "--out", tmp_path)[2]
+    assert "does not find tokenprune" in call("run", "--out", tmp_path)[2]
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def test_scaling(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             result = module.prepared(what, name, 90, CPU)()
         if what == "selection":
             assert 1 <= int(result.keep.sum()) <= 90
-    told = module.one("engine", "uniform", 576, CPU, 1, None)
+    told = module.measure_point("engine", "uniform", 576, CPU, 1, None)
     assert told["kv_bytes"] == told["kv_bytes_predicted"] == 2 * 2 * 16 * 4 * 4 * (64 + 64)
     points = {count: {"seconds": count**2, "peak": count} for count in (576, 2880, 8192)}
     slopes = [module.exponent({n: point[key] for n, point in points.items()}) for key in ("seconds", "peak")]
@@ -182,7 +182,7 @@ def test_scaling(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return lambda: torch.empty(2**50)
 
     monkeypatch.setattr(module, "prepared", greedy)
-    assert module.one("selection", "uniform", 576, CPU, 1, None) == {"failed": "more memory than the limit"}
+    assert module.measure_point("selection", "uniform", 576, CPU, 1, None) == {"failed": "more memory than the limit"}
 
     def endless(*_: Any) -> Any:
         return lambda: [None for _ in iter(int, 1)]
@@ -190,7 +190,9 @@ def test_scaling(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     made_up = module.choice_of("evs", 576, CPU)[1]
     assert made_up.counts == [588] and made_up.frames == [[196] * 3]
     monkeypatch.setattr(module, "prepared", lambda what, name, count, device: endless() if count > 576 else int)
-    assert module.one("selection", "uniform", 600, CPU, 1, None, 0.05) == {"failed": "more time than the limit"}
+    assert module.measure_point("selection", "uniform", 600, CPU, 1, None, 0.05) == {
+        "failed": "more time than the limit"
+    }
 
 
 def test_memory(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
