@@ -160,7 +160,7 @@ def changed(**metrics: Any) -> Callable[[Path], None]:
         (changed(**{"exact_match,none": "N/A"}), "exact_match of gqa is not"),
         (changed(**{"exact_match,none": float("nan")}), "exact_match of gqa is not"),
         (changed(**{"exact_match,none": 61.9}), "between 0 and 100"),
-        (lambda path: path.write_text(path.read_text().replace("keep=30", "keep=64")), "it has keep=64 instead of keep=30"),
+        (lambda path: path.write_text(path.read_text().replace("keep=30", "keep=64")), "it has keep=64 instead"),
         (lambda path: path.write_text(path.read_text().replace("method=dart", "method=none")), "it has method=none"),
     ],
 )  # fmt: skip
