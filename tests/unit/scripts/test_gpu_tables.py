@@ -330,7 +330,7 @@ def test_wheels_are_pure_python_and_small(script: Any, tmp_path: Path, monkeypat
     with pytest.raises(SystemExit, match="and the limit is"):
         wheels.check(tmp_path)
     (tmp_path / "b-1-cp312-cp312-manylinux_2_28_x86_64.whl").touch()
-    with pytest.raises(SystemExit, match="not pure Python: b-1"):
+    with pytest.raises(SystemExit, match="is not pure Python"):
         wheels.check(tmp_path)
 
 

@@ -177,7 +177,7 @@ def test_a_folder_without_results_is_an_error(papers: Any, call: Any, tmp_path: 
     assert "is not a folder" in call("table", tmp_path / "absent")[2]
     code, _, error = call("table", tmp_path)
     assert code == 2 and "lacks the folders of" in error
-    assert "ends in .md or .html" in call("table", "--out", tmp_path / "table.pdf")[2]
+    assert "Use .md or .html" in call("table", "--out", tmp_path / "table.pdf")[2]
     assert "cannot write" in call("table", "--out", tmp_path / "absent/table.md")[2]
 
 

@@ -59,7 +59,7 @@ def test_a_run_goes_on_where_it_stopped(
     lmms_eval.interrupts.clear()
     code, told, _ = call("run", *SMALL, "--out", tmp_path)
     assert code == 0 and lmms_eval.calls == [("dart-64", "gqa", "mme"), ("dart-64-cut", "gqa", "mme")]
-    assert "unpatched: already finished" in told and "all done" in told
+    assert "unpatched: already finished" in told and "papers_table.py table" in told
     lmms_eval.calls.clear()
     assert call("run", *SMALL, "--out", tmp_path)[0] == 0 and lmms_eval.calls == []
 
@@ -67,7 +67,7 @@ def test_a_run_goes_on_where_it_stopped(
 def test_a_failure_is_told_and_the_others_run(papers: Any, call: Any, lmms_eval: Any, tmp_path: Path) -> None:
     lmms_eval.fails |= {("random-64", "mme"), ("dart-64", "gqa"), ("dart-64", "mme")}
     code, told, error = call("run", *SMALL, "--out", tmp_path)
-    assert code == 2 and len(lmms_eval.calls) == 4 and "all done" not in told
+    assert code == 2 and len(lmms_eval.calls) == 4 and "papers_table.py table" not in told
     assert "2 commands did not finish" in error
     assert "random-64: no result for mme (exit code 0)" in error and "dart-64: no result for gqa, mme" in error
     assert (
