@@ -69,7 +69,6 @@ class Engine(SimpleNamespace):
 def test_an_engine_that_starts_says_so(
     folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line, and counters at 0 for all that the server's own settings may count."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, "vllm.tokenprune")
     loaded = {"overload": {"in_flight": [9], "profiles": ["fast"]}}

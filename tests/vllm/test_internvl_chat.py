@@ -40,7 +40,6 @@ def prompt(images: int) -> str:
 def test_tower_is_read_and_merges(
     start: Callable[..., Engine], folder: Any, reference: Any, written: Path, tmp_path: Path
 ) -> None:
-    """Several methods read it and one merges, for images of one and several tiles, in one call of the tower."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     tower, path = reference("internvl").model.model.vision_tower, tmp_path / "thresholds.safetensors"

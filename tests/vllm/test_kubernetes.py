@@ -132,7 +132,6 @@ def test_the_server_reaches_nothing_outside() -> None:
 
 
 def test_the_job_loads_the_weights(tmp_path: Path) -> None:
-    """Its command, with a hub that has nothing."""
     (container,) = JOB["spec"]["template"]["spec"]["containers"]
     code = container["args"][0].replace("/models", str(tmp_path))
     hub = tmp_path / "huggingface_hub.py"

@@ -116,7 +116,6 @@ def worker(model_config: Any, rank: int = 0) -> Any:
 
 
 def test_selections(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
-    """With the counters' file or without; of workers that share a model, by one."""
     model_config = config(folder("llava"), {"off": True, "log": "json"})
     seconds = Path(getattr(model_config.multimodal_config, METRICS_FOLDER))
     item = {"keep": 0.25, "modality": "video", "tokens_in": 36, "tokens_out": 9}
@@ -155,7 +154,6 @@ def test_a_selection_has_the_id_of_its_request(in_engine: str, asked: str) -> No
 def test_selections_name_their_requests(
     start: Callable[..., Engine], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """Of several requests in a step, in one batch of the tower or more; none of those whose images a cache has."""
     engine, checkpoint = start(name, DIVPRUNE | {"log": "json"}), CHECKPOINTS[name]
     lines(caplog)
     drawn = iter([checkpoint.images(1, seed=40 + seed)[0] for seed in range(6)])

@@ -43,7 +43,6 @@ def counted(model: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", ["mistral3", "llava_next", "internvl", "qwen3_vl"])
 def test_requests_are_counted(folder: Callable[[str], Path], name: str) -> None:
-    """With breaks and tiles between the placeholders; hits of the cache too, and nothing when memory is measured."""
     from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
 
     checkpoint = CHECKPOINTS[name]

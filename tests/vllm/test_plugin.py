@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from checkpoints import CHECKPOINTS, VOCABULARY, text
-from conftest import DIVPRUNE, OPTIONS, Engine, same
+from conftest import DIVPRUNE, OPTIONS, Engine
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import compat, plugin
 from tokenprune.integrations.vllm.settings.configuration import check_engine
@@ -41,7 +41,6 @@ def test_every_hook_is_there() -> None:
 
 
 def test_other_versions_are_refused_by_name(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only who has a setting is refused."""
     hooks = compat.HOOKS["setting"] | {
         "vllm.multimodal.processing:BaseMultiModalProcessor._get_mm_hashes": "self moved",
         "vllm.multimodal:Gone": "",
@@ -235,7 +234,6 @@ def test_other_models_are_refused(tmp_path: Path, folder: Any) -> None:
 
 
 def test_the_setting_may_stand_in_the_checkpoint(folder: Any, tmp_path: Path) -> None:
-    """And the server's own goes before it."""
     made = json.loads((folder("llava") / "config.json").read_text())
     for path in folder("llava").iterdir():
         (tmp_path / path.name).symlink_to(path)
@@ -328,8 +326,7 @@ def test_without_a_setting_nothing_changes(start: Callable[..., Engine], referen
     checkpoint = CHECKPOINTS["qwen2_vl"]
     prompt, images = checkpoint.prompt(2), checkpoint.images(2)
     (output,) = engine.generate([engine.request(prompt, images)])
-    tokens, logprobs = reference("qwen2_vl").greedy(prompt, images, 6, None)
-    same(output, tokens, logprobs)
+    engine.compare(reference, output, prompt, images, {"off": True})
     assert list(output.prompt_token_ids) == reference("qwen2_vl").inputs(prompt, images)["input_ids"][0].tolist()
     assert not hasattr(engine.model, "supports_multimodal_pruning")
     with pytest.raises(OptionError, match="has no tokenprune setting"):

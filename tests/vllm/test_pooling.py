@@ -10,8 +10,8 @@ from typing import Any
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
-from server import serve
-from test_profiles import data_url, post
+from server import serve, write_messages
+from test_profiles import post
 
 NAME, PATH = "llava", "/v1/embeddings"
 FULL, QUARTER, TENTH = 36, 9, 4  # tokens of an image
@@ -22,14 +22,12 @@ def test_profiles_at_other_endpoints(folder: Callable[[str], Path], tmp_path: Pa
     setting = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}, "same": {"keep": 0.25}}, "log": "json"}
     arguments = ["--runner", "pooling", "--convert", "embed", "--trust-request-mm-kwargs"]
     arguments += ["--served-model-name", "tiny", "tiny:fast", "tiny:same", "tiny:default", "tiny:fsat"]
-    url = data_url(CHECKPOINTS[NAME].images(1))
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what? "}]
+    messages = write_messages(CHECKPOINTS[NAME].images(1), "what? ")
     kwargs = json.dumps({"tokenprune": setting})
     with serve(folder(NAME), tmp_path, "--mm-processor-kwargs", kwargs, *arguments) as server:
 
         def ask(model: str, path: str = PATH, **more: Any) -> Any:
-            body = {"model": model, "messages": [{"role": "user", "content": content}], **more}
-            answer = post(server, path, body)
+            answer = post(server, path, {"model": model, "messages": messages, **more})
             return answer if isinstance(answer, int) else answer["usage"]["prompt_tokens"]
 
         def by_key(value: dict[str, Any]) -> Any:

@@ -19,35 +19,19 @@ from PIL import Image
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
 from runner import IN_LLM
-from server import CALL, Server, serve
-from test_profiles import data_url, post
+from server import CALL, Server, serve, write_messages
+from test_profiles import post
 
 NAME, CHAT = "llava", "/v1/chat/completions"
 MOST = 30  # images of a request
 DART = {"method": "dart", "keep": 0.25, "pivot_text": 0, "layer": 1, "experimental_in_llm": True}
 BAD: list[dict[str, Any]] = [
-    {"temperature": -1},
-    {"top_p": 2},
-    {"top_k": -5},
-    {"n": 0},
-    {"max_tokens": -1},
-    {"max_tokens": 5000},
-    {"min_tokens": 9},
-    {"presence_penalty": 9},
-    {"frequency_penalty": -9},
-    {"repetition_penalty": 0},
-    {"min_p": 2},
-    {"logprobs": True, "top_logprobs": 99},
-    {"prompt_logprobs": 99},
-    {"stop": ""},
-    {"bad_words": [""]},
-    {"logit_bias": {"99999": 1}},
-    {"structured_outputs": {"regex": "("}},
-    {"structured_outputs": {"choice": []}},
-    {"structured_outputs": {"json": {"type": "nonsense"}}},
-    {"allowed_token_ids": []},
-    {"allowed_token_ids": [99999]},
-]
+    {"temperature": -1}, {"top_p": 2}, {"top_k": -5}, {"n": 0}, {"max_tokens": -1}, {"max_tokens": 5000},
+    {"min_tokens": 9}, {"presence_penalty": 9}, {"frequency_penalty": -9}, {"repetition_penalty": 0}, {"min_p": 2},
+    {"logprobs": True, "top_logprobs": 99}, {"prompt_logprobs": 99}, {"stop": ""}, {"bad_words": [""]},
+    {"logit_bias": {"99999": 1}}, {"structured_outputs": {"regex": "("}}, {"structured_outputs": {"choice": []}},
+    {"structured_outputs": {"json": {"type": "nonsense"}}}, {"allowed_token_ids": []}, {"allowed_token_ids": [99999]},
+]  # fmt: skip
 
 
 def running(folder: Any, place: Path, setting: dict[str, Any], *arguments: str) -> Any:
@@ -64,9 +48,7 @@ def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
 
 
 def body(images: list[Any], **more: Any) -> dict[str, Any]:
-    content = [{"type": "image_url", "image_url": {"url": data_url([image])}} for image in images]
-    content += [{"type": "text", "text": "what? "}]
-    return {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": content}], **more}
+    return {"model": "tiny", "max_tokens": 2, "messages": write_messages(images, "what? "), **more}
 
 
 def image(seed: int) -> list[Any]:
@@ -85,7 +67,6 @@ def test_a_refused_request_costs_the_next_one_nothing(server: Server) -> None:
 
 
 def test_images_are_sent_once(server: Server) -> None:
-    """Where nothing went wrong, vLLM's cache is what it was."""
     name = "vllm:mm_cache_hits_total"
     assert answered(server, body(image(900)))
     before = sum(server.counted(name).values())
@@ -114,7 +95,6 @@ def test_several_requests_share_an_image_of_which_one_is_refused(server: Server)
 
 
 def test_a_client_that_leaves_while_its_images_are_read(server: Server) -> None:
-    """Large images, so that reading them takes a while, of which clients leave after a part."""
 
     def flat(start: int) -> dict[str, Any]:
         colours = [(at % 251, 7 * at % 253, 13 * at % 241) for at in range(start, start + MOST)]

@@ -82,7 +82,6 @@ def test_a_choice_of_an_endpoint_is_resolved_there(
 
 
 def test_threads_do_not_share_a_request(folder: Callable[[str], Path]) -> None:
-    """One processor serves them, each under the setting of its own request."""
     keeps = (0.1, 0.25, 0.5, 1.0)
     made, barrier, found = processor(folder(NAME), DIVPRUNE), threading.Barrier(len(keeps)), dict[float, set[int]]()
     image = made.info.get_hf_config().image_token_id

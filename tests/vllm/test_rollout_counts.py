@@ -62,7 +62,6 @@ def asking(folder: Path, name: str, setting: Any, model: str) -> tuple[Any, Call
 
 @pytest.mark.parametrize(("name", "key"), CASES)
 def test_what_would_be_kept(folder: Callable[[str], Path], name: str, key: str) -> None:
-    """For one image, three, and three that the cache has; and prompts are those with nothing removed."""
     real, shadow = f"real-{name}-{key}", f"shadow-{name}-{key}"
     _, reduced = asking(folder(name), name, SETTINGS[key], real)
     _, held = asking(folder(name), name, SETTINGS[key] | {"rollout": 0.0}, shadow)
@@ -102,7 +101,6 @@ def test_a_share_is_reduced_and_the_rest_counted(folder: Callable[[str], Path]) 
 
 
 def test_sides_share_nothing_and_each_shares_with_itself(folder: Callable[[str], Path]) -> None:
-    """One image: under its setting, held back, and asked for in full."""
     from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
 
     name = "qwen2_5_vl"

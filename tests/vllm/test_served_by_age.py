@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from checkpoints import CHECKPOINTS, Checkpoint
-from conftest import DIVPRUNE, ORIGINAL, Engine, same, stop
-from server import Server, serve
+from conftest import DIVPRUNE, ORIGINAL, Engine, stop
+from server import Server, serve, write_messages
 from test_metrics import TOTAL, samples
 from test_pixels import processor
-from test_profiles import answer, data_url
+from test_profiles import answer
 from tokenprune.errors import OptionError
 
 BLOCK, TURNS = 32, 7
@@ -46,35 +46,17 @@ def engine(request: pytest.FixtureRequest, start: Callable[..., Engine]) -> Engi
     return start(request.param, setting, limit_mm_per_prompt={"image": 8})
 
 
-@pytest.fixture
-def checkpoint(engine: Engine) -> Checkpoint:
-    return engine.checkpoint
-
-
-def expect(engine: Engine, reference: Any, output: Any, prompt: str, images: list, override: dict[str, Any]) -> None:
-    theirs, steps = reference(engine.checkpoint.name), len(output.outputs[0].token_ids)
-    setting = None if override.get("off") else SERVER | override
-    same(output, *theirs.greedy(prompt, images, steps, setting, original=engine.original))
-
-
 def test_a_batch_of_settings(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """With images of one request that are equal, too: each has its own age."""
     (first, *others), prompt = checkpoint.images(4), chat(checkpoint, 5)
     images = [first, *others, first]
-    outputs = engine.generate([engine.request(prompt, images, override) for override in SETTINGS.values()])
-    for override, output in zip(SETTINGS.values(), outputs, strict=True):
-        expect(engine, reference, output, prompt, images, override)
+    outputs = engine.check(reference, [(prompt, images, override) for override in SETTINGS.values()])
     lengths = {name: len(output.prompt_token_ids) for name, output in zip(SETTINGS, outputs, strict=True)}
     assert lengths["none by age"] < lengths["server"] < lengths["off"], lengths
 
 
 def test_requests_of_other_lengths_at_once(engine: Engine, reference: Any, checkpoint: Checkpoint) -> None:
-    """Ages are of a request, whatever is beside it."""
     images = checkpoint.images(5, seed=20)
-    asked = [(chat(checkpoint, count), images[:count]) for count in (5, 1, 3, 2)]
-    outputs = engine.generate([engine.request(*one) for one in asked])
-    for (prompt, shown), output in zip(asked, outputs, strict=True):
-        expect(engine, reference, output, prompt, shown, {})
+    engine.check(reference, [(chat(checkpoint, count), images[:count]) for count in (5, 1, 3, 2)])
 
 
 def kept_of(counts: list[int]) -> list[int]:
@@ -97,8 +79,7 @@ def test_a_chat_computes_again_what_follows_an_image_that_aged(
         prompt, shown = chat(checkpoint, turn), images[:turn]
         full = "".join("i" if one == token else "t" for one in theirs.inputs(prompt, shown)["input_ids"][0].tolist())
         kept = kept_of([len(run) for run in full.split("t") if run])
-        (output,) = engine.generate([engine.request(prompt, shown)], 2)
-        expect(engine, reference, output, prompt, shown, {})
+        (output,) = engine.check(reference, [(prompt, shown)], 2)
         ids = list(output.prompt_token_ids)
         places = [place for place, one in enumerate(ids) if one == token]
         assert len(places) == sum(kept)
@@ -150,7 +131,6 @@ def test_an_image_is_to_caches_what_it_is_at_its_age(folder: Callable[[str], Pat
 
 
 def test_images_named_by_a_client(folder: Callable[[str], Path]) -> None:
-    """By ids of their own, each under its own setting."""
     name = "qwen2_5_vl"
     made = processor(folder(name), SERVER, served_model_name="named", limit_mm_per_prompt={"image": 8})
     items = made.info.parse_mm_data({"image": CHECKPOINTS[name].images(4)})
@@ -255,14 +235,12 @@ def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
 
 
 def test_a_profile_by_age(server: Server) -> None:
-    """Chosen by the model's name; the header says how many images aged."""
     images = CHECKPOINTS["qwen2_5_vl"].images(4)
     half = 'keep="0.5",method="divprune",model_name="tiny",stage="in"'
     assert server.counted("tokenprune:visual_tokens_total")[half] == 0
     served = []
     for model, count in (("tiny:chat", 3), ("tiny:chat", 4), ("tiny", 4)):
-        content = [{"type": "image_url", "image_url": {"url": data_url([image])}} for image in images[:count]]
-        body = {"model": model, "messages": [{"role": "user", "content": content}]}
+        body = {"model": model, "messages": write_messages(images[:count])}
         served.append(answer(server, "/v1/chat/completions", body)[0])
     of_image = [35, 35, 36, 35]
     by_age = sum(kept_of(of_image))
