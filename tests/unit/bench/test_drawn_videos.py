@@ -74,7 +74,6 @@ def test_a_kind_comes_up_as_often_whatever_its_answer(plain):
 
 @each("kind", VIDEO_KINDS)
 def test_answers_are_even(videos, kind):
-    """No answer is given more often than chance has it, by four and a half standard deviations."""
     if kind == "order":
         given = Counter(_says_first(question) for video in videos for question in video.of_kind(kind))
     else:
@@ -91,7 +90,6 @@ def _says_first(question):
 
 
 def test_evidence_is_where_it_is_said_to_be(videos):
-    """In its boxes a thing has its colour, a word its letters; a thing that blinks is away as often as is said."""
     checked = Counter()
     for video in videos:
         for question in video.questions:
@@ -119,7 +117,6 @@ def _asked_about(question):
 
 
 def test_a_thing_is_seen_only_where_it_is(videos):
-    """Off frames of a blinking thing and the frames before a short one show the ground."""
     video = draw_video(np.random.default_rng(5), (224, 224), "still", kinds=("events", "rare"), answers={"events": "3"})
     thing = next(one for one in video.things if one.values.count(None) == 3)
     shown = [np.asarray(frame)[_area(thing.boxes[0][0])] for frame in video.frames]

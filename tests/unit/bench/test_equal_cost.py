@@ -53,7 +53,6 @@ def spec(name: str) -> Setting:
 @each("name", [*tokenprune.available_methods(), "escalate"])
 @each("share", [0.5, 0.25, 0.11])
 def test_the_closed_form_of_what_a_method_is_given_is_the_target(name: str, share: float) -> None:
-    """In a decoder of 32 layers, with 576 tokens; or the method is refused by its name."""
     try:
         setting = solve_setting(spec(name), share)
         methods, budgets = setting.steps()

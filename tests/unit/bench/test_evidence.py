@@ -165,7 +165,6 @@ def test_a_method_that_is_told_keeps_what_it_is_told(tiny: Model, videos: list, 
 
 
 def test_images_of_the_held_out_set_have_evidence() -> None:
-    """In a batch of the shipped model, row by row; a question whose answer is "no" has none."""
     from processors import demo_model, llava
 
     subject = Model(demo_model(), llava(), "shipped", max_new_tokens=1)
