@@ -122,7 +122,6 @@ def test_a_tuned_configuration(tmp_path: Any) -> None:
 
 
 def test_the_recipes_lines_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of docs/measure/lmms-eval.md: options of lmms-eval, tasks and bases of it, arguments of ours."""
     from lmms_eval.__main__ import parse_eval_args
     from lmms_eval.tasks import TaskManager
 

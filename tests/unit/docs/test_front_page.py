@@ -17,13 +17,12 @@ import yaml
 
 import tokenprune
 from each import each
-from tests.unit.docs.test_docs import generator
+from tests.unit.docs.test_docs import ROOT, generator
 from tokenprune import Site
 from tokenprune.integrations.shared import checks
 from tokenprune_bench.recommend.advice import load_advice
 from zoo import FAMILIES
 
-ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 ADVICE = load_advice()
 

@@ -90,21 +90,6 @@ def test_imports_are_read_from_every_way_to_write_them(house: ModuleType, small:
     }
 
 
-def test_the_table_has_a_sum_for_each_package(house: ModuleType) -> None:
-    row, none = {"files": 1, "lines": 2, "within": 3, "out": 4, "into": 5}, []
-    now = {"folders": {"big": row, "big/er": row, "other": row}, "circles of files": none, "circles of folders": none}
-    made = house.table(now | {"circles of files, types counted": [["a", "b"], ["c", "d"]]})
-    assert "| `big/er` | 1 | 2 | 3 | 4 | 5 |" in made
-    assert "| **all of big** | **2** | **4** | **6** | **8** | **10** |" in made
-    assert "| **all of other** | **1** |" in made
-    assert "Circles of files: none, with the imports of type checkers 2 (4 in them); of folders: none." in made
-
-
-def test_every_distribution_is_counted(house: ModuleType) -> None:
-    assert {name.partition("/")[0] for name in house.in_numbers()["folders"]} == house.PACKAGES.keys()
-    assert all((ROOT / folder).exists() for folder in house.ENGINE)
-
-
 def test_the_citation_has_what_its_schema_requires() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= cited.keys()

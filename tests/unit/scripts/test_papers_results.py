@@ -16,8 +16,6 @@ from each import each
 from papers_results import cut_short, write_results
 
 DART_BASE = {"gqa": 61.9, "mmb": 64.7, "mme": 1862, "pope": 85.9, "sqa": 69.5, "vqav2": 78.5, "textvqa": 58.2}
-
-
 DART_128 = {"gqa": 58.7, "mmb": 63.2, "mme": 1840, "pope": 80.1, "sqa": 69.1, "vqav2": 75.9, "textvqa": 56.4}
 
 
@@ -80,10 +78,8 @@ def test_a_mean_is_over_what_both_have(papers: Any, tmp_path: Path) -> None:
     write_results(papers, tmp_path, "unpatched", DART_BASE)
     write_results(papers, tmp_path, "dart-128-cut", {"gqa": 61.9, "pope": 85.9})
     theirs = (58.7 / 61.9 + 80.1 / 85.9) / 2 * 100
-    assert (
-        cells(papers, tmp_path, "dart", "128 yours, at the cut")["mean of these, %"]
-        == f"**100.0 ({100 - theirs:+.1f})**"
-    )
+    mine = cells(papers, tmp_path, "dart", "128 yours, at the cut")
+    assert mine["mean of these, %"] == f"**100.0 ({100 - theirs:+.1f})**"
 
 
 def test_methods_without_published_numbers_have_a_table_of_their_own(papers: Any, tmp_path: Path) -> None:
@@ -124,14 +120,8 @@ def test_the_newest_file_counts_and_odd_ones_are_told(papers: Any, tmp_path: Pat
     # A file of the task's own with a similar name, and a task that is another benchmark than the papers'.
     (newest.parent.parent / "submissions").mkdir()
     (newest.parent.parent / "submissions/mmbench_en_dev_static_results.json").write_text('{"overall_acc": 0.5}')
-    write_results(
-        papers,
-        tmp_path,
-        "dart-64",
-        {"textvqa": 45.0},
-        tasks={"textvqa": "textvqa_val"},
-        throughput={"avg_failed_calls": 3.0},
-    )
+    changes = {"tasks": {"textvqa": "textvqa_val"}, "throughput": {"avg_failed_calls": 3.0}}
+    write_results(papers, tmp_path, "dart-64", {"textvqa": 45.0}, **changes)
     found = papers.outcomes.read_all(tmp_path, papers.settings.settings())
     assert found.numbers == {"dart-128": {"gqa": 60.0, "vqav2": 70.0}, "dart-64": {"textvqa": 45.0}}
     assert any("--limit 8" in note for note in found.notes)
@@ -224,9 +214,8 @@ def test_html_has_the_same_cells_and_loads_nothing(papers: Any, call: Any, tmp_p
     page = Page()
     page.feed(text)
     assert page.open == [] and "<b>40.0 (" in text and "<script" not in text
-    assert set(page.targets) == {
-        f"https://arxiv.org/abs/{one.arxiv}" for one in papers.published.published().sources.values()
-    }
+    sources = papers.published.published().sources.values()
+    assert set(page.targets) == {f"https://arxiv.org/abs/{source.arxiv}" for source in sources}
     found = papers.outcomes.read_all(tmp_path, papers.settings.settings())
     tables = [*papers.tables.comparison(found.numbers), papers.tables.sources()]
     cells = [list(row) for one in tables for row in (one.header, *one.rows)]

@@ -56,7 +56,6 @@ def setting(keep: Any, method: str = "divprune", **more: Any) -> Setting:
 @each("keep", KEEPS)
 @each("method", ["divprune", "pool"])
 def test_an_image_keeps_what_the_budget_says(keep: dict[str, Any], method: str) -> None:
-    """As many as on the Hugging Face side, for each number of images; and the newest what it keeps alone."""
     made, budget = setting(keep, method), Budget.from_json(keep)
     assert made.budget.ages == budget.ages and not made.keeps_all_tokens
     for counts in ([36], [36, 7, 100], [1, 2, 3, 4, 5, 64, 64, 30]):

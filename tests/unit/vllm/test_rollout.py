@@ -37,7 +37,6 @@ def test_a_share_of_requests_is_reduced() -> None:
 
 
 def test_the_lot_follows_from_the_id() -> None:
-    """Evenly; and who was in stays in when the share grows, since the lot is the same."""
     assert draw_lot("chatcmpl-1") == draw_lot("chatcmpl-1") != draw_lot("chatcmpl-2")
     assert draw_lot("mine.1") == pytest.approx(0.582576, abs=1e-6)  # on every machine
     lots = [draw_lot(f"request-{number}") for number in range(20_000)]

@@ -187,7 +187,6 @@ def test_a_setting_without_a_method_is_refused() -> None:
 
 
 def test_cache_keys_hold_all_that_matters() -> None:
-    """Written out in full, so that two ways of saying the same share a cache, and nothing else does."""
     assert get_cache_key(parse_setting({"method": "random"})) == get_cache_key(
         parse_setting({"method": "random", "seed": 0})
     )
@@ -254,7 +253,6 @@ def test_a_method_that_breaks_its_word_is_refused() -> None:
 @pytest.mark.parametrize("declared", [{"chooses_count": True}, {"min_tokens": 0}])
 @pytest.mark.parametrize("site", [Site.PRE_LLM, Site.IN_LLM])
 def test_counts_that_content_decides_are_refused(declared: dict, site: Site) -> None:
-    """Whatever the method does with features that are made up."""
     name = "by_sight"
     needs = ("keys",) if site is Site.IN_LLM else ()
 
@@ -284,7 +282,6 @@ REFUSED_METHODS = [
 
 @each("name", REFUSED_METHODS)
 def test_a_method_that_is_not_served_names_the_options_with_which_it_is(name: str) -> None:
-    """Of every method that acts ahead of the language model: no list names those that are served."""
     with pytest.raises(OptionError) as caught:
         parse_setting({"method": name})
     less = registry.build(name, {})
