@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+
+import rows
+from tables import format_share, format_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -29,25 +31,22 @@ def gain() -> str:
 
 
 def _of(model: str, path: Path) -> str:
-    header, *records = (json.loads(line) for line in path.read_text().splitlines())
+    header, records = rows.read(path)
     found: Answers = {(one["chooser"], one["keep"], one["way"]): one for one in records}
     sets, whole = header["questions"], found["", 1.0, "unpatched"]
     pairs = {(chooser, keep) for chooser, keep, _ in found if all((chooser, keep, way) in found for way in WAYS)}
     choosers = list(dict.fromkeys(chooser for chooser, *_ in found if chooser))
     keeps = sorted({keep for _, keep in pairs}, reverse=True)
 
-    def row(title: str, names: list[str], of: list[str]) -> str:
-        cells = (_cell(found, [one for one in names if (one, keep) in pairs], keep, of) for keep in keeps)
-        return f"| {title} | {' | '.join(cells)} |"
+    def row(title: str, names: list[str], of: list[str]) -> list[str]:
+        return [title, *(_cell(found, [one for one in names if (one, keep) in pairs], keep, of) for keep in keeps)]
 
     comparing = [one for one in choosers if one not in BASELINES]
-    asked = ", ".join(f"{number} about {one} (unpatched {_share(whole[one])} %)" for one, number in sets.items())
-    return "\n".join([
-        f"{model}, [questions](../../benchmarks/results/{path.name}): {asked}.", "",
-        f"| chooser | {' | '.join(f'{keep:g}' for keep in keeps)} |", "|---" + "|---:" * len(keeps) + "|",
-        *(row(f"`{one}`", [one], list(sets)) for one in choosers if one in SHOWN),
-        *(row(f"mean of {len(comparing)} methods: {one}", comparing, [one]) for one in sets),
-    ])  # fmt: skip
+    asked = ", ".join(f"{number} about {one} (unpatched {format_share(whole[one])} %)" for one, number in sets.items())
+    lines = [row(f"`{one}`", [one], list(sets)) for one in choosers if one in SHOWN]
+    lines += [row(f"mean of {len(comparing)} methods: {one}", comparing, [one]) for one in sets]
+    table = format_table(["chooser", *(f"{keep:g}" for keep in keeps)], lines, left=1)
+    return f"{model}, [questions](../../benchmarks/results/{path.name}): {asked}.\n\n{table}"
 
 
 def _cell(found: Answers, choosers: list[str], keep: float, sets: list[str]) -> str:
@@ -67,7 +66,3 @@ def _cell(found: Answers, choosers: list[str], keep: float, sets: list[str]) -> 
         sure = abs(mean) > SURE * stdev(more) / sqrt(len(more))
         points.append(f"**{mean:+.1f}**" if sure else f"{mean:+.1f}")
     return f"{fmean(plain):.1f}; {'; '.join(points)}"
-
-
-def _share(right: str) -> str:
-    return f"{100 * right.count('1') / len(right):.1f}"

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import rows
+from tables import format_table
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "benchmarks/results/shared_budget.jsonl"
@@ -17,21 +19,22 @@ DRAWS = 2000
 
 def shares() -> str:
     """Return accuracy with equal shares, and the gain of other shares."""
-    header, *rows = (json.loads(line) for line in FILE.read_text().splitlines())
-    titles = ["equal shares, %", *WAYS.values(), f"documents, {WAYS['compete']}", "documents, by entropy"]
-    lines = [f"| images, keep | {' | '.join(titles)} |", "|---" + "|---:" * len(titles) + "|"]
-    for number, keep in sorted({(one["images"], one["keep"]) for one in rows}, key=lambda at: (at[0], -at[1])):
-        found = [one for one in rows if (one["images"], one["keep"]) == (number, keep)]
+    header, records = rows.read(FILE)
+    titles = ["images, keep", "equal shares, %", *WAYS.values(), f"documents, {WAYS['compete']}"]
+    titles.append("documents, by entropy")
+    lines = []
+    for number, keep in sorted({(one["images"], one["keep"]) for one in records}, key=lambda at: (at[0], -at[1])):
+        found = [one for one in records if (one["images"], one["keep"]) == (number, keep)]
         equal = _right(found, "equal")
         cells = [f"{100 * sum(map(sum, equal)) / sum(map(len, equal)):.1f}", *(_gain(found, way) for way in WAYS)]
         cells += [_gain(found, way, "document") for way in ("compete", "entropy")]
-        lines.append(f"| {number}, {keep:g} | {' | '.join(cells)} |")
+        lines.append([f"{number}, {keep:g}", *cells])
     about = (
         f"{header['model'].partition(' ')[0]} and `divprune`, {4 * header['images']} images in prompts. Gains in "
         "points over equal shares; bold if the 95 % interval excludes 0. By "
         "`python benchmarks/experiments/shared_budget.py`; [raw data](../../benchmarks/results/shared_budget.jsonl)."
     )
-    return "\n".join([about, "", *lines])
+    return f"{about}\n\n{format_table(titles, lines, left=1)}"
 
 
 def _right(rows: Sequence[dict[str, Any]], way: str, kind: str = "") -> list[list[int]]:

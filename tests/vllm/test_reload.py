@@ -74,10 +74,8 @@ def left(engine: Any, asked: Any, seed: int = 0) -> int:
 
 def test_the_file_is_taken(engine: Any, file: Path) -> None:
     model_config = engine.vllm_config.model_config
-    assert (
-        get_server_config(model_config).names == ["fast"]
-        and get_server_config(model_config).rules["default"].min_keep == 0.1
-    )
+    offer = get_server_config(model_config)
+    assert offer.names == ["fast"] and offer.rules["default"].min_keep == 0.1
     full, before = left(engine, {"off": True}), left(engine, {"profile": "fast"})
     with pytest.raises(ProfileError):
         left(engine, {"profile": "slow"})
@@ -103,11 +101,8 @@ def test_the_file_is_taken(engine: Any, file: Path) -> None:
         ("{", "cannot read"),
         ("[]", "in an object"),
         ('{"method": "pool"}', "may hold profiles, min_keep, methods, rollout, on_error, callers, overload"),
-        ('{"min_keep": 2.0}', "min_keep must be a share"),
         ('{"min_keep": 0.5}', "profile 'default': .*below min_keep=0.5 of this server"),
         ('{"profiles": {"fast": {"keep": 0}}}', "fast"),
-        ('{"profiles": {"fast": {"method": "fastv"}}}', "fast"),
-        ('{"overload": {"in_flight": [4], "profiles": ["gone"]}}', "gone"),
         (None, "cannot read"),
     ],
 )

@@ -126,6 +126,7 @@ def test_limits_hold_for_the_oldest_image() -> None:
         ({"method": "dart", "experimental_in_llm": True}, "dart does not make a single cut before"),
         ({"method": "tome"}, "tome does not make a single cut before the language model"),
         ({"method": "dynres"}, "dynres does not make a single cut before the language model"),
+        ({"keep": {"keep": 0.5, "age": [[1, 0.5]]}}, "starts with"),
         ({"method": "cdpruner"}, "cdpruner reads the question"),
         ({"method": "evs"}, "evs does not prune images"),
         ({"per": "frame"}, 'and per="image"'),
@@ -135,10 +136,7 @@ def test_limits_hold_for_the_oldest_image() -> None:
         ({"keep": {"keep": 0.5, "age": [[0, 1.0], [1, 1.5]]}}, "must end with a share"),
         ({"keep": {"keep": 0.5, "age": "old"}}, "must be pairs"),
         ({"keep": {"age": AGE}}, "must be a number"),
-        (
-            {"keep": 0.5, "age": AGE, "step": 2},
-            'age and step are part of keep. .*"keep": {"keep": 1.0, "age"',
-        ),
+        ({"keep": 0.5, "age": AGE, "step": 2}, 'age and step are part of keep. .*"keep": {"keep": 1.0, "age"'),
     ],
 )
 def test_what_has_no_age_is_refused(given: dict[str, Any], says: str) -> None:
