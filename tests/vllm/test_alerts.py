@@ -12,9 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from prometheus_client import REGISTRY
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
 from test_on_error import ENDS
+from test_pixels import engine_parts
 from test_rollout_counts import asking
 from tokenprune.integrations.vllm.frontend import announce, items, metrics
 from tokenprune.integrations.vllm.gateway import reload
@@ -52,9 +51,7 @@ class Server:
         self.name, self.place, self.series, self.minutes = name, tmp_path, {}, 0
         made, self.ask = asking(folder, NAME, setting, name)
         self.model_config = made.info.ctx.model_config
-        vllm_config = SimpleNamespace(model_config=self.model_config, use_v2_model_runner=False)
-        renderer = SimpleNamespace(get_mm_processor=lambda: made)
-        self.engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer, collective_rpc=AsyncMock())
+        self.engine = engine_parts(made)
         self.clock = clock.Clock(getattr(self.model_config.multimodal_config, METRICS_FOLDER, None))
         self.vllm = {
             "vllm:num_requests_running": 1.0,

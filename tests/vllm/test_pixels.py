@@ -5,7 +5,9 @@ processor is patched."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -135,6 +137,13 @@ def processor(folder: Any, setting: Any, **options: Any) -> Any:
 
     model_config = config(folder, setting, **options)  # which loads plugins: before the registry is asked
     return MULTIMODAL_REGISTRY.create_processor(model_config)
+
+
+def engine_parts(made: Any, **parts: Any) -> SimpleNamespace:
+    """Return the parts of an engine that the front end uses. made: its processor."""
+    vllm_config = SimpleNamespace(model_config=made.info.ctx.model_config, use_v2_model_runner=False)
+    parts = {"collective_rpc": AsyncMock()} | parts
+    return SimpleNamespace(vllm_config=vllm_config, renderer=SimpleNamespace(get_mm_processor=lambda: made), **parts)
 
 
 def written(made: Any, prompt: str, images: Any, override: Any = None) -> list[int]:

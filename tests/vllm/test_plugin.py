@@ -233,14 +233,17 @@ def test_other_models_are_refused(tmp_path: Path, folder: Any) -> None:
     config(tmp_path / "llama")
 
 
+def write_checkpoint(plain: Path, folder: Path, setting: Any) -> None:
+    """Write a checkpoint like `plain` whose config has a setting."""
+    for path in plain.iterdir():
+        (folder / path.name).symlink_to(path)
+    config = json.loads((plain / "config.json").read_text()) | {"tokenprune": setting}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def test_the_setting_may_stand_in_the_checkpoint(folder: Any, tmp_path: Path) -> None:
-    made = json.loads((folder("llava") / "config.json").read_text())
-    for path in folder("llava").iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(
-        json.dumps(made | {"tokenprune": {"method": "random", "keep": 0.3, "seed": 5}})
-    )
+    write_checkpoint(folder("llava"), tmp_path, {"method": "random", "keep": 0.3, "seed": 5})
     own = config(tmp_path).multimodal_config
     assert own.tokenprune == {"method": "random", "keep": 0.3, "seed": 5}
     over = config(tmp_path, {"keep": 0.5}).multimodal_config
@@ -251,12 +254,7 @@ def test_the_setting_may_stand_in_the_checkpoint(folder: Any, tmp_path: Path) ->
 
 def test_profiles_stand_over_checkpoint_and_server(folder: Any, tmp_path: Path) -> None:
     """One of them is a file; who has nothing but profiles removes nothing of its own."""
-    made = json.loads((folder("llava") / "config.json").read_text())
-    for path in folder("llava").iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "config.json").unlink()
-    own = {"method": "random", "keep": 0.3, "seed": 5, "min_keep": 0.05}
-    (tmp_path / "config.json").write_text(json.dumps(made | {"tokenprune": own}))
+    write_checkpoint(folder("llava"), tmp_path, {"method": "random", "keep": 0.3, "seed": 5, "min_keep": 0.05})
     tuned = written(tmp_path / "tuned.json", {"method": "pool", "keep": 0.2})
     server = config(tmp_path, {"keep": 0.5, "profiles": {"tuned": {"config": str(tuned)}, "less": {"keep": 0.1}}})
     assert dict(get_server_config(server).profiles) == {

@@ -21,7 +21,7 @@ import pytest
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
 from test_metrics import samples
-from test_pixels import photos, processor
+from test_pixels import engine_parts, photos, processor
 from test_plugin import config
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.frontend.request import get_policy
@@ -51,17 +51,15 @@ def engine(folder: Callable[[str], Path], file: Path, request: pytest.FixtureReq
     """The parts of an engine that a reload uses."""
     name = request.node.name.partition("[")[0]
     made = processor(folder(NAME), DIVPRUNE | {"reload": str(file)}, served_model_name=name)
-    renderer = SimpleNamespace(get_mm_processor=lambda: made)
-    vllm_config = SimpleNamespace(model_config=made.info.ctx.model_config, use_v2_model_runner=False)
-    made_engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer, name=name, calls=[])
+    parts = engine_parts(made, name=name, calls=[])
 
     async def collective_rpc(method: str, args: tuple) -> list[int]:
         """Record the call, and the profiles that requests see meanwhile."""
-        made_engine.calls.append((method, *args, get_server_config(vllm_config.model_config).names))
+        parts.calls.append((method, *args, get_server_config(made.info.ctx.model_config).names))
         return [0]
 
-    made_engine.collective_rpc = collective_rpc
-    return made_engine
+    parts.collective_rpc = collective_rpc
+    return parts
 
 
 def left(engine: Any, asked: Any, seed: int = 0) -> int:
@@ -128,12 +126,10 @@ def test_a_bad_file_changes_nothing(
 
 def test_images_that_cannot_be_smaller_are_refused_as_at_the_start(folder: Callable[[str], Path], file: Path) -> None:
     made = processor(folder("llava"), DIVPRUNE | {"reload": str(file)}, served_model_name="fixed")
-    vllm_config = SimpleNamespace(model_config=made.info.ctx.model_config, use_v2_model_runner=False)
-    renderer = SimpleNamespace(get_mm_processor=lambda: made)
-    engine = SimpleNamespace(vllm_config=vllm_config, renderer=renderer, collective_rpc=None)  # would raise
-    before = get_server_config(vllm_config.model_config)
+    engine, model_config = engine_parts(made, collective_rpc=None), made.info.ctx.model_config  # a call would raise
+    before = get_server_config(model_config)
     file.write_text('{"profiles": {"small": {"method": "downsample", "keep": 0.5}}}')
-    assert asyncio.run(reload.reload(engine)) is False and get_server_config(vllm_config.model_config) is before
+    assert asyncio.run(reload.reload(engine)) is False and get_server_config(model_config) is before
 
 
 def test_a_profile_that_has_left_is_served_for_a_minute(
@@ -215,11 +211,8 @@ def test_workers_warm_up_before_requests_see_new_profiles(engine: Any, file: Pat
     assert asyncio.run(reload.reload(engine))
     ((method, warmed, seen),) = engine.calls
     assert method == "tokenprune_warm_up" and seen == ["fast"]
-    assert warmed == get_server_config(engine.vllm_config.model_config).profiles and set(warmed) == {
-        "default",
-        "fast",
-        "slow",
-    }
+    assert warmed == get_server_config(engine.vllm_config.model_config).profiles
+    assert set(warmed) == {"default", "fast", "slow"}
     assert json.loads(json.dumps(warmed)) == warmed  # as it goes to the workers
 
 

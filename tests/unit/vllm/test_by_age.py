@@ -79,11 +79,7 @@ def test_an_image_at_its_age_is_what_another_setting_says() -> None:
     assert tiers_of(shares)[1] == served(DivPrune(), 0.6, bounds=(0.5,))  # 1 token more or less than 0.3
     keys = [str(get_cache_key(one)) for made in (whole, shares, setting(KEEPS[1])) for one in tiers_of(made)]
     assert len(set(keys)) == len(keys)
-    assert [get_label(one) for one in tiers_of(whole)] == [
-        ("divprune", "1"),
-        ("divprune", "0.5"),
-        ("divprune", "tokens"),
-    ]
+    assert [get_label(tier) for tier in tiers_of(whole)] == [("divprune", keep) for keep in ("1", "0.5", "tokens")]
     assert tiers_of(shares)[1].joint_keep == 0.3 and tiers_of(setting(KEEPS[2]))[1].joint_keep == 15
 
 

@@ -150,10 +150,8 @@ def test_a_tower_is_what_the_other_side_says(name: str, monkeypatch: pytest.Monk
         hf_config=model.config, architecture=architecture, dtype=torch.float32, multimodal_config=parallel
     )
     check_model(setting, model_config)
-    theirs, ours = (
-        build_tower_part(get_adapter(model), method, Budget.from_keep(0.5)).reducer.layout.shape,
-        served_tower(method, model.config),
-    )
+    theirs = build_tower_part(get_adapter(model), method, Budget.from_keep(0.5)).reducer.layout.shape
+    ours = served_tower(method, model.config)
     for fact in ("tokens", "protected", "blocks", "blocks_read", "unit"):
         assert getattr(ours, fact) == getattr(theirs, fact), fact
     assert served == [(type(theirs.module).__name__, "float32", theirs.blocks)]
@@ -187,15 +185,14 @@ def test_a_setting_without_a_method_is_refused() -> None:
 
 
 def test_cache_keys_hold_all_that_matters() -> None:
-    assert get_cache_key(parse_setting({"method": "random"})) == get_cache_key(
-        parse_setting({"method": "random", "seed": 0})
-    )
-    keys = [get_cache_key(parse_setting(SERVER, more)) for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True})]
-    keys += [get_cache_key(parse_setting({"method": "random", "seed": seed})) for seed in (0, 1)]
-    keys += [get_cache_key(parse_setting(SERVER, {"per": "frame"}))]
-    keys += [
-        get_cache_key(parse_setting(TWO, more)) for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})
-    ]
+
+    def key(*layers: dict) -> dict:
+        return get_cache_key(parse_setting(*layers))
+
+    assert key({"method": "random"}) == key({"method": "random", "seed": 0})
+    keys = [key(SERVER, more) for more in ({}, {"keep": 0.5}, {"keep": 64}, {"off": True}, {"per": "frame"})]
+    keys += [key({"method": "random", "seed": seed}) for seed in (0, 1)]
+    keys += [key(TWO, more) for more in ({}, {"keep": 0.4}, {"method": "downsample", "keep": 0.4})]
     assert len({str(key) for key in keys}) == len(keys)
     assert all(key["algorithm"] for key in keys)
     dynres = {"method": "dynres", "min_scale": 0.3}
