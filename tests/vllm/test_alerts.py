@@ -21,9 +21,8 @@ from prometheus_client import REGISTRY
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
+from front_end import FrontEnd, engine_parts
 from test_on_error import ENDS
-from test_pixels import engine_parts
-from test_rollout_counts import asking
 from tokenprune.integrations.vllm.frontend import announce, items, metrics
 from tokenprune.integrations.vllm.gateway import reload
 from tokenprune.integrations.vllm.settings.configuration import METRICS_FOLDER
@@ -47,11 +46,10 @@ def minutes_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 class Server:
     """A front end, and what Prometheus would have read of it, minute by minute."""
 
-    def __init__(self, folder: Path, setting: Any, name: str, tmp_path: Path) -> None:
+    def __init__(self, folder: Callable[[str], Path], setting: Any, name: str, tmp_path: Path) -> None:
         self.name, self.place, self.series, self.minutes = name, tmp_path, {}, 0
-        made, self.ask = asking(folder, NAME, setting, name)
-        self.model_config = made.info.ctx.model_config
-        self.engine = engine_parts(made)
+        front = FrontEnd(folder, NAME, setting, name)
+        self.ask, self.model_config, self.engine = front.ask, front.model_config, engine_parts(front.made)
         self.clock = clock.Clock(getattr(self.model_config.multimodal_config, METRICS_FOLDER, None))
         self.vllm = {
             "vllm:num_requests_running": 1.0,

@@ -17,8 +17,7 @@ from prometheus_client import CollectorRegistry, multiprocess
 
 import tokenprune
 from conftest import DIVPRUNE
-from test_metrics import samples
-from test_plugin import config
+from front_end import config, samples
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.frontend import announce, metrics
 from tokenprune.integrations.vllm.gateway import profiles

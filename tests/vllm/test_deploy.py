@@ -19,7 +19,7 @@ import pytest
 import vllm
 import yaml
 
-from test_plugin import config
+from front_end import config
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.frontend.metrics import COUNTERS, GAUGES
 from tokenprune.integrations.vllm.frontend.worker_metrics import SUMS

@@ -21,9 +21,8 @@ import pytest
 import slow_steps
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
+from front_end import config, samples
 from server import CALL, Server, serve_with_several_engines, write_messages
-from test_metrics import samples
-from test_plugin import config
 from test_server import NAME
 from tokenprune.integrations.vllm.gateway import in_flight
 from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad, SharedCount

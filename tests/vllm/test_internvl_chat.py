@@ -12,8 +12,8 @@ import torch
 
 from checkpoints import photo
 from conftest import DIVPRUNE, Engine, same
+from front_end import config
 from internvl_chat import ChatReference, write
-from test_plugin import config
 from tokenprune import OptionError, UnsupportedSetupError
 from tokenprune.selection.sites.encoder import Tower
 from tokenprune_bench.calibration import Thresholds

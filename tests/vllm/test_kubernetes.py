@@ -17,8 +17,7 @@ import pytest
 import yaml
 
 from conftest import DIVPRUNE
-from test_pixels import engine_parts, processor
-from test_plugin import config
+from front_end import config, engine_parts, processor
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.gateway import reload
 from tokenprune.integrations.vllm.settings.server_config import get_server_config

@@ -17,8 +17,7 @@ import torch
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, Engine
-from test_pixels import photos, processor
-from test_plugin import config
+from front_end import FrontEnd, config, processor
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm import log
 from tokenprune.integrations.vllm.frontend.request import get_policy
@@ -41,21 +40,10 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 def test_requests_and_refusals(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     """One line for each, the same where the cache has the images; none while memory is measured."""
-    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
-
-    checkpoint = CHECKPOINTS["qwen2_5_vl"]
-    made = processor(folder("qwen2_5_vl"), SETTING | {"log": "json"}, served_model_name="logging")
-    cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
-    token = made.info.get_hf_config().image_token_id
-
-    def ask(count: int, asked: Any = None, prompt: int | None = None) -> int:
-        items = made.info.parse_mm_data({"image": photos(checkpoint)[:count]})
-        kwargs = {} if asked is None else {"tokenprune": asked}
-        written = checkpoint.prompt(count if prompt is None else prompt)
-        return made(written, items, hf_processor_mm_kwargs=kwargs, cache=cache)["prompt_token_ids"].count(token)
-
+    front = FrontEnd(folder, "qwen2_5_vl", SETTING | {"log": "json"}, "logging")
+    ask = front.count
     lines(caplog)
-    made.get_dummy_mm_inputs({"image": 1})
+    front.made.get_dummy_mm_inputs({"image": 1})
     assert lines(caplog) == []
     full = {count: ask(count, {"profile": "ocr"}) for count in (1, 2)}
     assert lines(caplog) == [
@@ -83,18 +71,16 @@ def test_requests_and_refusals(folder: Callable[[str], Path], caplog: pytest.Log
             ask(1, one)
         assert lines(caplog) == [{"event": "refusal", "reason": reason}]
     with pytest.raises(OptionError):
-        ask(1, prompt=2)
+        ask(1, prompt=front.checkpoint.prompt(2))
     assert lines(caplog) == [{"event": "refusal", "reason": "input"}]
 
 
 def test_nothing_is_logged_unless_asked_for(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint = CHECKPOINTS["qwen2_5_vl"]
-    made = processor(folder("qwen2_5_vl"), SETTING)
-    items = made.info.parse_mm_data({"image": photos(checkpoint)[:1]})
-    made(checkpoint.prompt(1), items, hf_processor_mm_kwargs={})
+    front = FrontEnd(folder, "qwen2_5_vl", SETTING)
+    front.ask(1)
     with pytest.raises(OptionError, match="does not exist"):
-        made(checkpoint.prompt(1), items, hf_processor_mm_kwargs={"tokenprune": {"profile": "fsat"}})
-    with Clock.from_config(worker(made.info.ctx.model_config)).timing("divprune", CPU):
+        front.ask(1, {"profile": "fsat"})
+    with Clock.from_config(worker(front.model_config)).timing("divprune", CPU):
         pass
     assert lines(caplog) == []
 

@@ -17,9 +17,9 @@ from transformers import BatchFeature
 import tokenprune
 from checkpoints import Checkpoint, page, photo
 from conftest import ALL, DIVPRUNE, ORIGINAL, Engine
+from front_end import config
 from more_checkpoints import MORE
 from paper_checkpoints import PAPERS, Paper
-from test_plugin import config
 from tokenprune.errors import UnsupportedModelError, UnsupportedSetupError
 from tokenprune.integrations.shared.checks import find_unsupported_reason
 from tokenprune.integrations.vllm.settings.configuration import family_of

@@ -15,7 +15,7 @@ import torch
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFeatureSpec, MultiModalFieldElem, PlaceholderRange
 
 from conftest import DIVPRUNE, ORIGINAL, Engine, check_recomputed
-from test_plugin import config
+from front_end import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.plan import Plan, field_name, find_runs

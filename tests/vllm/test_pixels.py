@@ -5,9 +5,7 @@ processor is patched."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from PIL import Image
 
 from checkpoints import CHECKPOINTS, Checkpoint, page
 from conftest import DIVPRUNE, Engine
-from test_plugin import config
+from front_end import photos, processor
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.frontend.request import get_policy
 from tokenprune.integrations.vllm.settings.keys import NO_SETTING
@@ -31,15 +29,6 @@ SETTINGS = {
     "downsample, divprune": {"method": ["downsample", "divprune"], "keep": [0.6, 0.5]},
     "pool, dynres": {"method": ["pool", {"method": "dynres", "min_scale": 0.4}], "keep": 0.6},
 }
-
-
-def photos(checkpoint: Checkpoint) -> list[Image.Image]:
-    """Smooth, and noisy: dynres tells them apart; and lines, which it takes for text."""
-    (height, width), *_ = checkpoint.sizes
-    slope = np.linspace(60, 200, height * width).reshape(height, width)
-    noise = np.random.default_rng(3).integers(0, 256, (width, height))
-    lines = (np.random.default_rng(0).random((height, height)) < 0.3) * 255
-    return [Image.fromarray(one.astype(np.uint8)).convert("RGB") for one in (slope, noise, lines)]
 
 
 @pytest.fixture(scope="module", params=RESIZED)
@@ -130,20 +119,6 @@ def test_units_that_repeat_leave_ahead_of_the_tower(
 
 
 # -- without an engine: the front end alone
-
-
-def processor(folder: Any, setting: Any, **options: Any) -> Any:
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-
-    model_config = config(folder, setting, **options)  # which loads plugins: before the registry is asked
-    return MULTIMODAL_REGISTRY.create_processor(model_config)
-
-
-def engine_parts(made: Any, **parts: Any) -> SimpleNamespace:
-    """Return the parts of an engine that the front end uses. made: its processor."""
-    vllm_config = SimpleNamespace(model_config=made.info.ctx.model_config, use_v2_model_runner=False)
-    parts = {"collective_rpc": AsyncMock()} | parts
-    return SimpleNamespace(vllm_config=vllm_config, renderer=SimpleNamespace(get_mm_processor=lambda: made), **parts)
 
 
 def written(made: Any, prompt: str, images: Any, override: Any = None) -> list[int]:

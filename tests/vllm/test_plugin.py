@@ -18,6 +18,7 @@ import pytest
 
 from checkpoints import CHECKPOINTS, VOCABULARY, text
 from conftest import DIVPRUNE, OPTIONS, Engine
+from front_end import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import compat, plugin
 from tokenprune.integrations.vllm.settings.configuration import check_engine
@@ -25,14 +26,6 @@ from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.server_config import get_server_config
 from tokenprune.integrations.vllm.worker import runner
 from tokenprune.models.families import SERVED
-
-
-def config(folder: Path, setting: Any = None, extra: dict[str, Any] | None = None, **options: Any) -> Any:
-    """vLLM's configuration of a model, made as a server that starts makes it. extra: more arguments of processors."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    kwargs = (extra or {}) | ({} if setting is None else {"tokenprune": setting}) or None
-    return EngineArgs(str(folder), mm_processor_kwargs=kwargs, **OPTIONS | options).create_model_config()
 
 
 def test_every_hook_is_there() -> None:

@@ -18,16 +18,11 @@ from typing import Any
 
 import pytest
 
-from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE
-from test_metrics import samples
-from test_pixels import engine_parts, photos, processor
-from test_plugin import config
+from front_end import FrontEnd, config, engine_parts, processor, samples
 from tokenprune.errors import OptionError
 from tokenprune.integrations.vllm.frontend.request import get_policy
-from tokenprune.integrations.vllm.frontend.served import RequestRecord
 from tokenprune.integrations.vllm.gateway import profiles, reload
-from tokenprune.integrations.vllm.gateway.choice import Choice
 from tokenprune.integrations.vllm.gateway.in_flight import RequestLoad
 from tokenprune.integrations.vllm.settings import server_config
 from tokenprune.integrations.vllm.settings.rules import LimitError
@@ -50,24 +45,21 @@ def file(tmp_path: Path) -> Path:
 def engine(folder: Callable[[str], Path], file: Path, request: pytest.FixtureRequest) -> Any:
     """The parts of an engine that a reload uses."""
     name = request.node.name.partition("[")[0]
-    made = processor(folder(NAME), DIVPRUNE | {"reload": str(file)}, served_model_name=name)
-    parts = engine_parts(made, name=name, calls=[])
+    front = FrontEnd(folder, NAME, DIVPRUNE | {"reload": str(file)}, name)
+    parts = engine_parts(front.made, name=name, front=front, calls=[])
 
     async def collective_rpc(method: str, args: tuple) -> list[int]:
         """Record the call, and the profiles that requests see meanwhile."""
-        parts.calls.append((method, *args, get_server_config(made.info.ctx.model_config).names))
+        parts.calls.append((method, *args, get_server_config(front.model_config).names))
         return [0]
 
     parts.collective_rpc = collective_rpc
     return parts
 
 
-def left(engine: Any, asked: Any, seed: int = 0) -> int:
+def left(engine: Any, asked: Any) -> int:
     """Image tokens in the prompt of a request."""
-    made = engine.renderer.get_mm_processor()
-    items = made.info.parse_mm_data({"image": photos(CHECKPOINTS[NAME])[seed : seed + 1]})
-    ids = made(CHECKPOINTS[NAME].prompt(1), items, hf_processor_mm_kwargs={"tokenprune": asked})["prompt_token_ids"]
-    return ids.count(made.info.get_hf_config().image_token_id)
+    return engine.front.count(1, asked, cached=False)
 
 
 def test_the_file_is_taken(engine: Any, file: Path) -> None:
@@ -179,9 +171,7 @@ def test_a_request_on_its_way_goes_by_what_it_chose_from(
     engine: Any, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From its key in caches to its plan, whatever becomes of its profile in between."""
-    model_config = engine.vllm_config.model_config
-    offer, fast = get_server_config(model_config), {"profile": "fast"}
-    asked = Choice(fast, offer, offer.setting(fast), RequestRecord("name"))
+    asked = engine.front.choose({"profile": "fast"}, by="name")
     before = left(engine, {"profile": "fast"})
     file.write_text("{}")
     assert asyncio.run(reload.reload(engine))

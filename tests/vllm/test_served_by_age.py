@@ -12,9 +12,8 @@ import pytest
 
 from checkpoints import CHECKPOINTS, Checkpoint
 from conftest import DIVPRUNE, ORIGINAL, Engine, stop
+from front_end import TOTAL, FrontEnd, processor, samples
 from server import Server, serve, write_messages
-from test_metrics import TOTAL, samples
-from test_pixels import processor
 from test_profiles import answer
 from tokenprune.errors import OptionError
 
@@ -93,20 +92,14 @@ def test_a_chat_computes_again_what_follows_an_image_that_aged(
     assert changes == [[], [], [], [0, 1], [], [2, 3], []] and hits > 0
 
 
-def asking(folder: Path, name: str, setting: Any, model: str) -> Callable[..., dict[str, Any]]:
-    """Return a function that has the front end process images."""
-    from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
+def asking(folder: Callable[[str], Path], name: str, setting: Any, model: str) -> Callable[..., dict[str, Any]]:
+    """Return a function that has the front end process the images of a chat."""
+    front = FrontEnd(folder, name, setting, model, limit_mm_per_prompt={"image": 8, "video": 1})
+    checkpoint = front.checkpoint
 
-    made = processor(folder, setting, served_model_name=model, limit_mm_per_prompt={"image": 8, "video": 1})
-    cache = MultiModalProcessorOnlyCache(made.info.ctx.model_config)
-
-    def ask(images: list[Any], asked: Any = None, cached: bool = True, videos: int = 0, **kwargs: Any) -> dict:
-        checkpoint = CHECKPOINTS[name]
-        data = ({"image": images} if images else {}) | ({"video": [checkpoint.clip()]} if videos else {})
-        words = chat(checkpoint, len(images)) + (f"{checkpoint.video} and then? " if videos else "")
-        kwargs |= {} if asked is None else {"tokenprune": asked}
-        items = made.info.parse_mm_data(data)
-        return made(words, items, hf_processor_mm_kwargs=kwargs, cache=cache if cached else None)
+    def ask(images: list[Any], asked: Any = None, videos: int = 0, **more: Any) -> dict:
+        words = chat(checkpoint, len(images)) + f"{checkpoint.video} and then? " * videos
+        return front.process(images, asked, words, videos=[checkpoint.clip()] * videos, **more)
 
     return ask
 
@@ -114,7 +107,7 @@ def asking(folder: Path, name: str, setting: Any, model: str) -> Callable[..., d
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
 def test_an_image_is_to_caches_what_it_is_at_its_age(folder: Callable[[str], Path], name: str) -> None:
     """Cached images change nothing, and are shared with a request that wrote the same for all."""
-    ask = asking(folder(name), name, SERVER, f"ages-{name}")
+    ask = asking(folder, name, SERVER, f"ages-{name}")
     images = CHECKPOINTS[name].images(5)
     whole, half = (ask(images, {"keep": keep}, cached=False)["mm_hashes"]["image"] for keep in (1.0, 0.5))
     assert not set(whole) & set(half)
@@ -154,7 +147,7 @@ def test_images_named_by_a_client(folder: Callable[[str], Path]) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(folder: Callable[[str], Path], asked: Any, videos: int, says: str) -> None:
-    ask = asking(folder("qwen2_5_vl"), "qwen2_5_vl", SERVER | {"min_keep": 0.1}, "refusing-ages")
+    ask = asking(folder, "qwen2_5_vl", SERVER | {"min_keep": 0.1}, "refusing-ages")
     with pytest.raises(ValueError) as caught:
         ask(CHECKPOINTS["qwen2_5_vl"].images(2), asked, videos=videos)
     assert says in str(caught.value)
@@ -163,12 +156,12 @@ def test_what_cannot_be_is_refused(folder: Callable[[str], Path], asked: Any, vi
 
 def test_a_prompt_may_end_with_an_image_while_none_has_aged(folder: Callable[[str], Path]) -> None:
     """Nothing tells where the answer to a reduced prompt stands on three axes, if its end is an image."""
-    made = processor(folder("qwen2_5_vl"), SERVER, served_model_name="ending", limit_mm_per_prompt={"image": 8})
-    images = CHECKPOINTS["qwen2_5_vl"].images(4)
+    front = FrontEnd(folder, "qwen2_5_vl", SERVER, "ending", limit_mm_per_prompt={"image": 8})
+    images = front.checkpoint.images(4)
 
-    def ask(count: int) -> Any:
-        ends = chat(CHECKPOINTS["qwen2_5_vl"], count).rpartition("<|vision_end|>")[0]
-        return made(ends, made.info.parse_mm_data({"image": images[:count]}))
+    def ask(count: int) -> list[int]:
+        ends = chat(front.checkpoint, count).rpartition("<|vision_end|>")[0]
+        return front.ask(images[:count], None, ends, cached=False)
 
     assert ask(1) and ask(3)
     with pytest.raises(OptionError, match="the prompt ends with an image"):
@@ -178,7 +171,7 @@ def test_a_prompt_may_end_with_an_image_while_none_has_aged(folder: Callable[[st
 def test_images_in_crops_are_refused(folder: Callable[[str], Path]) -> None:
     """Gemma 3 gives each crop a budget, so that ages would count crops; cached or not, and one of them too."""
     crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 14, "pan_and_scan_min_ratio_to_activate": 1.1}
-    ask = asking(folder("gemma3"), "gemma3", SERVER, "crops")
+    ask = asking(folder, "gemma3", SERVER, "crops")
     images = CHECKPOINTS["gemma3"].images(2)
     ask(images)
     ask(images, {"keep": 1.0}, images_kwargs=crops)
@@ -193,10 +186,8 @@ def test_images_in_crops_are_refused(folder: Callable[[str], Path]) -> None:
 def test_a_rollout_counts_each_image_by_its_age(folder: Callable[[str], Path]) -> None:
     """The shadow is counted under the names of its own keep, as it would be kept without a rollout."""
     name, images = "qwen2_5_vl", CHECKPOINTS["qwen2_5_vl"].images(4)
-    real, held = (
-        asking(folder(name), name, SERVER, "really"),
-        asking(folder(name), name, SERVER | {"rollout": 0.0}, "held"),
-    )
+    real = asking(folder, name, SERVER, "really")
+    held = asking(folder, name, SERVER | {"rollout": 0.0}, "held")
     for count in (1, 4, 4):
         real(images[:count])
         assert len(held(images[:count])["prompt_token_ids"]) == len(

@@ -18,9 +18,8 @@ import pytest
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, stop
+from front_end import config, samples
 from server import CALL, Server, serve, write_messages
-from test_metrics import samples
-from test_plugin import config
 from tokenprune.errors import OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm import compat
 from tokenprune.integrations.vllm.gateway import answers, profiles

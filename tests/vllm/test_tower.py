@@ -16,7 +16,7 @@ from torch import Tensor
 import tokenprune
 from checkpoints import Checkpoint
 from conftest import Engine, mlp_inputs
-from test_plugin import config
+from front_end import config
 from tokenprune import BudgetError, OptionError, Pruner, Site, UnsupportedSetupError
 from tokenprune.integrations.shared.checks.reading import find_missing_observable
 from tokenprune.integrations.shared.towers.tower_scores import find_last_read_block

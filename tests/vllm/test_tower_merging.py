@@ -16,7 +16,7 @@ import torch
 
 from checkpoints import CHECKPOINTS, Checkpoint
 from conftest import Engine, mlp_inputs
-from test_plugin import config
+from front_end import config
 from tokenprune import BudgetError, OptionError, UnsupportedSetupError
 from tokenprune.integrations.vllm.settings import parse
 from tokenprune.integrations.vllm.settings.items import get_cache_key
