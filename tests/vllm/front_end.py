@@ -77,8 +77,8 @@ class FrontEnd:
         from vllm.multimodal.cache.base import MultiModalProcessorOnlyCache
 
         self.checkpoint = CHECKPOINTS[name]
-        self.made = processor(folder(name), setting, served_model_name=model, **options)
-        self.model_config = self.made.info.ctx.model_config
+        self.processor = processor(folder(name), setting, served_model_name=model, **options)
+        self.model_config = self.processor.info.ctx.model_config
         self.cache = MultiModalProcessorOnlyCache(self.model_config)
 
     def choose(self, asked: Any, lot: float | None = None, by: str = "default") -> Choice:
@@ -92,15 +92,15 @@ class FrontEnd:
         more: `videos`, `lot`, `cached=False` for no cache, and arguments of the Hugging Face processor.
         """
         cache = self.cache if more.pop("cached", True) else None
-        shown, videos, lot = images, more.pop("videos", None), more.pop("lot", None)
+        videos, lot = more.pop("videos", None), more.pop("lot", None)
         if isinstance(images, int):
-            shown = photos(self.checkpoint)[:images]
+            images = photos(self.checkpoint)[:images]
         if lot is not None:
             asked = self.choose(asked or {}, lot)
-        items = self.made.info.parse_mm_data({"image": shown} | ({"video": videos} if videos else {}))
-        written = self.checkpoint.prompt(len(shown)) if prompt is None else prompt
+        items = self.processor.info.parse_mm_data({"image": images} | ({"video": videos} if videos else {}))
+        prompt = self.checkpoint.prompt(len(images)) if prompt is None else prompt
         kwargs = more if asked is None else more | {"tokenprune": asked}
-        return self.made(written, items, hf_processor_mm_kwargs=kwargs, cache=cache)
+        return self.processor(prompt, items, hf_processor_mm_kwargs=kwargs, cache=cache)
 
     def ask(self, *given: Any, **more: Any) -> list[int]:
         """Return the prompt that the engine would see."""
@@ -108,4 +108,4 @@ class FrontEnd:
 
     def count(self, *given: Any, **more: Any) -> int:
         """Return the number of placeholders of images in it."""
-        return self.ask(*given, **more).count(self.made.info.get_hf_config().image_token_id)
+        return self.ask(*given, **more).count(self.processor.info.get_hf_config().image_token_id)

@@ -49,7 +49,7 @@ class Server:
     def __init__(self, folder: Callable[[str], Path], setting: Any, name: str, tmp_path: Path) -> None:
         self.name, self.place, self.series, self.minutes = name, tmp_path, {}, 0
         front = FrontEnd(folder, NAME, setting, name)
-        self.ask, self.model_config, self.engine = front.ask, front.model_config, engine_parts(front.made)
+        self.ask, self.model_config, self.engine = front.ask, front.model_config, engine_parts(front.processor)
         self.clock = clock.Clock(getattr(self.model_config.multimodal_config, METRICS_FOLDER, None))
         self.vllm = {
             "vllm:num_requests_running": 1.0,

@@ -43,7 +43,7 @@ def test_requests_and_refusals(folder: Callable[[str], Path], caplog: pytest.Log
     front = FrontEnd(folder, "qwen2_5_vl", SETTING | {"log": "json"}, "logging")
     ask = front.count
     lines(caplog)
-    front.made.get_dummy_mm_inputs({"image": 1})
+    front.processor.get_dummy_mm_inputs({"image": 1})
     assert lines(caplog) == []
     full = {count: ask(count, {"profile": "ocr"}) for count in (1, 2)}
     assert lines(caplog) == [

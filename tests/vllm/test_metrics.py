@@ -44,7 +44,7 @@ def test_requests_are_counted(folder: Callable[[str], Path], name: str) -> None:
             left, sums = ask({"method": method, "keep": 0.5})
             assert sums[0] == whole and sums[1] <= left < whole
     before = samples(TOTAL, name)
-    front.made.get_dummy_mm_inputs({"image": 1})
+    front.processor.get_dummy_mm_inputs({"image": 1})
     assert samples(TOTAL, name) == before
     asked = {("off", "1"): 1, ("divprune", "0.25"): 2}
     if name != "internvl":

@@ -21,9 +21,8 @@ from tokenprune.integrations.vllm.frontend import items, pixels
 from tokenprune.integrations.vllm.frontend.served import MethodError
 
 NAME = "qwen2_5_vl"
-ENDS = (
-    CHECKPOINTS[NAME].prompt(1).partition("<|vision_end|>")[0]
-)  # with an image: nothing tells where its answer stands
+# With an image: nothing tells where its answer stands.
+ENDS = CHECKPOINTS[NAME].prompt(1).partition("<|vision_end|>")[0]
 STRICT = {"profiles": {"strict": {"keep": 0.5, "on_error": "refuse"}}, "log": "json"}
 
 

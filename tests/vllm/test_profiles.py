@@ -249,7 +249,4 @@ def test_the_check_finds_it_on(server: Server) -> None:
     """A server whose requests may not choose is judged by the answer's header."""
     found = serve_check.check(serve_check.RemoteServer(server.url, timeout=CALL))
     assert found.code == 0 and "is loaded, setting divprune 0.25, profiles half, fast, ocr" in found.lines[0]
-    assert re.search(
-        r"An image is pruned: (\d+) -> (\d+) visual tokens \(header divprune;keep=0.25;",
-        found.lines[1],
-    )
+    assert re.search(r"An image is pruned: (\d+) -> (\d+) visual tokens \(header divprune;keep=0.25;", found.lines[1])

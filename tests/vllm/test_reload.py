@@ -46,7 +46,7 @@ def engine(folder: Callable[[str], Path], file: Path, request: pytest.FixtureReq
     """The parts of an engine that a reload uses."""
     name = request.node.name.partition("[")[0]
     front = FrontEnd(folder, NAME, DIVPRUNE | {"reload": str(file)}, name)
-    parts = engine_parts(front.made, name=name, front=front, calls=[])
+    parts = engine_parts(front.processor, name=name, front=front, calls=[])
 
     async def collective_rpc(method: str, args: tuple) -> list[int]:
         """Record the call, and the profiles that requests see meanwhile."""

@@ -13,12 +13,7 @@ import pytest
 from PIL import Image
 
 import tokenprune
-from tokenprune.errors import (
-    OptionError,
-    TokenPruneError,
-    UnknownMethodError,
-    UnsupportedModelError,
-)
+from tokenprune.errors import OptionError, TokenPruneError, UnknownMethodError, UnsupportedModelError
 from tokenprune_bench import paired, results, suite, tables
 from tokenprune_bench.profiling.model import Model, load_model
 from tokenprune_bench.profiling.patched import patched, patched_by

@@ -48,9 +48,7 @@ def test_files_lines_imports_and_circles_are_counted(house: ModuleType, small: P
     }
     assert made["circles of files"] == [["small_house.high.one", "small_house.high.two"]]
     assert made["circles of folders"] == [["small_house/high", "small_house/low"]]
-    assert made["circles of files, types counted"] == [
-        ["small_house.high.one", "small_house.high.two"],
-    ]
+    assert made["circles of files, types counted"] == [["small_house.high.one", "small_house.high.two"]]
     # Files of an open folder are rooms of their own.
     opened = house.measure({"small_house": small}, ["small_house.low"])
     assert opened["circles of folders"] == []

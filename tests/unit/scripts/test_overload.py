@@ -49,10 +49,7 @@ def test_the_rule_is_the_servers(overload: Any) -> None:
     off = OFF
     given = {"profiles": {"a": {"off": True}, "b": {"off": True}}}
     given["overload"] = {"in_flight": [3, 7], "profiles": ["a", "b"]} | overload.BARE
-    offer, rule = (
-        ServerConfig.from_json(given, off, parse_setting),
-        overload.steps([3, 7], ["a", "b"], "default"),
-    )
+    offer, rule = (ServerConfig.from_json(given, off, parse_setting), overload.steps([3, 7], ["a", "b"], "default"))
     policy, names, loads = OverloadState(offer.overload), ["default", "a", "b"], [*range(20), *range(20, -1, -1)]
     assert [rule(number) for number in loads] == [names[policy.take(number, 0.0)] for number in loads]
 

@@ -210,10 +210,7 @@ def test_metrics_know_few_names() -> None:
     assert get_label(OFF) == ("off", "1")
     assert get_label(parse_setting({"method": "pool", "keep": 0.123456})) == ("pool", "0.12")
     assert get_label(parse_setting({"method": "pool", "keep": 64})) == ("pool", "tokens")
-    assert get_label(parse_setting({"method": ["divprune", "dynres"], "keep": 0.5})) == (
-        "dynres+divprune",
-        "0.25",
-    )
+    assert get_label(parse_setting({"method": ["divprune", "dynres"], "keep": 0.5})) == ("dynres+divprune", "0.25")
 
 
 NAMES = available_methods()

@@ -25,12 +25,7 @@ from tokenprune.integrations import vllm
 from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.integrations.hf.towers.build import build_tower_part
 from tokenprune.integrations.vllm.settings.configuration import check_model
-from tokenprune.integrations.vllm.settings.items import (
-    OFF,
-    count_kept,
-    get_cache_key,
-    settings_of_items,
-)
+from tokenprune.integrations.vllm.settings.items import OFF, count_kept, get_cache_key, settings_of_items
 from tokenprune.integrations.vllm.settings.parse import parse_setting
 from tokenprune.integrations.vllm.settings.towers import served_tower
 from tokenprune.methods import registry
