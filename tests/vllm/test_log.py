@@ -17,10 +17,9 @@ import torch
 
 from checkpoints import CHECKPOINTS
 from conftest import DIVPRUNE, Engine
-from front_end import FrontEnd, config, processor
+from front_end import FrontEnd, config
 from tokenprune.errors import OptionError, TokenPruneError
 from tokenprune.integrations.vllm import log
-from tokenprune.integrations.vllm.frontend.request import get_policy
 from tokenprune.integrations.vllm.settings.configuration import METRICS_FOLDER
 from tokenprune.integrations.vllm.worker.clock import Clock
 
@@ -85,16 +84,12 @@ def test_nothing_is_logged_unless_asked_for(folder: Callable[[str], Path], caplo
     assert lines(caplog) == []
 
 
-def test_only_the_server_decides(folder: Callable[[str], Path]) -> None:
+def test_bad_values_stop_the_server(folder: Callable[[str], Path]) -> None:
     for value in ("xml", True, ["json"], None):
         with pytest.raises(ValueError, match='log must be "json", or left out'):
             config(folder("llava"), DIVPRUNE | {"log": value})
     with pytest.raises(ValueError, match=r"profile 'fast': .*log"):
         config(folder("llava"), DIVPRUNE | {"profiles": {"fast": {"keep": 0.11, "log": "json"}}})
-    made = processor(folder("llava"), SETTING | {"log": "json"})
-    with pytest.raises(OptionError, match="log belongs to the server's configuration, not to a request"):
-        asked = {"log": "json"}
-        get_policy(made.info.ctx.model_config, asked).resolve(asked, {})
 
 
 def worker(model_config: Any, rank: int = 0) -> Any:

@@ -79,11 +79,6 @@ def test_prompts_longer_than_the_model_raise(engine: Engine, reference: Any, mon
     engine.check(reference, [(prompt, images)])
 
 
-def test_requests_cannot_set_positions(engine: Engine) -> None:
-    with pytest.raises(OptionError, match="positions belongs to the server's configuration"):
-        engine.generate([engine.request("<image> what? ", engine.checkpoint.images(1), {"positions": "renumbered"})])
-
-
 def test_effect_of_the_setting(folder: Any) -> None:
     llava = config(folder("llava"), DIVPRUNE | ORIGINAL)
     assert llava.uses_mrope and llava.hf_text_config.rope_parameters["mrope_section"] == [16, 0, 0]
