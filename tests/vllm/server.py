@@ -23,6 +23,8 @@ from typing import Any
 
 import openai
 
+from conftest import stop
+
 START, CALL, STOP = 800, 240, 30  # seconds; a busy machine may need ten times what an idle one does
 # The CPU build's command asks for the version of a package "vllm", and that package has another name.
 SERVE = """
@@ -63,6 +65,15 @@ class Server:
             return error.code, error.headers, text
         except OSError as error:
             raise AssertionError(self.story(f"{data[:300]!r}: {error!r}")) from error
+
+    def post_json(self, path: str, body: Any) -> Any:
+        """Return the JSON of an answer, or the status of a refusal."""
+        status, _, text = self.post(path, body)
+        return json.loads(text) if status == 200 else status
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return what the plugin wrote to the log."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith('{"time"')]
 
     def get(self, path: str, timeout: float) -> str:
         with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
@@ -123,23 +134,26 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serve(model: Path, place: Path, *arguments: str) -> Iterator[Server]:
+def serve(model: Path, place: Path, setting: Any, *arguments: str) -> Iterator[Server]:
     """Start a server of `model` with vLLM's `arguments`. place: an empty folder for what it writes."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    with launch([*command, "--max-model-len", "1024", *write_arguments(place, *arguments)], place) as server:
+    with launch([*command, "--max-model-len", "1024", *write_arguments(place, setting, *arguments)], place) as server:
         yield server
 
 
-def serve_with_several_engines(model: Path, place: Path, *arguments: str) -> contextlib.AbstractContextManager[Server]:
+def serve_with_several_engines(
+    model: Path, place: Path, setting: Any, *arguments: str
+) -> contextlib.AbstractContextManager[Server]:
     """Do the same with the command `vllm serve`, which starts several API servers or engines."""
-    command = [sys.executable, "-c", SERVE, "serve", str(model), *write_arguments(place, *arguments)]
+    command = [sys.executable, "-c", SERVE, "serve", str(model), *write_arguments(place, setting, *arguments)]
     return launch(command, place, VLLM_CPU_KVCACHE_SPACE="1")
 
 
-def write_arguments(place: Path, *arguments: str) -> list[str]:
+def write_arguments(place: Path, setting: Any, *arguments: str) -> list[str]:
     """Write the chat template to a folder, and return the arguments that all servers of tiny models share."""
     (place / "template.jinja").write_text(TEMPLATE)
     return [
+        "--mm-processor-kwargs", json.dumps({"tokenprune": setting}),
         "--served-model-name", "tiny", "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager",
         "--max-num-seqs", "8", "--block-size", "32", "--max-num-batched-tokens", "256",
         "--chat-template", str(place / "template.jinja"), *arguments,
@@ -148,7 +162,9 @@ def write_arguments(place: Path, *arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def launch(command: list[str], place: Path, **environment: str) -> Iterator[Server]:
-    """Start a server at a free port by a command of one's own. It finds the modules of this folder."""
+    """Start a server at a free port by a command of one's own, in place of this process's engine. It finds the modules
+    of this folder."""
+    stop()
     port = free_port()
     command = [*command, "--port", str(port)]
     folders = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE, stop
+from conftest import DIVPRUNE
 from server import serve_with_several_engines
 from test_server import NAME, ask, check
 
@@ -21,13 +20,11 @@ REQUESTS = 16
 
 @pytest.mark.thorough
 def test_answers_are_those_of_one_engine(folder: Callable[[str], Path], tmp_path: Path, reference: Any) -> None:
-    stop()
     arguments = ["--max-model-len", "1024", "--trust-request-mm-kwargs", "--data-parallel-size", "2"]
-    arguments += ["--mm-processor-kwargs", json.dumps({"tokenprune": DIVPRUNE})]
     images = [CHECKPOINTS[NAME].images(1, seed=seed) for seed in range(4)]
     overrides: list[Any] = [None, {"keep": 0.5}, {"off": True}, {"method": "uniform", "keep": 0.3}]
     asked = [(images[number % 4], overrides[number // 4 % 4]) for number in range(REQUESTS)]
-    with serve_with_several_engines(folder(NAME), tmp_path, *arguments) as server:
+    with serve_with_several_engines(folder(NAME), tmp_path, DIVPRUNE, *arguments) as server:
         with ThreadPoolExecutor(4) as pool:
             replies = list(pool.map(lambda one: ask(server, one[0], "what is it? ", one[1]), asked))
         for reply, (shown, override) in zip(replies, asked, strict=True):

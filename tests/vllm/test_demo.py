@@ -14,7 +14,6 @@ import pytest
 from PIL import Image
 
 from checkpoints import Checkpoint
-from conftest import stop
 from reference import Reference
 from server import Server, launch
 from test_server import ask
@@ -35,7 +34,6 @@ def documented() -> tuple[dict[str, str], list[str]]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    stop()
     environment, words = documented()
     assert words[words.index("--host") + 1] == "127.0.0.1", "it would be open to the network"
     assert 0 < int(environment["VLLM_CPU_KVCACHE_SPACE"]) <= 4, "it would not start where memory is in use"

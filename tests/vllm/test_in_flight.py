@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ import pytest
 
 import slow_steps
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE, stop
+from conftest import DIVPRUNE
 from front_end import config, samples
 from server import CALL, Server, serve_with_several_engines, write_messages
 from test_server import NAME
@@ -160,11 +159,10 @@ def asked(server: Server) -> int:
 
 @pytest.fixture
 def server(folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Server]:
-    stop()
     overload = {"in_flight": [6], "profiles": ["fast"], "rise": 0, "dwell": 0}
     setting = DIVPRUNE | {"profiles": {"fast": {"keep": 0.11}}, "overload": overload}
-    arguments = ["--api-server-count", "2", "--mm-processor-kwargs", json.dumps({"tokenprune": setting})]
-    with serve_with_several_engines(folder(NAME), tmp_path, *arguments, *slow_steps.ARGUMENTS) as running:
+    arguments = ["--api-server-count", "2", *slow_steps.ARGUMENTS]
+    with serve_with_several_engines(folder(NAME), tmp_path, setting, *arguments) as running:
         yield running
 
 

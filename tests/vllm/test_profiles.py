@@ -16,7 +16,7 @@ import pytest
 
 import slow_steps
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE, stop
+from conftest import DIVPRUNE
 from server import CALL, Server, data_url, serve, write_messages
 from test_server import NAME, ask, check, nested, post_setting
 from tokenprune.integrations.vllm import check as serve_check
@@ -31,10 +31,9 @@ LEFT = {"default": 9, "half": 18, "fast": 4, "ocr": 35}  # tokens of an image
 
 @pytest.fixture(scope="module")
 def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    stop()
     arguments = ["--served-model-name", "tiny", "tiny:half", "tiny:fast", "tiny:ocr", "tiny:fsat"]
-    arguments += ["--enable-prompt-tokens-details", "--mm-processor-kwargs", json.dumps({"tokenprune": SETTING})]
-    with serve(folder(NAME), tmp_path_factory.mktemp("profiles"), *arguments, *slow_steps.ARGUMENTS) as running:
+    arguments += ["--enable-prompt-tokens-details", *slow_steps.ARGUMENTS]
+    with serve(folder(NAME), tmp_path_factory.mktemp("profiles"), SETTING, *arguments) as running:
         yield running
 
 
@@ -64,16 +63,12 @@ def test_other_ways_to_ask(server: Server) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
     message = {"role": "user", "content": [{"type": "image", "source": source}]}
     asked = (("/v1/responses", response), ("/v1/messages", {"max_tokens": 1, "messages": [message]}))
-    used = [post(server, path, body | {"model": f"tiny:{one}"})["usage"] for path, body in asked for one in PROFILES]
+    used = [
+        server.post_json(path, body | {"model": f"tiny:{one}"})["usage"] for path, body in asked for one in PROFILES
+    ]
     # Messages count what comes from the prefix cache apart.
     lengths = [one["input_tokens"] + (one.get("cache_read_input_tokens") or 0) for one in used]
     assert [one - lengths[0] for one in lengths] == 2 * [0, LEFT["fast"] - LEFT["half"], LEFT["ocr"] - LEFT["half"]]
-
-
-def post(server: Server, path: str, body: Any) -> Any:
-    """Return the answer, or the status if it is none."""
-    status, _, text = server.post(path, body)
-    return json.loads(text) if status == 200 else status
 
 
 def answer(server: Server, path: str, body: Any, **headers: str) -> tuple[str | None, str]:
@@ -83,8 +78,7 @@ def answer(server: Server, path: str, body: Any, **headers: str) -> tuple[str | 
 
 
 def logged(server: Server, request: str) -> list[dict[str, Any]]:
-    lines = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
-    return [one for one in lines if one.get("request") == request and one["event"] != "selection"]
+    return [one for one in server.events() if one.get("request") == request and one["event"] != "selection"]
 
 
 def test_answers_say_what_served_them(server: Server) -> None:
@@ -226,7 +220,7 @@ def test_profiles_are_counted(server: Server) -> None:
 
 
 def test_the_log_says_what_was_counted(server: Server) -> None:
-    lines = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
+    lines = server.events()
     requests = [one for one in lines if one["event"] == "request"]
     for profile in [*PROFILES, "default"]:
         count = sum(

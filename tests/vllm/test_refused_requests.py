@@ -17,10 +17,9 @@ import pytest
 from PIL import Image
 
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE, stop
+from conftest import DIVPRUNE
 from runner import IN_LLM
 from server import CALL, Server, serve, write_messages
-from test_profiles import post
 
 NAME, CHAT = "llava", "/v1/chat/completions"
 MOST = 30  # images of a request
@@ -35,10 +34,7 @@ BAD: list[dict[str, Any]] = [
 
 
 def running(folder: Any, place: Path, setting: dict[str, Any], *arguments: str) -> Any:
-    stop()
-    limit = json.dumps({"image": MOST})
-    kwargs = json.dumps({"tokenprune": setting})
-    return serve(folder(NAME), place, "--limit-mm-per-prompt", limit, "--mm-processor-kwargs", kwargs, *arguments)
+    return serve(folder(NAME), place, setting, "--limit-mm-per-prompt", json.dumps({"image": MOST}), *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +52,12 @@ def image(seed: int) -> list[Any]:
 
 
 def answered(server: Server, request: dict[str, Any], path: str = CHAT) -> bool:
-    return not isinstance(post(server, path, request), int)
+    return not isinstance(server.post_json(path, request), int)
 
 
 def test_a_refused_request_costs_the_next_one_nothing(server: Server) -> None:
     for number, bad in enumerate(BAD):
-        assert post(server, CHAT, body(image(100 + number), **bad)) == 400, bad
+        assert server.post_json(CHAT, body(image(100 + number), **bad)) == 400, bad
         assert answered(server, body(image(100 + number))), bad
         assert answered(server, body(image(100 + number))), bad  # now by its hash alone
 
@@ -80,7 +76,7 @@ def test_refused_requests_do_not_make_the_caches_part(folder: Callable[[str], Pa
     with running(folder, tmp_path, DIVPRUNE, "--mm-processor-cache-gb", str(room)) as server:
         assert answered(server, body(image(1)))
         for number in range(8):
-            assert post(server, CHAT, body(image(1), n=0)) == 400
+            assert server.post_json(CHAT, body(image(1), n=0)) == 400
             assert answered(server, body(image(100 + number)))
         assert answered(server, body(image(1)))
         assert "cannot process an image again" not in server.log.read_text()
@@ -88,9 +84,9 @@ def test_refused_requests_do_not_make_the_caches_part(folder: Callable[[str], Pa
 
 def test_several_requests_share_an_image_of_which_one_is_refused(server: Server) -> None:
     images = image(950) + image(951) + image(950)
-    assert post(server, CHAT, body(images[:2], n=0)) == 400
+    assert server.post_json(CHAT, body(images[:2], n=0)) == 400
     assert answered(server, body(images))
-    assert post(server, CHAT, body(images, top_p=2)) == 400
+    assert server.post_json(CHAT, body(images, top_p=2)) == 400
     assert answered(server, body(images[1:]))
 
 
@@ -118,7 +114,7 @@ def test_log_probabilities_of_the_prompt_are_refused_before_images_are_read(
     folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with running(folder, tmp_path, DART, "--disable-chunked-mm-input") as server:
-        assert post(server, CHAT, body(image(1), prompt_logprobs=1)) == 400
+        assert server.post_json(CHAT, body(image(1), prompt_logprobs=1)) == 400
         assert sum(server.counted("vllm:mm_cache_queries_total").values()) == 0
         assert sum(server.counted("tokenprune:refusals_total").values()) == 1
         assert answered(server, body(image(1)))

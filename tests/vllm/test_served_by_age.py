@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from checkpoints import CHECKPOINTS, Checkpoint
-from conftest import DIVPRUNE, ORIGINAL, Engine, stop
+from conftest import DIVPRUNE, ORIGINAL, Engine
 from front_end import TOTAL, FrontEnd, processor, samples
 from server import Server, serve, write_messages
 from test_profiles import answer
@@ -201,17 +200,9 @@ def test_a_rollout_counts_each_image_by_its_age(folder: Callable[[str], Path]) -
 
 @pytest.fixture(scope="module")
 def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    stop()
     setting = DIVPRUNE | {"profiles": {"chat": {"keep": AGE}}, "min_keep": 0.2, "log": "json"}
-    arguments = [
-        "--served-model-name",
-        "tiny",
-        "tiny:chat",
-        "--mm-processor-kwargs",
-        json.dumps({"tokenprune": setting}),
-    ]
-    limits = ["--limit-mm-per-prompt", json.dumps({"image": 8})]
-    with serve(folder("qwen2_5_vl"), tmp_path_factory.mktemp("ages"), *arguments, *limits) as running:
+    arguments = ["--served-model-name", "tiny", "tiny:chat", "--limit-mm-per-prompt", '{"image": 8}']
+    with serve(folder("qwen2_5_vl"), tmp_path_factory.mktemp("ages"), setting, *arguments) as running:
         yield running
 
 
@@ -231,6 +222,6 @@ def test_a_profile_by_age(server: Server) -> None:
         f"divprune;keep=0.25;profile=default;by=default;in={sum(of_image)};out=36",
     ]
     assert server.counted("tokenprune:visual_tokens_total")[half] == 70
-    lines = [json.loads(one) for one in server.log.read_text().splitlines() if one.startswith('{"time"')]
+    lines = server.events()
     assert [one["aged"] for one in lines if one["event"] == "request" and "aged" in one] == [0, 2]
     assert sorted(one["keep"] for one in lines if one["event"] == "selection") == [0.25] * 4 + [0.5] * 2

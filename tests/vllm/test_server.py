@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE, stop
+from conftest import DIVPRUNE
 from server import CALL, Server, serve, write_messages
 from tokenprune import available_methods, method_info
 from tokenprune.models.decoder_shape import DecoderShape
@@ -31,10 +31,8 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def server(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    stop()
-    setting = '{"tokenprune": {"method": "divprune", "keep": 0.25}}'
     place = tmp_path_factory.mktemp("server")
-    with serve(folder(NAME), place, "--trust-request-mm-kwargs", "--mm-processor-kwargs", setting) as running:
+    with serve(folder(NAME), place, DIVPRUNE, "--trust-request-mm-kwargs") as running:
         yield running
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from checkpoints import CHECKPOINTS
-from conftest import DIVPRUNE, stop
+from conftest import DIVPRUNE
 from front_end import config, samples
 from server import CALL, Server, serve, write_messages
 from tokenprune.errors import OptionError, UnsupportedSetupError
@@ -141,12 +141,11 @@ def offer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Callable[[str], Path], offer_file: Path, tmp_path_factory: Any) -> Iterator[Server]:
-    stop()
     offer_file.write_text(json.dumps(OFFER))
     setting = DIVPRUNE | {"reload": str(offer_file), "log": "json"}
     arguments = ["--served-model-name", "tiny", *(f"tiny:{one}" for one in [*PROFILES, "default"])]
-    arguments += ["--api-key", ALICE, BOB, CAROL, "--mm-processor-kwargs", json.dumps({"tokenprune": setting})]
-    with serve(folder(NAME), tmp_path_factory.mktemp("tenants"), *arguments) as running:
+    arguments += ["--api-key", ALICE, BOB, CAROL]
+    with serve(folder(NAME), tmp_path_factory.mktemp("tenants"), setting, *arguments) as running:
         yield running
 
 
