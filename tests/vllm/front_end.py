@@ -81,7 +81,7 @@ class FrontEnd:
         self.model_config = self.processor.info.ctx.model_config
         self.cache = MultiModalProcessorOnlyCache(self.model_config)
 
-    def choose(self, asked: Any, lot: float | None = None, by: str = "default") -> Choice:
+    def choose(self, asked: Any, lot: float = 0.0, by: str = "default") -> Choice:
         """Resolve what a request asked for, as an endpoint does. lot: where a rollout puts it."""
         offer = get_server_config(self.model_config)
         return Choice(asked, offer, offer.setting(asked), RequestRecord(by), lot)
