@@ -61,15 +61,15 @@ def test_layers_give_memory_back_where_a_server_says_so() -> None:
     assert made.setting() == offer(inside).setting() and made.setting({"off": True}) == OFF
 
 
-KEYS = [
+SERVERS_OWN = [
     "profiles", "min_keep", "methods", "rollout", "on_error", "callers", "overload", "reload", "log", "positions",
     "experimental_free_kv",
 ]  # fmt: skip
 
 
-@each("key", KEYS)
+@each("key", SERVERS_OWN)
 def test_a_request_cannot_set_what_is_the_servers(key: str) -> None:
-    assert set(KEYS) == set(SERVER_KEYS)
+    assert set(SERVERS_OWN) == set(SERVER_KEYS)
     for asked in ({key: 0.1}, {key: "json", "keep": 0.15}, {key: None, "profile": "fast"}):
         with pytest.raises(OptionError, match=f"{key} belongs to the server's configuration, not to a request"):
             offer(profiles=PROFILES, min_keep=0.1).setting(asked)
