@@ -46,10 +46,11 @@ SHORT_SITES = {
     "ATTENTION": "on attention", "IN_LLM": "in the decoder", "DECODE": "during decoding",
 }  # fmt: skip
 YES = {True: "yes", False: "no"}
+UNLIMITED = 1_000_000  # `default_keep` of methods that drop as many tokens as the content allows
 
 
 def head(name: str) -> str:
-    """Return the summary, the properties and the options of a method, from the registry."""
+    """Return the properties and the options of a method, from the registry."""
     info = tokenprune.method_info(name)
     properties = {
         "acts": f"{SITES[info.site]} (`{info.site}`)",
@@ -64,7 +65,7 @@ def head(name: str) -> str:
     if info.site in ("PRE_ENCODER", "IN_ENCODER"):
         del properties["needs"]
     rows = (f"| {title} | {escape_cell(value)} |" for title, value in properties.items())
-    lines = [escape_cell(info.summary), "", "| | |", "|---|---|", *rows]
+    lines = ["| | |", "|---|---|", *rows]
     if info.options:
         meanings = Docstring.from_class(info.cls).args
         types = get_option_types(info.cls)
@@ -78,6 +79,8 @@ def head(name: str) -> str:
 
 
 def format_default_keep(keep: float | int) -> str:
+    if keep == UNLIMITED:
+        return "no limit"
     return f"{keep:g}" if isinstance(keep, float) else f"{keep:,} tokens per image"
 
 

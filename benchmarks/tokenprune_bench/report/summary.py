@@ -3,13 +3,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
 from tokenprune.cli.table import Cell, Table
 from tokenprune_bench.metrics import METRICS
+from tokenprune_bench.report.compare import group_by_questions
 from tokenprune_bench.report.verdict import RunVerdict, find_verdicts
 from tokenprune_bench.report.warnings import Level, find_warnings
 from tokenprune_bench.results import MARKS, UNPATCHED, Results, Row
 
+if TYPE_CHECKING:
+    from tokenprune_bench.report.runs import Run
+
 MAX_ROWS = 12
+
+
+def summarize(runs: Sequence[Run]) -> Iterator[tuple[Table, list[str]]]:
+    """Yield a table and at most three lines per group of runs with the same questions."""
+    for group in group_by_questions(runs):
+        if len(group) > 1 and not group[0].results.evidence_only:
+            yield _compare(group), _describe_comparison(group)
+            continue
+        for run in group:
+            lines = [f"{run.label} = {run.name}"] if run.label else []
+            yield build_summary_table(run.results), [*lines, *describe_summary(run.results)]
 
 
 def build_summary_table(results: Results) -> Table:
@@ -35,8 +53,7 @@ def build_summary_table(results: Results) -> Table:
                 f"{100 * row.evidence['']:.0f} %" if row.evidence else "",
             ]
         else:
-            share = row.overall
-            cells += [f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}]"]
+            cells += [_format_score(row)]
             cells += [_format_ttft(row, unpatched_ms), _format_cache(row)]
         rows.append([*map(Cell, cells)])
     return Table(title, columns, rows)
@@ -46,10 +63,7 @@ def describe_summary(results: Results) -> list[str]:
     """Return at most three lines: the best setting for each allowed loss, then skipped methods and warnings."""
     sentences = [verdict.summary for verdict in _find_distinct_verdicts(results)]
     warnings = [warning for warning in find_warnings(results) if warning.level is not Level.NOTE]
-    hidden = len(results.rows) - len(_select_rows(results))
-    pointer = "Pass --details for all tables and notes."
-    if hidden:
-        pointer = f"{hidden} more row{'s'[: hidden > 1]}: pass --details for all tables and notes."
+    pointer = _point_to_details(len(results.rows) - len(_select_rows(results)))
     if results.skipped:
         methods = list(dict.fromkeys(record["method"] for record in results.skipped))
         others = f" and {len(methods) - 3} more" if methods[3:] else ""
@@ -58,6 +72,47 @@ def describe_summary(results: Results) -> list[str]:
         more = f" (and {len(warnings) - 1} more)" if warnings[1:] else ""
         pointer = f"Warning: {warnings[0].title}{more}. {pointer}"
     return [*sentences, pointer]
+
+
+def _compare(runs: Sequence[Run]) -> Table:
+    """Return a table of the score of each setting in each run, without notes."""
+    first = runs[0].results
+    rows_by_run = [{(row.method, row.keep): row for row in run.results.rows} for run in runs]
+    settings = _list_settings(runs)[:MAX_ROWS]
+    rows = []
+    for method, keep in settings:
+        cells = [method, "" if method == UNPATCHED else f"{keep:g}"]
+        for by_setting in rows_by_run:
+            row = by_setting.get((method, keep))
+            cells.append(_format_score(row) if row else "")
+        rows.append([*map(Cell, cells)])
+    score = METRICS[first.header.get("metric", "exact")].title
+    title = f"{score} [95 % CI], {first.baseline.questions} questions"
+    return Table(title, ("method", "target" if first.equal_cost else "keep", *(run.label for run in runs)), rows)
+
+
+def _describe_comparison(runs: Sequence[Run]) -> list[str]:
+    """Return a line that names the runs, and one about hidden rows and `--details`."""
+    hidden = len(_list_settings(runs)) - MAX_ROWS
+    return [", ".join(f"{run.label} = {run.model} ({run.name})" for run in runs), _point_to_details(hidden)]
+
+
+def _list_settings(runs: Sequence[Run]) -> list[tuple[str, float]]:
+    """Return the settings of all runs: first the settings of each run's summary, then all others."""
+    selected = [row for run in runs for row in _select_rows(run.results)]
+    others = [row for run in runs for row in run.results.rows]
+    return list(dict.fromkeys((row.method, row.keep) for row in [*selected, *others]))
+
+
+def _point_to_details(hidden: int) -> str:
+    if hidden <= 0:
+        return "Pass --details for all tables and notes."
+    return f"{hidden} more row{'s'[: hidden > 1]}: pass --details for all tables and notes."
+
+
+def _format_score(row: Row) -> str:
+    share = row.overall
+    return f"{100 * share.value:.1f} [{100 * share.low:.0f}–{100 * share.high:.0f}]"
 
 
 def _find_distinct_verdicts(results: Results) -> list[RunVerdict]:
@@ -105,4 +160,4 @@ def _format_cache(row: Row) -> str:
     return f"{used / unpruned:.0%}" if unpruned else ""
 
 
-__all__ = ["MAX_ROWS", "build_summary_table", "describe_summary"]
+__all__ = ["MAX_ROWS", "build_summary_table", "describe_summary", "summarize"]

@@ -154,7 +154,7 @@ def test_bench_report_and_their_files(tmp_path: Path) -> None:
     assert str(tmp_path) not in raw.read_text() + page.read_text()
 
     again = tmp_path / "again.html"
-    assert call("report", raw, "--html", again).stdout == result.stdout
+    assert call("report", raw, "--details", "--html", again).stdout == result.stdout
     assert again.read_text() == page.read_text()
     assert "| uniform | 0.25 | 256 → 64 |" in call("report", raw, "--markdown").stdout
 
