@@ -76,7 +76,8 @@ def videos() -> str:
         lines.append(f"| {name} | {row.tokens_average:.0f} | {evidence} | {_interval(row.overall)}{mark} |")
     note = (
         f"demo_video, {base.questions} questions, keep 0.25 (`pevlm`: 1). ≤rnd: not significantly better than "
-        f"`random`. {_raw(VIDEOS)}; print all tables with `tokenprune report {VIDEOS.relative_to(ROOT).as_posix()} --details`."
+        f"`random`. {_raw(VIDEOS)}; print all tables with "
+        f"`tokenprune report {VIDEOS.relative_to(ROOT).as_posix()} --details`."
     )
     return "\n\n".join(["\n".join(lines), note])
 

@@ -147,15 +147,14 @@ def _list_properties(info: MethodInfo) -> str:
 
 def observables() -> str:
     """Return the table of observables that a method may declare in its needs."""
-    lines = ["| need | shape | meaning | Hugging Face | vLLM | vLLM, in the model |", "|---|---|---|---|---|---|"]
+    lines = ["| need | meaning | Hugging Face | vLLM | vLLM, in the model |", "|---|---|---|---|---|"]
     for name in tokenprune.selection.available_observables():
         observable = find_observable(name)
         if observable is None or name in ("hidden", "normed"):
             continue
         description = " ".join(inspect.cleandoc(type(observable).__doc__ or "").split("\n\n")[0].split())
-        shape, _, meaning = description.partition(": ")
         support = " | ".join(YES[backend in observable.backends] for backend in Backend)
-        lines.append(f"| `{name}` | {escape_cell(shape)} | {escape_cell(meaning)} | {support} |")
+        lines.append(f"| `{name}` | {escape_cell(description)} | {support} |")
     return "\n".join(lines)
 
 
