@@ -186,7 +186,7 @@ def test_drop_ask_slide_and_switch(opened: Any, tmp_path: Path) -> None:
     for _ in range(5):
         opened.keyboard.press("ArrowRight")
     finished(opened, "divprune 0.5")
-    method = opened.get_by_label("Method")
+    method = opened.get_by_label("Method", exact=True)
     method.fill("dart:pivot_text=0")
     method.press("Enter")
     opened.get_by_role("button", name="Compare").click()

@@ -126,7 +126,7 @@ def test_the_page_says_of_a_shipped_model_what_the_command_says() -> None:
 def test_a_page_without_a_winner_shows_no_card_of_one() -> None:
     low = [result("unpatched", 1.0, 19, 19), result("some", 0.25, 19, 19)]
     page = make_page([Run("run", results.summarise([header(), *low]))])
-    assert "Nothing is shown" in page and "Best at" not in page and "The best setting has the fewest" not in page
+    assert "No verdict" in page and "Best at" not in page and "The best setting has the fewest" not in page
     assert "Best at" in make_page([made()]) and "The best setting has the fewest" in make_page([made()])
 
 
