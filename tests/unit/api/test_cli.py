@@ -208,7 +208,8 @@ def test_profile_prints_one_screen() -> None:
 def test_show_writes_an_image(tmp_path: Path) -> None:
     out = tmp_path / "kept.png"
     result = call("show", IMAGE, "--method", "divprune", "--keep", "16", "--device", "cpu", "--out", out)
-    assert "256 → 16" in result.output
+    assert "256 → 16" in result.output and "answer" in result.stdout
+    assert len(result.stdout.splitlines()) <= 12 and max(map(len, result.stdout.splitlines()[:-1])) <= 80
     assert str(out) in result.output
     assert Image.open(out).format == "PNG"
 
