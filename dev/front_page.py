@@ -49,7 +49,7 @@ def speed_and_accuracy() -> str:
     name, unpatched, ratio = _model(results), results.baseline, row.timing["ttft_ratio"]["p50"]
     return (
         f"On `{name}`, {ABOUT[name].partition(',')[0]}, `{row.method}` with {100 * row.keep:.0f} % of the visual "
-        f"tokens reduces the time to the first token {1 / ratio:.2f}x ({_threads(record)}, vision tower included) and "
+        f"tokens reaches the first token {1 / ratio:.2f}x faster ({_threads(record)}, vision tower included) and "
         f"answers {100 * row.overall.value:.1f} % of {unpatched.questions} held-out questions correctly, against "
         f"{100 * unpatched.overall.value:.1f} % with all tokens."
     )
