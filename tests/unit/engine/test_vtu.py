@@ -17,11 +17,12 @@ from merging_models import SUPPORTED, image_arguments
 from merging_towers import FORMS, Merging, naive_decoder
 from oracle import close, generate_logits
 from tests.unit.engine.test_cache import longer, words
-from tests.unit.tower.test_encoder import expected_sources, with_features
+from tests.unit.tower.test_encoder import expected_sources
 from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged
 from tokenprune.integrations.hf.forward.token_state import Layout
 from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.selection.method import Selection
+from tower_features import as_encoded
 from zoo import FAMILIES, HEAD_DIM, TEXT, Family
 
 BATCHES = {"ragged": {"images": (2, 1)}, "text beside": {"images": (0, 2)}, "right": {"padding": "right"}}
@@ -189,7 +190,7 @@ def test_before_the_average_attention_is_that_of_the_full_prompt(family: Family,
         with tokenprune.patched(model, Merging(), keep=0.5):
             model(**inputs)
             output = model.model.get_image_features(**image_arguments(inputs))
-        with with_features(model, output):
+        with as_encoded(model, {"image": output}):
             model(**inputs)
     finally:
         handle.remove()
