@@ -17,8 +17,12 @@ if not torch.cuda.is_available():
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+import tokenprune
 from basics import snapshot
 from selection import fast_of, lacking, leave_out_combinations, leave_out_families, leave_out_thorough, leave_out_values
+from tokenprune.integrations.hf.sessions.policies import registry as policies
+from tokenprune.methods import registry
+from tokenprune.selection import observable_registry
 from zoo import FAMILIES, Family
 
 _models: dict[tuple[str, str], PreTrainedModel] = {}
@@ -84,6 +88,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
     if works := types("passed") - types("failed") - types("error"):
         terminalreporter.write_line(f"families: {len(works)} model types work: {', '.join(sorted(works))}")
+
+
+@pytest.fixture
+def restored_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove methods, observables and policies that a test registers."""
+    tokenprune.available_methods(), tokenprune.sessions.available_policies()
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.setattr(observable_registry, "_OBSERVABLES", dict(observable_registry._OBSERVABLES))
+    monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
 
 
 @pytest.fixture

@@ -48,11 +48,9 @@ WIDE = gemma4(
     hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=2, use_double_wide_mlp=True,
 )  # fmt: skip
 
-
 UNEVEN = {WIDE.name: WIDE} | {
     name: SPECIAL[name] for name in ("gemma4_per_layer", "gemma4", "gemma4_unified", "exaone4_5", "gemma3n")
 }
-
 
 # Text configs whose layers hold more, or others, than attention and one MLP, which the closed form passes over.
 UNLIKE = {
@@ -77,7 +75,6 @@ def _decoders() -> dict[str, Family]:
 
 
 DECODERS = _decoders()
-
 
 # What holds the matrices of attention and the MLP in a decoder layer.
 OF_A_LAYER = ("self_attn.", "mlp.", "feed_forward.", "fc1", "fc2")

@@ -46,15 +46,11 @@ def test_no_close_match(method: Any, build) -> None:
         ("dart", dict(layers=1), "did you mean 'layer'"),
         ("dart", dict(pivot_images=2), "did you mean 'pivot_image'"),
         ("dart", dict(zzz=2), "pivot_image, pivot_text"),
-        ("dart", dict(layer=True), "layer=True"),
+        ("fastv", dict(Layer=2), "did you mean 'layer'"),
         ("dart", dict(layer=1.0), "layer=1.0"),
-        ("dart", dict(layer=-1), "layer=-1"),
         ("dart", dict(layer=4), "layer=4.*1 to 3"),
         ("dart", dict(pivot_image=0), "pivot_image=0"),
         ("dart", dict(pivot_text=-1), "pivot_text=-1"),
-        ("fastv", dict(query="First"), "query='First'"),
-        ("fastv", dict(layer="2"), "layer='2'"),
-        ("random", dict(seed="x"), "seed='x'"),
         ("uniform", dict(layer=2), "no option.*none"),
     ],
 )
@@ -137,16 +133,14 @@ def linear() -> nn.Module:
     return nn.Linear(2, 2)
 
 
-@each("make", [linear, bert, mllama, lambda: None])
 @each("method", ["fastv", "divprune"])
-def test_unsupported_models(make: Any, method: str) -> None:
+def test_error_of_a_refused_family_names_the_closest_types(method: str) -> None:
     with pytest.raises(UnsupportedModelError) as error:
-        tokenprune.patch(make(), method)
+        tokenprune.patch(mllama(), method)
     text = str(error.value)
     assert len(text) < 400, "does not list all types"
-    if make is mllama:
-        assert "mllama" in text and "cross-attention" in text and "docs/reference/families.md" in text
-        assert re.search(r"closest supported types are ('[\w-]+'(, |;)){3}", text)
+    assert "mllama" in text and "cross-attention" in text and "docs/reference/families.md" in text
+    assert re.search(r"closest supported types are ('[\w-]+'(, |;)){3}", text)
 
 
 @each(
@@ -161,8 +155,10 @@ def test_unsupported_models(make: Any, method: str) -> None:
     ],
 )
 def test_error_names_the_kind_of_model(make: Any, problem: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=problem):
-        tokenprune.patch(make(), "divprune")
+    for method in ("divprune", "fastv"):
+        with pytest.raises(UnsupportedModelError, match=problem) as error:
+            tokenprune.patch(make(), method)
+        assert len(str(error.value)) < 400, "does not list all types"
 
 
 def test_tower_or_decoder_alone_is_rejected(build) -> None:

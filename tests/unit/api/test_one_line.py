@@ -103,31 +103,15 @@ def test_special_characters_are_quoted(tmp_path: Path) -> None:
 
 
 def test_missing_seeds_and_defaults_are_filled_in() -> None:
-    assert [Setting.from_text(one).draws_at_random for one in ("random", "random:seed=1", "dart")] == [
-        True,
-        False,
-        False,
-    ]
-    assert Setting.from_text("random", 0.5).with_defaults({}, seed=2).to_json() == {
-        "method": "random",
-        "keep": 0.5,
-        "seed": 2,
-    }
-    assert Setting.from_text("random:seed=1", 0.5).with_defaults({}, seed=2).to_json() == {
-        "method": "random",
-        "keep": 0.5,
-        "seed": 1,
-    }
-    assert Setting.from_text("random+fastv").with_defaults({}, seed=2).to_json()["method"] == [
-        {"method": "random", "seed": 2},
-        {"method": "fastv"},
-    ]
-    more = {"dart": {"layer": 3, "pivot_text": 0}}
-    assert Setting.from_text("fastv+dart:layer=4").with_defaults(more).to_json()["method"][1] == {
-        "method": "dart",
-        "layer": 4,
-        "pivot_text": 0,
-    }
+    read = Setting.from_text
+    assert [read(text).draws_at_random for text in ("random", "random:seed=1", "dart")] == [True, False, False]
+    for text, seed in (("random", 2), ("random:seed=1", 1)):
+        filled = read(text, 0.5).with_defaults({}, seed=2).to_json()
+        assert filled == {"method": "random", "keep": 0.5, "seed": seed}
+    stack = read("random+fastv").with_defaults({}, seed=2).to_json()["method"]
+    assert stack == [{"method": "random", "seed": 2}, {"method": "fastv"}]
+    filled = read("fastv+dart:layer=4").with_defaults({"dart": {"layer": 3, "pivot_text": 0}}).to_json()["method"][1]
+    assert filled == {"method": "dart", "layer": 4, "pivot_text": 0}
 
 
 def test_settings_on_a_line_patch_a_model(model) -> None:

@@ -40,7 +40,6 @@ def rows_of(text: str) -> dict[str, tuple[str, float, str]]:
 
 
 def test_the_command_the_readme_and_the_page_say_the_same() -> None:
-    """Method and keep of every situation, and what else to pass."""
     config = AutoConfig.for_model("qwen2_5_vl")  # every method acts in it
     said = {task: recommend(config, task=task) for task in TASKS}
     said = {task: (one.method, one.setting["keep"], one.more) for task, one in said.items()}

@@ -117,9 +117,6 @@ def test_certainty_of_known_odds() -> None:
     assert (margin, entropy) == (pytest.approx(0.2), pytest.approx(want))
 
 
-# -- the guard
-
-
 @each(
     "question, want",
     [

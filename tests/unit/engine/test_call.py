@@ -117,7 +117,6 @@ def new_objects() -> None:
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_nobody_holds_a_call_that_is_over(method: str, options: dict[str, Any], fails: bool, build) -> None:
-    """A call that ended, or that an error after the cut ended, leaves nothing."""
     family = FAMILIES["llava"]
     model = build(family)
 

@@ -145,7 +145,6 @@ def test_rows_of_one_length(build) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_quantized_weights_and_a_quantized_cache(method: Any) -> None:
-    """All at once: fewer tokens, of which fewer keys are kept, in fewer bits."""
     family = FAMILIES["llava"]
     model, inputs = family.build(), inputs_of(family)
     bitsandbytes(model)

@@ -20,6 +20,7 @@ from basics import snapshot
 from merging_models import SUPPORTED
 from merging_towers import FORMS, Merging, naive_decoder
 from oracle import close, generate_logits, survivors
+from pruned import run_pruned
 from tokenprune import OptionError, UnsupportedSetupError
 from tokenprune_bench.calibration import calibrate
 from zoo import FAMILIES, Family
@@ -56,9 +57,7 @@ def in_layers(counter: FlopCounterMode) -> int:
 def test_the_work_shrinks_and_the_statistics_say_how_much(family: Family, build) -> None:
     model, inputs = build(family, "eager"), family.make_inputs(only=0)
     names = ["input_layernorm", "post_attention_layernorm", "mlp", *(f"self_attn.{x}_proj" for x in "qkvo")]
-    with tokenprune.patched(model, "tome", keep=0.5, record=True):
-        model(**inputs)
-        merged = tokenprune.stats(model)
+    merged = run_pruned(model, inputs, "tome", 0.5)[1]
     length, visual = inputs["input_ids"].shape[1], sum(inputs.counts[0])
     left = length - visual + merged.visual_tokens_out
     decoder = model.model.language_model
@@ -89,32 +88,22 @@ def test_the_work_shrinks_and_the_statistics_say_how_much(family: Family, build)
 
 
 @torch.no_grad()
-def test_unpatch_gives_the_same_model_back(family: Family, model) -> None:
+def test_unpatch_gives_the_same_model_back_and_copies_stay_patched(family: Family, model) -> None:
     inputs = family.make_inputs()
     before, was = model(**inputs).logits, snapshot(model)
     tokenprune.patch(model, Merging(), keep=0.5)
-    assert not torch.equal(model(**inputs).logits, before)
+    merged, twin = model(**inputs).logits, copy.deepcopy(model)
     tokenprune.unpatch(model)
-    assert snapshot(model) == was
-    assert torch.equal(model(**inputs).logits, before)
-
-
-@torch.no_grad()
-def test_a_deep_copy_works_on_its_own(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
-    with tokenprune.patched(model, Merging(), keep=0.5):
-        want = model(**inputs).logits
-        twin = copy.deepcopy(model)
-    assert torch.equal(twin(**inputs).logits, want)
+    assert snapshot(model) == was and not torch.equal(merged, before)
+    assert torch.equal(model(**inputs).logits, before) and torch.equal(twin(**inputs).logits, merged)
     tokenprune.unpatch(twin)
-    assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
+    assert torch.equal(twin(**inputs).logits, before)
 
 
 @torch.no_grad()
 def test_a_failing_forward_leaves_nothing_behind(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs, text = build(family), family.make_inputs(), family.make_inputs(images=(0, 0))
+    model, inputs = FAMILIES["llava"].prepare(build)
+    text = FAMILIES["llava"].make_inputs(images=(0, 0))
     before = model(**text).logits
     with tokenprune.patched(model, Merging(), keep=0.5):
         want = model(**inputs).logits
@@ -124,6 +113,20 @@ def test_a_failing_forward_leaves_nothing_behind(build) -> None:
         handle.remove()
         assert torch.equal(model(**text).logits, before)
         assert torch.equal(model(**inputs).logits, want)
+
+
+def test_calls_that_do_not_tell_the_groups_are_refused(build) -> None:
+    model, inputs = FAMILIES["llava"].prepare()
+    with tokenprune.patched(model, Merging(), keep=0.5):
+        with pytest.raises(UnsupportedSetupError, match="per-token argument 'per_layer_inputs'"):
+            model(**inputs, per_layer_inputs=torch.zeros(*inputs["input_ids"].shape, 2))
+        model.train()
+        model.model.language_model.gradient_checkpointing_enable()
+        with pytest.raises(UnsupportedSetupError, match="without the groups of merged tokens"):
+            model(**inputs)
+    with pytest.raises(UnsupportedSetupError, match="between decoder layers"):  # features of the tower enter there
+        tokenprune.patch(build(FAMILIES["qwen3_vl"]), Merging(), keep=0.5)
+    assert not tokenprune.is_patched(build(FAMILIES["qwen3_vl"]))
 
 
 @torch.no_grad()
@@ -148,7 +151,6 @@ def test_a_module_that_comes_between_is_not_fooled(build) -> None:
 
 
 def test_threads(build) -> None:
-    """Three threads, all of them inside an attention module at once."""
     family = FAMILIES["llava_next"]
     model = build(family)
     jobs = [family.make_inputs(seed=seed, images=images) for seed, images in enumerate([(2, 1), (0, 1), (0, 0)])]
@@ -248,28 +250,6 @@ def test_unknown_decoders(build) -> None:
     assert snapshot(model) == was
 
 
-def test_gradient_checkpointing_is_refused(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = copy.deepcopy(build(family)), family.make_inputs()
-    model.train()
-    model.model.language_model.gradient_checkpointing_enable()
-    with (
-        tokenprune.patched(model, Merging(), keep=0.5),
-        pytest.raises(UnsupportedSetupError, match="without the groups of merged tokens"),
-    ):
-        model(**inputs)
-
-
-def test_arguments_for_each_token_that_nobody_knows_are_refused(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs()
-    with (
-        tokenprune.patched(model, Merging(), keep=0.5),
-        pytest.raises(UnsupportedSetupError, match="per-token argument 'per_layer_inputs'"),
-    ):
-        model(**inputs, per_layer_inputs=torch.zeros(*inputs["input_ids"].shape, 2))
-
-
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 @torch.no_grad()
 def test_rotary_positions_of_three_axes(name: str, build) -> None:
@@ -306,21 +286,11 @@ def test_rotary_positions_of_three_axes(name: str, build) -> None:
             close(logits[form][row, places], want)
 
 
-def test_features_that_enter_between_layers_are_refused(build) -> None:
-    model = build(FAMILIES["qwen3_vl"])
-    with pytest.raises(UnsupportedSetupError, match="between decoder layers"):
-        tokenprune.patch(model, Merging(vtu="expanded"), keep=0.5)
-    assert not tokenprune.is_patched(model)
-
-
 def test_it_is_an_option_of_dymu(build) -> None:
-    family = FAMILIES["llava"]
-    model, inputs = build(family), family.make_inputs(images=(2, 1))
+    model, inputs = FAMILIES["llava"].prepare(build, images=(2, 1))
     pixels = list(torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0)))
     found = calibrate(model, pixels, keep=0.5, progress=False)
-    with torch.no_grad(), tokenprune.patched(model, "dymu", keep=0.5, thresholds=found, vtu="expanded"):
-        model(**inputs)
-        stats = tokenprune.stats(model)
+    stats = run_pruned(model, inputs, "dymu", 0.5, thresholds=found, vtu="expanded")[1]
     assert stats.visual_tokens_out < stats.visual_tokens_in
     assert stats.kv_bytes == stats.kv_bytes_full
     with pytest.raises(OptionError, match="vtu='both' must be 'off' or 'expanded'"):

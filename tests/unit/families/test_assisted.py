@@ -27,7 +27,6 @@ def family(request: pytest.FixtureRequest) -> Iterator[Family]:
 
 @torch.no_grad()
 def test_the_answer_is_the_models_own(family: Family, model) -> None:
-    """Of a prompt with two images. The draft has every weight of the model, and sees few of the visual tokens."""
     if family.name in REFUSED:
         with pytest.raises(UnsupportedModelError, match=f"'{family.kind}'"):
             tokenprune.assistant(model, "divprune", keep=0.3)

@@ -88,7 +88,6 @@ def test_generate(family: Family, model: torch.nn.Module) -> None:
 
 
 def test_images_are_felt(family: Family, model: torch.nn.Module) -> None:
-    """Another image moves the last logits of its own row, and of no other."""
     inputs = family.make_inputs()
     before = logits(model, inputs)[:, -1]
     pixels = inputs["pixel_values"].clone()

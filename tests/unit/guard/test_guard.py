@@ -43,7 +43,6 @@ def unpatched(request: pytest.FixtureRequest) -> Iterator[None]:
 
 QUESTIONS = ("what color is the circle?", "how many circles?", "where is the ring?", "what does the sign say?")
 
-
 RISKS = ((), ("counting",), ("grounding",), ("text",))
 
 
@@ -66,7 +65,6 @@ AUTO = [("dart", 0.11), ("pool", 0.11), ("vscan", 0.11), ("vscan", 30), ("divpru
 
 @each(("method", "keep"), AUTO)
 def test_auto_is_a_patch_with_the_raised_budget(subject: Model, method: str, keep: Any) -> None:
-    """Row by row, exactly; and in a batch, where rows then keep different numbers, to rounding."""
     auto = dict(method=method, keep=keep, guard="auto", processor=subject.processor)
     inputs, per = asked(subject), getattr(keep, "per", "image")
     batch, stats = run(subject, inputs, **auto)
@@ -92,7 +90,6 @@ def test_auto_is_a_patch_with_the_raised_budget(subject: Model, method: str, kee
 
 
 def test_a_image_of_text_is_raised_alone(subject: Model) -> None:
-    """Of two images in a prompt, in a batch, in forward and in generate, beams included."""
     photo, text = load_heldout(limit=1)[0].image, page(224)
     options = dict(method="random", keep=0.1, guard=Guard("auto", floors={"text": 0.5}), processor=subject.processor)
     inputs = asked(subject, [[photo, text], [photo, photo]], QUESTIONS[:1] * 2)
@@ -372,7 +369,6 @@ def test_later_turns_are_not_looked_at(subject: Model, monkeypatch: pytest.Monke
 
 
 def test_copies(subject: Model) -> None:
-    """Of a patched model that has a verdict waiting, and of verdicts."""
     inputs = asked(subject)
     with tokenprune.patched(subject.model, "random", keep=0.2, guard="auto", processor=subject.processor):
         want = subject.generate(inputs)

@@ -64,9 +64,6 @@ def check(processor: Any, model: Any) -> None:
     check_processor(processor, get_adapter(model))
 
 
-# -- processors that are taken
-
-
 @each("name", SHIPPED)
 def test_shipped_models_take_their_processors(name: str) -> None:
     model, processor = shipped(name)
@@ -169,9 +166,6 @@ def test_custom_processors_are_taken() -> None:
     check(custom, model)
     # Its `image_token` has id 4. Which token it writes for a model that looks for id 6 is not known.
     check(Wrapper(processor), build_for(FAMILIES["llava"], other))
-
-
-# -- processors that are refused
 
 
 def ways(tmp_path: Path) -> list[dict[str, Any]]:

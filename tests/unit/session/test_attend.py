@@ -103,7 +103,6 @@ def test_an_answer_equals_one_under_masks(name: str, policy: str, build) -> None
 
 
 def test_windows_narrow_with_the_rest(build) -> None:
-    """Of layers with a sliding window nothing leaves, and their masks agree with those of the narrowed ones."""
     made = stream_of(SLIDING, build)
     window = made.session._stream.memory.sliding[0].sliding_window
     attend = made.session.stats.visual - 1

@@ -185,7 +185,6 @@ def test_text_that_fills_the_horizon_is_refused_with_the_session_as_it_was(build
 @pytest.mark.parametrize("policy", ["window", "uniform", "infinipot_v"])
 @pytest.mark.parametrize("name", TURNING)
 def test_of_a_memory_larger_than_the_positions_what_came_first_leaves(name: str, policy: str, build) -> None:
-    """But for what the policy pins; text stays."""
     family, chosen = FAMILIES[name], sessions.policy("window", sink=7) if policy == "window" else policy
     horizon = 5 * span(name)
     made = recorded(family, build(family), horizon=horizon, memory=10**6, policy=chosen)
@@ -251,7 +250,6 @@ def test_a_shipped_model_sees_more_images_than_it_has_positions() -> None:
 
 
 def test_where_positions_cannot_move_the_last_one_is_an_error() -> None:
-    """And by default no more than that: the session itself begins."""
     family, model = FAMILIES["gemma3"], shortened("gemma3", 100)
     session = sessions.session(model, memory=60, policy="uniform")
     with pytest.raises(UnsupportedSetupError, match="positions of 'gemma3' cannot be moved down"):

@@ -21,15 +21,11 @@ from zoo import FAMILIES, VIDEO, Family
 
 VIDEO_FAMILIES = [family for family in FAMILIES.values() if family.video]
 
-
 SINK_FRAMES, BLOCK_FRAMES = 2, 4
-
 
 SMALL = dict(sink_frames=SINK_FRAMES, block_frames=BLOCK_FRAMES, min_frames=1)
 
-
 WAYS = (nullcontext, dense_mask)  # as the library computes it, and its reference
-
 
 # A prompt beside it without video, or with another number of frames where the family can batch these.
 BATCHES: dict[str, dict[str, Any]] = {
