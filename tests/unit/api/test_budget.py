@@ -158,6 +158,8 @@ def test_json_repr_and_copies_are_equal_to_the_budget(value: Any, budget: Budget
 
 def test_budget_has_eight_arguments() -> None:
     assert len(inspect.signature(Budget).parameters) == 8
+    # Error messages quote the repr.
+    assert repr(Budget(average_tokens=192, per="prompt")) == "Budget(average_tokens=192, per='prompt')"
     budget = Budget(tokens=64, per="prompt")
     assert budget.keep == budget.tokens == 64
     assert dataclasses.replace(budget, keep=0.125, tokens=None) == Budget(keep=0.125, per="prompt")
@@ -344,8 +346,3 @@ def test_statistics(build) -> None:
             "kv_bytes", "kv_bytes_full", "overhead_ms", "cuts"} <= values.keys()  # fmt: skip
     text = repr(stats)
     assert f"{stats.visual_tokens_in} -> {stats.visual_tokens_out}" in text and "KV" in text
-
-
-def test_repr_shows_the_arguments() -> None:
-    assert repr(Budget(keep=64)) == "Budget(keep=64)"
-    assert repr(Budget(average_tokens=192, per="prompt")) == "Budget(average_tokens=192, per='prompt')"

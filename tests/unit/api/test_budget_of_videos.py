@@ -349,9 +349,3 @@ def test_unknown_frames_are_rejected(build: Any, monkeypatch: pytest.MonkeyPatch
         pytest.raises(UnsupportedSetupError, match='per="image"'),
     ):
         model(**family.make_inputs(images=(1,), video=5))
-
-
-def test_the_scope_is_checked() -> None:
-    assert repr(Budget(keep=0.5, per="frame")) == "Budget(keep=0.5, per='frame')"
-    with pytest.raises(BudgetError, match="'frame'"):
-        Budget(keep=0.5, per="tile")

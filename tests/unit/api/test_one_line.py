@@ -43,6 +43,7 @@ def test_list_is_split_into_settings(text: str, parts: tuple[str, ...]) -> None:
             "divprune + fastv:layer=3,query=all",
             {"method": [{"method": "divprune"}, {"method": "fastv", "layer": 3, "query": "all"}]},
         ),
+        ("fastv+dart:layer=3", {"method": [{"method": "fastv"}, {"method": "dart", "layer": 3}]}),
         ("sparsevlm:version=+", {"method": "sparsevlm", "version": "+"}),
         ("sparsevlm:version=1", {"method": "sparsevlm", "version": "1"}),  # a text, as its type says
         ("sparsevlm:version=++tome", {"method": [{"method": "sparsevlm", "version": "+"}, {"method": "tome"}]}),
@@ -66,6 +67,7 @@ def test_line_equals_patch_arguments(text: str, setting: dict) -> None:
 def test_setting_has_one_canonical_text() -> None:
     assert spec(" dart : layer=3 ,exact=False") == spec("dart:layer=3,exact=false") == "dart:layer=3,exact=false"
     assert spec('divprune+fastv:query="all"') == "divprune+fastv:query=all"
+    assert spec("fastv+dart:layer=3") == "fastv+dart:layer=3"
 
 
 @each(
@@ -91,10 +93,6 @@ def test_setting_has_one_canonical_text() -> None:
 def test_invalid_lines_are_rejected(text: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         spec(text)
-
-
-def test_two_decoder_methods_combine_at_two_layers() -> None:
-    assert spec("fastv+dart:layer=3") == "fastv+dart:layer=3"
 
 
 def test_special_characters_are_quoted(tmp_path: Path) -> None:

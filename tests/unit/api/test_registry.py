@@ -85,11 +85,8 @@ def enter_decoder(family: Family, model: Any, inputs: Any) -> tuple[Tensor, Any]
     """Return the hidden states that enter the first decoder layer, and the statistics if the model is patched."""
     entered: list[Tensor] = []
     layer = model.get_submodule(family.decoder).layers[0]
-    handle = layer.register_forward_pre_hook(lambda module, args: entered.append(args[0]))
-    try:
+    with layer.register_forward_pre_hook(lambda module, args: entered.append(args[0])):
         model(**inputs)
-    finally:
-        handle.remove()
     return entered[0], tokenprune.stats(model) if tokenprune.is_patched(model) else None
 
 

@@ -155,9 +155,8 @@ def test_a_call_within_a_call_has_states_of_its_own(method: str, options: dict[s
         wanted, within = (model(**given).logits for given in (inputs, others))
         for layer in model.model.language_model.layers:
             found.clear()
-            hook = layer.register_forward_hook(run)
-            assert torch.equal(model(**inputs).logits, wanted)
-            hook.remove()
+            with layer.register_forward_hook(run):
+                assert torch.equal(model(**inputs).logits, wanted)
             assert torch.equal(found[0], within)
 
 

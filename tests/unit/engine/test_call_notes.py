@@ -80,9 +80,8 @@ def test_without_a_cache_each_step_chooses_anew(name: str, build, caplog) -> Non
         with tokenprune.patched(model, method, keep=0.3, record=True):
             model(**inputs, use_cache=False)
             assert not tokenprune.stats(model).notes  # a forward by itself
-            hook = model.register_forward_hook(note_cut)
-            model.generate(**inputs, max_new_tokens=4, use_cache=False)
-            hook.remove()
+            with model.register_forward_hook(note_cut):
+                model.generate(**inputs, max_new_tokens=4, use_cache=False)
             notes = tokenprune.stats(model).notes
         assert len(seen) == 4
         assert (seen[1:] == seen[:1] * 3) is (method == "divprune")

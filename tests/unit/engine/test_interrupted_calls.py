@@ -40,12 +40,8 @@ def raise_in_layer(error: type[BaseException]) -> Callable[[Any, dict[str, Any]]
         def fail(*args: Any) -> None:
             raise error
 
-        with pytest.raises(error):
-            hook = model.model.language_model.layers[2].register_forward_pre_hook(fail)
-            try:
-                model(**inputs)
-            finally:
-                hook.remove()
+        with pytest.raises(error), model.model.language_model.layers[2].register_forward_pre_hook(fail):
+            model(**inputs)
 
     return run
 
@@ -186,9 +182,8 @@ def test_an_interrupted_inner_call_does_not_disturb_the_outer_call(method: str, 
 
     with tokenprune.patched(model, method, keep=0.4):
         want = model(**inputs).logits
-        hook = model.model.language_model.layers[1].register_forward_hook(interrupt)
-        got = model(**inputs).logits
-        hook.remove()
+        with model.model.language_model.layers[1].register_forward_hook(interrupt):
+            got = model(**inputs).logits
         assert depth and torch.equal(got, want)
         assert not get_attachment(model).engine.calls.active
 

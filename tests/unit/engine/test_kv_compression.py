@@ -18,6 +18,7 @@ from transformers.cache_utils import QuantizedLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tokenprune
+from hooks import removed_after
 from lossless_cache import lossless
 from only_kept import only_kept
 from oracle import close, generate_logits
@@ -60,11 +61,8 @@ def by_norm(model: nn.Module, share: float = 0.5) -> Iterator[None]:
 
     layers = model.model.language_model.layers
     hooks = [layer.self_attn.register_forward_hook(leave, with_kwargs=True) for layer in layers]
-    try:
+    with removed_after(hooks):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def of_kvpress(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:

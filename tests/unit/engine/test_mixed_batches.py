@@ -13,6 +13,7 @@ import torch
 
 import tokenprune
 from basics import MODEL_METHODS
+from hooks import removed_after
 from merging_models import SUPPORTED
 from merging_towers import Merging
 from oracle import close, generate_logits
@@ -43,11 +44,8 @@ def watched(family: Family, model: Any) -> Iterator[Seen]:
         return hook
 
     handles = [layer.mlp.register_forward_pre_hook(note(index)) for index, layer in enumerate(layers)]
-    try:
+    with removed_after(handles):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def tokens_left(stats: Stats, inputs: Inputs, layers: int) -> list[list[int]]:

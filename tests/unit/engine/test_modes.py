@@ -17,6 +17,7 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence
 import tokenprune
 from basics import MODEL_METHODS
 from families.plain import FAMILIES as OTHERS
+from hooks import removed_after
 from oracle import close, generate_logits, reduced
 from pruned import check_generation, run_pruned
 from zoo import Family
@@ -172,12 +173,8 @@ def test_threads(method: str, family: Family, model) -> None:
             meet.wait(20)
 
         handles = [layers[i].register_forward_pre_hook(wait) for i in (0, 2)]
-        try:
-            with ThreadPoolExecutor(len(jobs)) as pool:
-                together = list(pool.map(lambda job: generate_logits(model, job, 4)[0], jobs))
-        finally:
-            for handle in handles:
-                handle.remove()
+        with removed_after(handles), ThreadPoolExecutor(len(jobs)) as pool:
+            together = list(pool.map(lambda job: generate_logits(model, job, 4)[0], jobs))
         # The statistics are those of one of them, whichever came last.
         counts = {sum(map(sum, job.counts)) for job in jobs}
         assert tokenprune.stats(model).visual_tokens_in in counts

@@ -181,15 +181,12 @@ def test_before_the_average_attention_is_that_of_the_full_prompt(family: Family,
     inputs, seen = family.make_inputs(images=(2, 1)), []
     # This hook comes before those of the patch.
     projection = model.model.language_model.layers[0].self_attn.o_proj
-    handle = projection.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    try:
+    with projection.register_forward_pre_hook(lambda m, args: seen.append(args[0])):
         with tokenprune.patched(model, Merging(), keep=0.5):
             model(**inputs)
             output = model.model.get_image_features(**image_arguments(inputs))
         with with_features(model, output):
             model(**inputs)
-    finally:
-        handle.remove()
     real = inputs["attention_mask"].bool()
     close(seen[0][real], seen[1][real])
 

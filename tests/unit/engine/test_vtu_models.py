@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tokenprune
 from basics import snapshot
+from hooks import removed_after
 from merging_models import SUPPORTED
 from merging_towers import FORMS, Merging, naive_decoder
 from oracle import close, generate_logits, survivors
@@ -161,12 +162,8 @@ def test_threads(build) -> None:
         handles = [
             layers[i].self_attn.v_proj.register_forward_pre_hook(lambda *_: (meet.wait(20), None)[1]) for i in (0, 2)
         ]
-        try:
-            with ThreadPoolExecutor(len(jobs)) as pool:
-                together = list(pool.map(lambda job: generate_logits(model, job, 3)[0], jobs))
-        finally:
-            for handle in handles:
-                handle.remove()
+        with removed_after(handles), ThreadPoolExecutor(len(jobs)) as pool:
+            together = list(pool.map(lambda job: generate_logits(model, job, 3)[0], jobs))
     for got, want in zip(together, alone, strict=True):
         assert torch.equal(got, want)
 
@@ -212,26 +209,20 @@ def test_nothing_may_prune_behind_it(build, other: str) -> None:
     assert snapshot(model) == was and not tokenprune.is_patched(model)
 
 
-@pytest.mark.parametrize("keep", [0.5, 1.0])
-@pytest.mark.parametrize("form", ["fast", "exact"])
-def test_unknown_forms(build, form: str, keep: float) -> None:
-    with pytest.raises(OptionError, match=f"vtu='{form}' is not an option. Use one of off, expanded.$"):
-        tokenprune.patch(build(FAMILIES["llava"]), Merging(vtu=form), keep=keep)
+def test_unknown_forms_and_models_without_a_decoder_are_refused(build) -> None:
+    for form in ("fast", "exact"):
+        for keep in (0.5, 1.0):
+            with pytest.raises(OptionError, match=f"vtu='{form}' is not an option. Use one of off, expanded.$"):
+                tokenprune.patch(build(FAMILIES["llava"]), Merging(vtu=form), keep=keep)
+    timm = pytest.importorskip("timm")
+    with pytest.raises(OptionError, match="vtu= needs a language model"):
+        tokenprune.patch(timm.create_model("test_vit", pretrained=False), Merging(), keep=0.5)
 
 
 def test_off_is_off(build) -> None:
-    model, inputs = build(FAMILIES["llava"]), FAMILIES["llava"].make_inputs()
-    with tokenprune.patched(model, "tome", keep=0.5):
-        want = model(**inputs).logits
-    with tokenprune.patched(model, [Merging(vtu="off"), "fastv"], keep=[0.5, 1.0]):
-        assert torch.equal(model(**inputs).logits, want)
-
-
-def test_models_without_a_decoder() -> None:
-    timm = pytest.importorskip("timm")
-    model = timm.create_model("test_vit", pretrained=False)
-    with pytest.raises(OptionError, match="vtu= needs a language model"):
-        tokenprune.patch(model, Merging(), keep=0.5)
+    model, inputs = FAMILIES["llava"].prepare(build)
+    want = run_pruned(model, inputs, "tome", 0.5)[0].logits
+    assert torch.equal(run_pruned(model, inputs, [Merging(vtu="off"), "fastv"], [0.5, 1.0])[0].logits, want)
 
 
 def test_unknown_decoders(build) -> None:
@@ -266,9 +257,8 @@ def test_rotary_positions_of_three_axes(name: str, build) -> None:
             )
     seen: dict[str, Any] = {}
     decoder = model.model.language_model
-    handle = decoder.register_forward_pre_hook(lambda m, args, kwargs: seen.update(kwargs), with_kwargs=True)
-    model(**inputs)
-    handle.remove()
+    with decoder.register_forward_pre_hook(lambda m, args, kwargs: seen.update(kwargs), with_kwargs=True):
+        model(**inputs)
     embeds, visual = seen["inputs_embeds"].clone(), family.visual_mask(model, inputs)
     embeds[visual] = features
     positions = seen["position_ids"][-3:]

@@ -192,12 +192,8 @@ def test_padding_points_at_a_token_that_is_left() -> None:
     left = drop_tokens(segments_of([4, 4, 3]), KeptTokens(keep, [2, 0, 1]))
     assert left.position.tolist() == [[4, 6], [13, 13]] and left.mask.tolist() == [[True, True], [True, False]]
     assert left.counts == [2, 1] and left.ordinal == [0, 2] and left.row == [0, 0]
-
-
-def test_nothing_is_left_of_anything() -> None:
-    keep = torch.zeros(2, 3, dtype=torch.bool)
-    left = drop_tokens(segments_of([3, 2]), KeptTokens(keep, [0, 0]))
-    assert len(left) == 0 and left.position.shape == (0, 0) and left.grids == []
+    empty = drop_tokens(segments_of([3, 2]), KeptTokens(torch.zeros(2, 3, dtype=torch.bool), [0, 0]))
+    assert len(empty) == 0 and empty.position.shape == (0, 0) and empty.grids == []
 
 
 def test_counts_that_a_method_tells_are_checked_where_no_device_is_asked() -> None:

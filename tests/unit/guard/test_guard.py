@@ -187,25 +187,20 @@ def test_each_reason_is_said_once(subject: Model, caplog: pytest.LogCaptureFixtu
         with tokenprune.patched(subject.model, "random", keep=0.2, processor=subject.processor):
             for _ in range(2):
                 subject.model.generate(**inputs, max_new_tokens=2)
-        said = [record for record in caplog.records if record.name == "tokenprune"]
-        assert [record.levelno for record in said] == [logging.WARNING] * 4
+        assert [record.levelno for record in caplog.records if record.name == "tokenprune"] == [logging.WARNING] * 4
         text = caplog.text
         for part in ("looks like text", "asks to read", "asks where", "asks to count"):
             assert text.count(part) == 1
         assert "random keeps 20%" in text and "at keep=0.25 it lost 69 points" in text
         assert "questions with demo_smol (94 to 25 % right)" in text and "questions with demo_vlm (92 to 43 %" in text
         assert 'guard="auto"' in text and 'guard="off"' in text and "keep=0.5;" in text
-
-
-def test_at_the_default_setting_reading_and_places_are_warned_of(
-    subject: Model, caplog: pytest.LogCaptureFixture
-) -> None:
-    with tokenprune.patched(subject.model, processor=subject.processor):
+    caplog.clear()
+    with tokenprune.patched(subject.model, processor=subject.processor):  # the default setting
         subject.model.generate(**asked(subject, questions=QUESTIONS[2:]), max_new_tokens=2)
         assert [row.risks for row in tokenprune.stats(subject.model).guard] == [("grounding",), ("text",)]
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(said) == 2 and all("Use: keep=0.5; guard=" in one for one in said)
-    assert all("at this keep pool" in one for one in said)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert all("Use: keep=0.5; guard=" in text and "at this keep pool" in text for text in warnings)
 
 
 def test_nothing_is_said_in_vain(subject: Model, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,6 +260,12 @@ def test_where_there_is_nothing_to_guard_nothing_is_attached(subject: Model) -> 
         except UnsupportedSetupError:
             assert options["method"] == "pevlm"  # refuses models without videos
         assert snapshot(model) == was
+    tokenprune.patch(model, "random", keep=0.2, guard="warn")
+    assert len(parts(model)) == 1
+    tokenprune.patch(model, "random", keep=0.2, replace=True)
+    assert not parts(model)
+    tokenprune.unpatch(model)
+    assert snapshot(model) == was
 
 
 @each(
@@ -382,16 +383,6 @@ def test_copies(subject: Model) -> None:
     late = AsyncValues(torch.tensor([0.25, 0.5]))
     for made in (copy.deepcopy(late), pickle.loads(pickle.dumps(late))):
         assert made.is_ready() and made.read() == [0.25, 0.5] and made.count == 2
-
-
-def test_replacing_a_patch(subject: Model) -> None:
-    was = snapshot(subject.model)
-    tokenprune.patch(subject.model, "random", keep=0.2, guard="warn")
-    assert len(parts(subject.model)) == 1
-    tokenprune.patch(subject.model, "random", keep=0.2, replace=True)
-    assert not parts(subject.model)
-    tokenprune.unpatch(subject.model)
-    assert snapshot(subject.model) == was
 
 
 # Tiles, packed tiles, tiles by row, patches: whose verdict is whose. Their images are smaller than a block.

@@ -174,6 +174,8 @@ def test_ours_keep_the_rules(name: str) -> None:
     check_policy(type(tokenprune.sessions.policy(name)))
     for options in OPTIONS.get(name, []):
         check_policy(tokenprune.sessions.policy(name, **options))
+    with pytest.raises(UnknownPolicyError):
+        check_policy("nothing")
 
 
 @dataclass(frozen=True)
@@ -284,11 +286,6 @@ class WithoutDefault(tokenprune.sessions.Policy):
 def test_a_class_that_breaks_a_rule_is_named(policy, says: str) -> None:
     with pytest.raises(ConformanceError, match=says):
         check_policy(policy)
-
-
-def test_an_unknown_name_is_ours() -> None:
-    with pytest.raises(UnknownPolicyError):
-        check_policy("nothing")
 
 
 def test_the_view_has_a_proxy_where_it_is_needed() -> None:
