@@ -7,7 +7,6 @@ import importlib
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,22 +31,8 @@ from tokenprune.models import families
 from tokenprune_bench.results import UNPATCHED
 from tokenprune_bench.two_pass import ESCALATE
 
+pytestmark = pytest.mark.usefixtures("restored_imports")
 SITES = [scaffold.spell_site(site) for site in Site]
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    """Remove methods, families, adapters and modules that a test adds."""
-    tables = (registry._METHODS, families.FAMILIES, adapters.ADAPTERS)
-    before, modules, path = [dict(table) for table in tables], set(sys.modules), list(sys.path)
-    yield
-    for table, entries in zip(tables, before, strict=True):
-        table.clear()
-        table.update(entries)
-    sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        if name.startswith(("tokenprune_", "test_", "family_")):
-            del sys.modules[name]
 
 
 def load(folder: Path) -> Any:

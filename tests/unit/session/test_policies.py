@@ -8,7 +8,6 @@ import importlib
 import random
 import sys
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -102,13 +101,7 @@ def test_a_name_that_is_almost_right_is_offered() -> None:
         tokenprune.sessions.policy("window", sink=-1)
 
 
-@pytest.fixture
-def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenprune.sessions.available_policies()
-    monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
-
-
-def test_a_third_party_registers_its_own(empty_registry) -> None:
+def test_a_third_party_registers_its_own(restored_registries) -> None:
     @tokenprune.sessions.register_policy("newest")
     @dataclass(frozen=True)
     class Newest(tokenprune.sessions.Policy):
@@ -119,7 +112,7 @@ def test_a_third_party_registers_its_own(empty_registry) -> None:
 
 
 @pytest.mark.parametrize("problem", ["a lower-case identifier", "taken by", "frozen", "docstring", "derive from"])
-def test_what_cannot_be_registered_is_refused(problem: str, empty_registry) -> None:
+def test_what_cannot_be_registered_is_refused(problem: str, restored_registries) -> None:
     @dataclass(frozen=True)
     class Good(Policy):
         """Keep nothing."""
@@ -306,19 +299,6 @@ def test_the_view_has_a_proxy_where_it_is_needed() -> None:
     assert dataclasses.is_dataclass(Reads)
 
 
-@pytest.fixture
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Policies and modules that a test makes are gone after it."""
-    tokenprune.sessions.available_policies()
-    monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    modules = set(sys.modules)
-    yield
-    for name in set(sys.modules) - modules:
-        if name.startswith(("tokenprune_", "test_")):
-            del sys.modules[name]
-
-
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Have the registry find a written package by its entry point, as if pip had installed it; return its test."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())
@@ -331,7 +311,9 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module(f"test_{name}")
 
 
-def test_a_package_passes_its_own_test_and_holds_a_session(tmp_path: Path, monkeypatch, clean: None, build) -> None:
+def test_a_package_passes_its_own_test_and_holds_a_session(
+    tmp_path: Path, monkeypatch, restored_imports, build
+) -> None:
     folder = scaffold.new_method("my_policy", "session", tmp_path / "made")
     test = load(folder, monkeypatch)
     (mark,) = test.test_policy_rules.pytestmark
@@ -345,7 +327,7 @@ def test_a_package_passes_its_own_test_and_holds_a_session(tmp_path: Path, monke
     assert made.session.stats.compressions > 3 and close(made.logits(), made.one_prefill())
 
 
-def test_a_rule_that_is_broken_fails_the_written_test(tmp_path: Path, monkeypatch, clean: None) -> None:
+def test_a_rule_that_is_broken_fails_the_written_test(tmp_path: Path, monkeypatch, restored_imports) -> None:
     folder = scaffold.new_method("broken", "session", tmp_path / "made")
     file = folder / "tokenprune_broken.py"
     file.write_text(file.read_text().replace(".sort(1).values", ""))
@@ -355,7 +337,7 @@ def test_a_rule_that_is_broken_fails_the_written_test(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["policy", "tensor", "clsvar", "window_2"])
-def test_a_class_does_not_shadow_what_it_uses(name: str, tmp_path: Path, monkeypatch, clean: None) -> None:
+def test_a_class_does_not_shadow_what_it_uses(name: str, tmp_path: Path, monkeypatch, restored_imports) -> None:
     load(scaffold.new_method(name, "SESSION", tmp_path / "made"), monkeypatch).test_policy_rules({})
 
 
