@@ -18,8 +18,8 @@ from transformers.cache_utils import QuantizedLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tokenprune
+from cached_runs import lossless
 from hooks import removed_after
-from lossless_cache import lossless
 from only_kept import only_kept
 from oracle import close, generate_logits
 from quantized_weights import bitsandbytes

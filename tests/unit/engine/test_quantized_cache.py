@@ -16,8 +16,7 @@ from transformers import Cache, DynamicCache, QuantizedCache, cache_utils
 from transformers.cache_utils import DynamicLayer
 
 import tokenprune
-from cached_runs import check_logits, check_same, generate, talk
-from lossless_cache import lossless
+from cached_runs import check_logits, check_same, generate, lossless, talk
 from oracle import close, generate_logits, reduced
 from tokenprune import UnsupportedSetupError
 from tokenprune.integrations.hf.cache.layer_storage import read_keys, read_values

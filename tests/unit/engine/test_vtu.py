@@ -12,9 +12,8 @@ import torch
 from transformers import StaticCache
 
 import tokenprune
-from exact_attention import exact_attention, rotary_scores, rotate
 from merging_models import SUPPORTED, image_arguments
-from merging_towers import FORMS, Merging, naive_decoder
+from merging_towers import FORMS, Merging, exact_attention, naive_decoder, rotary_scores, rotate
 from oracle import close, generate_logits
 from tests.unit.tower.test_encoder import expected_sources, with_features
 from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation and conversations with a given cache, for tests that compare kinds of caches."""
+"""Generation and conversations with a given cache, for tests that compare kinds of caches; and a quantized cache that
+loses nothing: it differs from a dynamic cache only in its storage."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import QuantizedLayer
 
 from oracle import close
 
@@ -40,3 +43,20 @@ def talk(model: Any, first: Any, later: Any, cache: Any) -> list[Tensor]:
     turns = [first, {"input_ids": text}, images, {"input_ids": text[:, :1]}]
     logits = [model(**turn, past_key_values=cache).logits for turn in turns]
     return [logits[0][:, -1], logits[1], logits[2][:, -1], logits[3]]
+
+
+class Lossless(QuantizedLayer):
+    """Stores keys and values as they are, where a quantizer would store others."""
+
+    def __init__(self) -> None:
+        super().__init__(residual_length=3)  # quantized anew in every third step
+
+    def _quantize(self, tensor: Tensor, axis: int) -> tuple[Tensor, dict[str, Tensor]]:
+        return tensor.clone(), {"scale": torch.ones(1)}
+
+    def _dequantize(self, stored: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
+        return stored[0]
+
+
+def lossless(model: Any) -> Cache:
+    return Cache(layers=[Lossless() for _ in range(model.config.get_text_config().num_hidden_layers)])

@@ -18,7 +18,7 @@ from zoo import Family
 
 
 def hide_dropped(family: Family, model: PreTrainedModel, cuts: list[Any], length: int) -> Any:
-    """Return the oracle of a family: no mask hides tokens from layers with a state, so each row runs alone there."""
+    """Return the oracle of a family: no mask hides tokens from layers with a state, so each row runs by itself."""
     return (only_kept if family.name in STATEFUL else reduced)(family, model, cuts, length)
 
 
