@@ -250,23 +250,23 @@ def test_needs_depend_on_options() -> None:
 @each(
     ("site", "base", "member", "names"),
     [
-        ("PRE_LLM", tokenprune.Method, "score", "tokenprune.Pruner"),
-        ("IN_LLM", tokenprune.Method, "select", "tokenprune.Pruner"),
+        ("PRE_LLM", tokenprune.Method, "score", "Pruner"),
+        ("IN_LLM", tokenprune.Method, "select", "Pruner"),
         ("PRE_ENCODER", tokenprune.Method, "shares", "ResizeMethod"),
         ("PRE_ENCODER", tokenprune.Method, "choose", "ImageChooser"),
         ("ATTENTION", tokenprune.Method, "block_starts", "AttentionPattern"),
         ("PRE_ENCODER", tokenprune.Pruner, None, "selection.ResizeMethod or tokenprune.selection.ImageChooser"),
-        ("IN_ENCODER", tokenprune.Pruner, None, "tokenprune.selection.EncoderMethod"),
+        ("IN_ENCODER", tokenprune.Pruner, None, "selection.EncoderMethod"),
         ("DECODE", tokenprune.Pruner, None, "DecodeMethod"),
-        ("PRE_LLM", extend.ResizeMethod, None, "tokenprune.Pruner"),
+        ("PRE_LLM", extend.ResizeMethod, None, "Pruner"),
     ],
 )
 def test_wrong_base_names_the_base_of_the_site(site: str, base: type, member: str | None, names: str) -> None:
     members = {"__doc__": "Old.", "site": Site(site)} | ({member: lambda self, *args: None} if member else {})
     cls = dataclass(frozen=True)(type("Old", (base,), members))
-    with pytest.raises(RegistrationError, match=f"must derive from .*{names}"):
+    with pytest.raises(RegistrationError, match=f"must derive from tokenprune.*{names}"):
         tokenprune.register("old", site=site)(cls)
-    assert re.search(f"must derive from .*{names}", str(checks.find_unsupported_reason(cls())))
+    assert re.search(f"must derive from tokenprune.*{names}", str(checks.find_unsupported_reason(cls())))
 
 
 def test_question_free_options_are_suggested() -> None:
