@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -243,7 +244,8 @@ def test_functional_call_runs_the_weights_that_it_is_given(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS[:3])
 def test_a_shallow_copy_and_a_partial_are_the_same_model(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The suite registers a device of its own, which has no memory.
-    monkeypatch.setattr("torch.nn.parallel.data_parallel._get_available_device_type", lambda: None)
+    data_parallel = importlib.import_module("torch.nn.parallel.data_parallel")
+    monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
     model, inputs = FAMILIES["llava"].prepare()
     parallel = nn.DataParallel(model)
     with pytest.raises(UnsupportedModelError, match=r"DataParallel wraps the model\. Patch the model before wrapping"):
