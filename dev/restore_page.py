@@ -41,14 +41,18 @@ def _of(model: str, path: Path) -> str:
     keeps = sorted({keep for _, keep in pairs}, reverse=True)
 
     def row(title: str, names: list[str], set_names: list[str]) -> list[str]:
-        return [title, *(
-            _cell(by_setting, [chooser for chooser in names if (chooser, keep) in pairs], keep, set_names)
-            for keep in keeps
-        )]
+        return [
+            title,
+            *(
+                _cell(by_setting, [chooser for chooser in names if (chooser, keep) in pairs], keep, set_names)
+                for keep in keeps
+            ),
+        ]
 
     comparing = [chooser for chooser in choosers if chooser not in BASELINES]
     asked = ", ".join(
-        f"{count} about {set_name} (unpatched {format_share(unpatched[set_name])} %)" for set_name, count in sets.items()
+        f"{count} about {set_name} (unpatched {format_share(unpatched[set_name])} %)"
+        for set_name, count in sets.items()
     )
     lines = [row(f"`{chooser}`", [chooser], list(sets)) for chooser in choosers if chooser in SHOWN]
     lines += [row(f"mean of {len(comparing)} methods: {set_name}", comparing, [set_name]) for set_name in sets]

@@ -11,9 +11,10 @@ from torch import Tensor
 
 import tokenprune
 from oracle import close, generate_logits, reduced
-from tests.unit.engine.test_cache import longer, prefill, steps, words
+from tests.unit.engine.test_cache import prefill, steps
 from tests.unit.methods.test_dyrate import MODES, OFTEN, SCHEDULE, answer
 from tokenprune.integrations.hf.cache.reduced_cache import get_reduction
+from turns import longer, words
 from zoo import FAMILIES
 
 
