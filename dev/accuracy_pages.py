@@ -51,7 +51,7 @@ def summary() -> str:
         f"Correct answers in %, of {base.questions} questions, @ visual tokens averaged over layers. Unpatched: "
         f"{100 * base.overall.value:.1f} @{base.tokens_average:.0f}. ≤rnd, ≤down: not significantly better than "
         f"`random` or `downsample`. ▼n: n of {len(base.kinds)} kinds of questions lose over 20 points. {_raw(BENCH)}; "
-        f"print all columns with `tokenprune report {BENCH.relative_to(ROOT).as_posix()}`."
+        f"print all columns with `tokenprune report {BENCH.relative_to(ROOT).as_posix()} --details`."
     )
     return "\n\n".join(["![Accuracy against visual tokens](docs/images/bench.png)", "\n".join(lines), note])
 
@@ -76,7 +76,8 @@ def videos() -> str:
         lines.append(f"| {name} | {row.tokens_average:.0f} | {evidence} | {_interval(row.overall)}{mark} |")
     note = (
         f"demo_video, {base.questions} questions, keep 0.25 (`pevlm`: 1). ≤rnd: not significantly better than "
-        f"`random`. {_raw(VIDEOS)}; print all tables with `tokenprune report {VIDEOS.relative_to(ROOT).as_posix()}`."
+        f"`random`. {_raw(VIDEOS)}; print all tables with "
+        f"`tokenprune report {VIDEOS.relative_to(ROOT).as_posix()} --details`."
     )
     return "\n\n".join(["\n".join(lines), note])
 
@@ -127,7 +128,7 @@ def views() -> str:
         if is_base or row.method in VIEW_METHODS:
             name, keep = ("unpatched", "") if is_base else (f"`{row.method}`", f"{row.keep:g}")
             shares = [row.kinds[kind] for kind in results.kinds]
-            cells = [f"{100 * one.value:.0f} [{100 * one.low:.0f}–{100 * one.high:.0f}]" for one in shares]
+            cells = [f"{100 * share.value:.0f} [{100 * share.low:.0f}–{100 * share.high:.0f}]" for share in shares]
             lines.append(f"| {name} | {keep} | {' | '.join(cells)} |")
     note = f"demo_qwen. Correct answers in % [95 % interval] by kind of question. {_raw(VIEWS)}."
     return "\n\n".join(["\n".join(lines), note])

@@ -87,10 +87,11 @@ def row(name: str) -> str:
         shown = {title: cell.partition(" ≤")[0] for title, cell in cells.items()}
         titles = ["correct answers, %", "all tokens", *shown]
         beaten_by = {title: _find_unbeaten_baselines(cell) for title, cell in cells.items()}
-        note = " ".join([
-            f"Measured with `{images.model}`, tokens averaged over layers ([all methods](../results/all-methods.md)).",
-            *(f"Not shown to beat {', '.join(names)} {title}." for title, names in beaten_by.items() if names),
-        ])  # fmt: skip
+        unbeaten = "; ".join(f"{', '.join(names)} {title}" for title, names in beaten_by.items() if names)
+        note = (
+            f"Measured with `{images.model}`, tokens averaged over layers ([all methods](../results/all-methods.md))."
+        )
+        note += f" Not shown to beat {unbeaten}." if unbeaten else ""
         return f"{_format_table(titles, [[f'`{name}`', images.unpruned, *shown.values()]])}\n\n{note}"
     accuracy = _read_videos(VIDEOS)
     keeps = sorted({keep for method, keep in accuracy if method == name}, reverse=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated parts of docs/results/speed.md, from benchmarks/results/<device>; dev/readme.py writes them.
 
-The tables show common methods (`SHOWN`). The raw files have all of them."""
+The tables show common methods (`SHOWN`). The raw files have all methods."""
 
 from __future__ import annotations
 

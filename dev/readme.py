@@ -2,7 +2,7 @@
 """Write the generated parts of README.md and docs: numbers from the committed raw files.
 
 python dev/readme.py            # rewrite the pages and docs/images/bench.png
-python dev/readme.py --check    # exit with 1 where a page is not what this would write
+python dev/readme.py --check    # exit with 1 if a page is stale
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ VIDEO_TOWER = ROOT / "benchmarks/results/cpu/video_tower.jsonl"
 def attend() -> str:
     """Return accuracy by the share of a session's visual tokens that is read."""
     header, records = rows.read(ATTEND)
-    right = {(one["attend"], one["how"]): 100 * one["right"].count("1") / len(one["right"]) for one in records}
+    right = {
+        (record["attend"], record["how"]): 100 * record["right"].count("1") / len(record["right"]) for record in records
+    }
     shares = list(dict.fromkeys(share for share, _ in right))
     lines = ["| visual tokens read | " + " | ".join(f"{100 * share:g} %" for share in shares) + " |"]
     lines.append("|---" * (1 + len(shares)) + "|")
@@ -64,9 +66,9 @@ def video_tower() -> str:
     if not records:
         return ""
     lines = ["| method | tokens kept | tower | first token |", "|---|---|---|---|"]
-    for one in records[1:]:
-        ratios = " | ".join(f"{one['ratio'][what]:.2f}" for what in ("tower CPU", "first token CPU"))
-        lines.append(f"| `{one['method']}` | {one['visual_tokens_out']} | {ratios} |")
+    for record in records[1:]:
+        ratios = " | ".join(f"{record['ratio'][what]:.2f}" for what in ("tower CPU", "first token CPU"))
+        lines.append(f"| `{record['method']}` | {record['visual_tokens_out']} | {ratios} |")
     share = records[0]["ms"]["tower CPU"] / records[0]["ms"]["first token CPU"]
     note = (
         f"CPU time relative to the unpatched model (median): {header['frames']} frames of {header['side']} pixels, "

@@ -16,14 +16,18 @@ PRUNED, CONTROL = "pruning", "nothing"  # training conditions of benchmarks/expe
 def recover() -> str:
     """Return accuracy before and after training under pruning, with intervals of the paired differences."""
     header, *records = (json.loads(line) for line in RESULTS.read_text().splitlines())
-    tuned = {one["under"]: one for one in records if one["record"] == "tuned"}
-    results = {(one["tuned"], one["method"], one["keep"]): one for one in records if one["record"] == "result"}
+    tuned = {record["under"]: record for record in records if record["record"] == "tuned"}
+    results = {
+        (record["tuned"], record["method"], record["keep"]): record
+        for record in records
+        if record["record"] == "result"
+    }
     lines = [
         "| answered with | before | trained with pruning | gain | trained without (control) | gain "
         "| gain over the control |",
         "|---" * 7 + "|",
     ]
-    for method, keep in [place[1:] for place in results if place[0] is None]:
+    for method, keep in [setting[1:] for setting in results if setting[0] is None]:
         shipped, ours, control = (results[name, method, keep]["right"] for name in (None, PRUNED, CONTROL))
         tokens = f"{results[None, method, keep]['tokens']:.0f} tokens"
         name = f"all {tokens}" if method == CONTROL else f"`{method}`, keep {keep:g} ({tokens})"
@@ -36,8 +40,12 @@ def recover() -> str:
 def sft() -> str:
     """Return accuracy before and after supervised fine-tuning with TRL, with intervals of the paired differences."""
     header, *records = (json.loads(line) for line in SFT.read_text().splitlines())
-    (tuned,) = (one for one in records if one["record"] == "tuned")
-    results = {(one["tuned"], one["method"], one["keep"]): one for one in records if one["record"] == "result"}
+    (tuned,) = (record for record in records if record["record"] == "tuned")
+    results = {
+        (record["tuned"], record["method"], record["keep"]): record
+        for record in records
+        if record["record"] == "result"
+    }
     said = (
         f"{_name(header)}, {tuned['steps']} steps of {tuned['batch']} lessons, LoRA of rank {header['rank']} on the "
         f"decoder, learning rate {tuned['rate']:g}. Correct answers in %, of {header['questions']} held-out questions."
@@ -56,12 +64,12 @@ def _name(header: dict[str, Any]) -> str:
 
 
 def _setting(header: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> str:
-    one = tuned[PRUNED]
+    run = tuned[PRUNED]
     return (
-        f"{_name(header)}, {one['parameters'] / 1e6:.2f} M trained parameters (LoRA of rank {header['rank']} on the "
-        f"decoder, and the projector) on {one['steps'] * one['batch']} questions about {header['images']} drawn "
-        f"images: {one['steps']} steps of {one['batch']}, alternating methods and keeps, AdamW, learning rate "
-        f"{one['rate']:g}. Correct answers in %, of {header['questions']} held-out questions, and gains in points, "
+        f"{_name(header)}, {run['parameters'] / 1e6:.2f} M trained parameters (LoRA of rank {header['rank']} on the "
+        f"decoder, and the projector) on {run['steps'] * run['batch']} questions about {header['images']} drawn "
+        f"images: {run['steps']} steps of {run['batch']}, alternating methods and keeps, AdamW, learning rate "
+        f"{run['rate']:g}. Correct answers in %, of {header['questions']} held-out questions, and gains in points, "
         "with 95 % intervals."
     )
 
@@ -71,13 +79,23 @@ def _kinds(kinds: list[str], results: dict[Any, dict[str, Any]]) -> str:
     from tokenprune_bench.paired import Answers, compare_paired
 
     def answers(tuned: str | None, kind: str) -> Answers:
-        pruned = [one["right"] for (name, method, _), one in results.items() if name == tuned and method != CONTROL]
-        return Answers([[float(x) for x, its in zip(one, kinds, strict=True) if its == kind] for one in pruned], None)
+        pruned = [
+            answers_of_run["right"]
+            for (name, method, _), answers_of_run in results.items()
+            if name == tuned and method != CONTROL
+        ]
+        return Answers(
+            [
+                [float(x) for x, its in zip(answers_of_run, kinds, strict=True) if its == kind]
+                for answers_of_run in pruned
+            ],
+            None,
+        )
 
     lines = ["| gain by kind of question | trained with pruning | without (control) |", "|---|---|---|"]
     for kind in dict.fromkeys(kinds):
-        found = [compare_paired(answers(tuned, kind), answers(None, kind)) for tuned in (PRUNED, CONTROL)]
-        lines.append(f"| `{kind}` | {' | '.join(map(_interval, found))} |")
+        gains = [compare_paired(answers(tuned, kind), answers(None, kind)) for tuned in (PRUNED, CONTROL)]
+        lines.append(f"| `{kind}` | {' | '.join(map(_interval, gains))} |")
     return "\n".join(lines)
 
 
@@ -91,12 +109,12 @@ def _share(right: str) -> str:
 def _gain(ours: str, theirs: str) -> str:
     from tokenprune_bench.paired import Answers, compare_paired
 
-    found = compare_paired(*(Answers([[float(one) for one in right]], [right]) for right in (ours, theirs)))
-    return _interval(found)
+    gain = compare_paired(*(Answers([[float(digit) for digit in right]], [right]) for right in (ours, theirs)))
+    return _interval(gain)
 
 
-def _interval(found: Any) -> str:
-    return f"{100 * found.difference:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+def _interval(gain: Any) -> str:
+    return f"{100 * gain.difference:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
 
 
 def _source(path: Path) -> str:

@@ -25,8 +25,8 @@ AFTER = {"diverse": "divprune", "random": "random"}  # the same rule after the t
 def blocks() -> str:
     """Return the tables of docs/results/methods.md: accuracy of each model by score and block."""
     about = (
-        "Correct answers in %, by the tower block before which patches are dropped, and with `divprune` or `random` "
-        "after the tower. `downsample` saves as much as block 0. ▼: significantly worse than `divprune`. By "
+        "Correct answers in %. Columns: tower block whose input loses the patches; `divprune` or `random` after the "
+        "tower. `downsample` saves as much as block 0. ▼: significantly worse than `divprune`. By "
         "`python benchmarks/experiments/tower_blocks.py`."
     )
     return "\n\n".join([about, *map(_blocks, BLOCKS)])
@@ -36,34 +36,38 @@ def _blocks(path: Path) -> str:
     from tokenprune_bench.significance import LEVEL, better_p, wilson
 
     header, *records = (json.loads(line) for line in path.read_text().splitlines())
-    found = {(one["keep"], one.get("score", one["method"]), one.get("layer")): one for one in records}
-    layers = range(1 + max(one.get("layer", 0) for one in records))
-    keeps = sorted({keep for keep, *_ in found} - {1.0})
-    whole, parts, asked = found[1.0, "unpatched", None], [], []
+    by_setting = {
+        (record["keep"], record.get("score", record["method"]), record.get("layer")): record for record in records
+    }
+    layers = range(1 + max(record.get("layer", 0) for record in records))
+    keeps = sorted({keep for keep, *_ in by_setting} - {1.0})
+    unpatched, parts, asked = by_setting[1.0, "unpatched", None], [], []
     for name, questions in header["questions"].items():
         widest = 0.0
 
         def cell(keep: float, what: str, layer: int | None, name: str = name) -> str:
             nonlocal widest
-            if (one := found.get((keep, what, layer))) is None:
+            if (record := by_setting.get((keep, what, layer))) is None:
                 return ""
-            low, high = wilson(one[name].count("1"), len(one[name]))
+            low, high = wilson(record[name].count("1"), len(record[name]))
             widest = max(widest, 50 * (high - low))
-            worse = better_p(found[keep, "divprune", None][name], one[name]) < LEVEL
-            return f"{_share(one[name])}{' ▼' if worse else ''}"
+            worse = better_p(by_setting[keep, "divprune", None][name], record[name]) < LEVEL
+            return f"{_share(record[name])}{' ▼' if worse else ''}"
 
         titles = [title for keep in keeps for title in (f"keep {keep}: 0", *map(str, layers[1:]), "after")]
         lines = [f"| {name} | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
-        for score in dict.fromkeys(one["score"] for one in records if "score" in one):
+        for score in dict.fromkeys(record["score"] for record in records if "score" in record):
             after = AFTER.get(score, "")
             cells = [
-                one for keep in keeps for one in (*(cell(keep, score, at) for at in layers), cell(keep, after, None))
+                text
+                for keep in keeps
+                for text in (*(cell(keep, score, layer) for layer in layers), cell(keep, after, None))
             ]
             lines.append(f"| `{score}` | {' | '.join(cells)} |")
         smaller = (cell(keep, "downsample", None) + " |" * len(layers) for keep in keeps)
         lines.append(f"| `downsample` | {' | '.join(smaller)} |")
         parts.append("\n".join(lines))
-        share = f"unpatched {_share(whole[name])} %, 95 %: up to ±{widest:.0f}"
+        share = f"unpatched {_share(unpatched[name])} %, 95 %: up to ±{widest:.0f}"
         asked.append(f"{questions} about {header['images']} {name} ({share})")
     model, file = header["model"].partition(" ")[0], path.relative_to(ROOT)
     setting = f"**{model}**, a tower of {len(layers) + 1} blocks; {', '.join(asked)}; [raw data](../../{file})."

@@ -18,10 +18,10 @@ def tables(up: str = UP) -> str:
     """Return the table of advice in two parts, by question and by environment. up: path to the repository root."""
     known = advice.load_advice()
     by_question = [known[name] for name in ASKED]
-    by_place = [one for name, one in known.items() if name not in ASKED]
+    by_place = [row for name, row in known.items() if name not in ASKED]
     return "\n\n".join(
         [
-            "### By what you ask about",
+            "### By question",
             _table("you ask about", by_question, up),
             "### By where it runs",
             _table("you have", by_place, up),
@@ -31,11 +31,11 @@ def tables(up: str = UP) -> str:
 
 def _table(title: str, rows: list[Advice], up: str) -> str:
     lines = [f"| {title} | take | why | `--task` |", "|---" * 4 + "|"]
-    for one in rows:
-        call = f"[`{one.method}`]({up}docs/methods/{one.method}.md), `keep={one.keep!r}`"
-        call += f", `{one.more}`" if one.more else ""
-        why = f"{one.reason} ([more]({up}{one.reason_page}))"
-        lines.append(f"| {one.title} | {call} | {why} | `{one.situation}` |")
+    for row in rows:
+        call = f"[`{row.method}`]({up}docs/methods/{row.method}.md), `keep={row.keep!r}`"
+        call += f", `{row.more}`" if row.more else ""
+        why = f"{row.reason} ([more]({up}{row.reason_page}))"
+        lines.append(f"| {row.title} | {call} | {why} | `{row.situation}` |")
     return "\n".join(lines)
 
 
@@ -51,22 +51,22 @@ def pieces() -> str:
     """Return the evidence of each row. Evidence that an earlier row shows is not repeated."""
     parts, shown = [], set()
     for row in advice.load_advice().values():
-        near, elsewhere = row.evidence()
+        pieces_near, elsewhere = row.evidence()
         lines = [f"**{row.title[0].upper()}{row.title[1:]}**: `{row.method}` at {row.keep:g} ({_graded(row)})", ""]
-        strongest = sorted(near, key=lambda piece: piece.grade != "strong")[:PIECES]
+        strongest = sorted(pieces_near, key=lambda piece: piece.grade != "strong")[:PIECES]
         evidence = [*map(_line, strongest), *(f"- elsewhere: {_line(piece)[2:]}" for piece in elsewhere[:ELSEWHERE])]
         lines += (line for line in evidence if line not in shown)
         if any(line in shown for line in evidence):
             lines.append("- same evidence as above for this setting")
-        if not any(piece.about == "accuracy" for piece in near):
+        if not any(piece.about == "accuracy" for piece in pieces_near):
             lines.append(f"- accuracy: {advice.NONE}")
         shown |= set(evidence)
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
-def _graded(one: Advice) -> str:
-    grades = [piece.grade for piece in one.evidence()[0]]
+def _graded(row: Advice) -> str:
+    grades = [piece.grade for piece in row.evidence()[0]]
     counts = (f"{grades.count(grade)} {grade}" for grade in ("strong", "weak") if grade in grades)
     return ", ".join(counts) or "none"
 

@@ -85,7 +85,7 @@ def test_bench_report_and_their_files(tmp_path: Path) -> None:
     assert str(tmp_path) not in raw.read_text() + page.read_text()
 
     again = tmp_path / "again.html"
-    assert call("report", raw, "--html", again).stdout == result.stdout
+    assert call("report", raw, "--details", "--html", again).stdout == result.stdout
     assert again.read_text() == page.read_text()
     assert "| uniform | 0.25 | 256 → 64 |" in call("report", raw, "--markdown").stdout
 
@@ -139,7 +139,8 @@ def test_profile_prints_one_screen() -> None:
 def test_show_writes_an_image(tmp_path: Path) -> None:
     out = tmp_path / "kept.png"
     result = call("show", IMAGE, "--method", "divprune", "--keep", "16", "--device", "cpu", "--out", out)
-    assert "256 → 16" in result.output
+    assert "256 → 16" in result.output and "answer" in result.stdout
+    assert len(result.stdout.splitlines()) <= 12 and max(map(len, result.stdout.splitlines()[:-1])) <= 80
     assert str(out) in result.output
     assert Image.open(out).format == "PNG"
 

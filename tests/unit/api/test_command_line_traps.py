@@ -144,7 +144,7 @@ def test_nothing_is_best_where_nothing_can_be_said() -> None:
 
     (verdict,) = verdicts(0, 0)
     assert verdict.row is None
-    assert verdict.line.startswith("Nothing is shown: the unpatched model scores 0 on 200 questions")
+    assert verdict.line.startswith("No verdict: the unpatched model scores 0 on 200 questions")
     (verdict,) = verdicts(20, 19)  # 19.5 % right: a loss of 20 points cannot be
     assert verdict.row is None and "scores 19.5 on 200 questions, too low to measure a loss" in verdict.answer
     assert len(verdicts(20, 20)) == 2
@@ -154,7 +154,7 @@ def test_nothing_is_best_where_nothing_can_be_said() -> None:
     ]
     (verdict,) = find_verdicts(summarise([header(kind_of_question="010"), *few]))
     assert verdict.row is None
-    assert verdict.line == "Nothing is shown: a verdict needs at least 4 questions, and this run has 3"
+    assert verdict.line == "No verdict: a verdict needs at least 4 questions, and this run has 3"
     assert find_verdicts(made("", result("some", 0.25, 100, 100)).results)[0].row is not None
 
 
@@ -346,7 +346,7 @@ def test_no_question_about_a_circle_and_the_shipped_model_knows_drawings_only(tm
     photo, out = tmp_path / "photo.png", ("--device", "cpu", "--out", tmp_path / "out.png")
     Image.new("RGB", (64, 64), "gray").save(photo)
     mine = call("show", photo, *out).stdout
-    assert "what is shown?  unpatched:" in mine and "circle" not in mine
+    assert "what is shown?" in mine and "unpatched" in mine and "circle" not in mine
     assert "demo_vlm (shipped) was trained only on synthetic scenes" in mine
     assert "only on synthetic scenes" not in call("show", IMAGE, *out).stdout  # one of those that it was made for
     assert subject.describe_limits() and subject.describe_limits([photo]) and not subject.describe_limits([IMAGE])

@@ -205,6 +205,8 @@ def test_what_vllm_does_not_serve_says_so() -> None:
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"task 'Receipts' is not known\. Use 'signs' \(text in photographs: signs"):
+        recommend("demo_vlm", task="Receipts")
     with pytest.raises(OptionError, match=r"task 'cooking' is not known\. Use one of general"):
         recommend(LlavaConfig(), task="cooking")
     with pytest.raises(UnsupportedModelError, match="cross-attention"):

@@ -124,7 +124,7 @@ def test_a_run_keeps_config_predictions_and_results(data: Path, whole: tuple[Pat
     assert [one["score"] for one in lines[:3]] == base["scores"][0]
     assert "3 questions of mine.jsonl" in printed and "ANLS %" in printed and "Against the baselines" in printed
     assert str(data.parent) not in (folder / "results.jsonl").read_text() + (folder / "config.json").read_text()
-    again = CliRunner(env={"COLUMNS": "220"}).invoke(app, ["report", str(folder)])
+    again = CliRunner(env={"COLUMNS": "220"}).invoke(app, ["report", str(folder), "--details"])
     assert again.stdout == printed
 
 

@@ -208,7 +208,7 @@ def test_show_takes_frames(tmp_path: Path) -> None:
     for number in range(3):
         photo(64, 64, number).save(tmp_path / f"{number}.png")
     out = tmp_path / "strip.png"
-    result = call("show", tmp_path, "--method", "uniform", "--frames", 2, "--device", "cpu", "--out", out)
+    result = call("show", tmp_path, "--method", "uniform", "--frames", 2, "--details", "--device", "cpu", "--out", out)
     assert "512 → 128" in result.output and "of each frame as the model has it: 64/256 64/256" in result.output
     assert Image.open(out).width == layout.WIDTH
     (tmp_path / "none").mkdir()

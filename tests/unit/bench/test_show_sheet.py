@@ -152,7 +152,7 @@ def test_a_gif_over_keep(tmp_path: Path) -> None:
     assert len(found) == 3 and {one.shape[1] for one in found} == {layout.ANIMATED}
     dark = [int((one.max(-1) < 128).sum()) for one in found]
     assert dark[0] < dark[1] < dark[2]
-    assert "uniform, keep 1:" in said.stdout and "divprune, keep 0.1:" in said.stdout and str(out) in said.stdout
+    assert "uniform, keep 1 " in said.stdout and "divprune, keep 0.1 " in said.stdout and str(out) in said.stdout
     assert len({one.shape for one in found}) == 1
 
 

@@ -76,12 +76,12 @@ def test_published_percentages_fit_the_published_numbers(papers: Any) -> None:
 
 
 def test_two_sources_that_disagree_both_stay(papers: Any) -> None:
-    rows = papers.published.published().of("sparsevlm", 192)
+    rows = papers.published.published().get_rows("sparsevlm", 192)
     assert [(row.source, row.values["gqa"]) for row in rows if row.values] == [
         ("sparsevlm-v4", 59.5),
         ("sparsevlm-v1", 57.6),
     ]
-    assert "sqa" not in papers.published.published().of("dart", 192)[0].values  # 69.x
+    assert "sqa" not in papers.published.published().get_rows("dart", 192)[0].values  # 69.x
 
 
 # -- settings and commands ---------------------------------------------------------------------------------------------

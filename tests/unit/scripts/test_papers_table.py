@@ -194,7 +194,7 @@ def test_what_papers_count_comes_to_what_their_layers_see(papers: Any) -> None:
 def test_the_page_names_no_method_without_published_numbers(papers: Any) -> None:
     """A new method does not change the page: methods without published numbers are only in the tables of a run."""
     data = papers.published.published()
-    absent = {one.method for one in papers.settings.settings() if not data.of(one.method)}
+    absent = {one.method for one in papers.settings.settings() if not data.get_rows(one.method)}
     assert absent and "random" in absent
     text = papers.script.written(papers.script.PAGE.read_text())
     assert not [name for name in absent if f"| `{name}` | [" in text]
