@@ -30,6 +30,8 @@ THRESHOLDS = Thresholds(
 )
 # Options under which a method is checked beside its default ones.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "apet": [{"features": "tower", "own": 0.5}],
+    "pact": [{"cutoff": 0.3}],
     "dart": [{"pivot_text": 0}, {"exact": False}, {"pivot_image": 1, "pivot_text": 9}],
     "fastv": [{"query": "all"}],
     "vscan": [{"stage2": False}, {"merge": False}, {"local": 0.0, "window": 2}],

@@ -38,7 +38,6 @@ def plan(*methods: str, **more: Any) -> BenchPlan:
 
 
 def test_limit_counts_questions_and_images_counts_images(tmp_path: Path) -> None:
-    """On the shipped images and on drawn sets."""
 
     def questions(*arguments: object) -> int:
         out = tmp_path / "records.jsonl"

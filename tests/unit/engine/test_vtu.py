@@ -15,11 +15,12 @@ import tokenprune
 from merging_models import SUPPORTED, image_arguments
 from merging_towers import FORMS, Merging, exact_attention, naive_decoder, rotary_scores, rotate
 from oracle import close, generate_logits
-from tests.unit.tower.test_encoder import expected_sources, with_features
+from tests.unit.tower.test_encoder import expected_sources
 from tokenprune.integrations.hf.attention.virtual_unmerging import Unmerged
 from tokenprune.integrations.hf.forward.token_state import Layout
 from tokenprune.integrations.shared.attachment import get_attachment
 from tokenprune.selection.method import Selection
+from tower_features import as_encoded
 from turns import longer, words
 from zoo import FAMILIES, HEAD_DIM, TEXT, Family
 
@@ -184,7 +185,7 @@ def test_before_the_average_attention_is_that_of_the_full_prompt(family: Family,
         with tokenprune.patched(model, Merging(), keep=0.5):
             model(**inputs)
             output = model.model.get_image_features(**image_arguments(inputs))
-        with with_features(model, output):
+        with as_encoded(model, {"image": output}):
             model(**inputs)
     real = inputs["attention_mask"].bool()
     close(seen[0][real], seen[1][real])
