@@ -15,7 +15,7 @@ import tokenprune
 from each import each
 from guard_drawings import measured, page, planes, scene
 from guard_questions import FRESH, KNOWN, TRIED
-from tests.unit.docs.test_site import tool
+from tests.unit.docs.test_docs import generator
 from tokenprune import Guard, OptionError
 from tokenprune.integrations.hf.guard import pixels as guard_pixels
 from tokenprune.integrations.hf.guard.floors import Floors, load_floors
@@ -29,7 +29,7 @@ from tokenprune_demo.heldout import load_heldout
 
 
 def test_the_table_is_what_the_script_makes_of_the_records() -> None:
-    script = tool("guard")
+    script = generator("guard")
     made = script.table(script.records())
     assert script.TABLE.read_text(encoding="utf-8") == script.written(made)
     text = script.PAGE.read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def test_the_table_is_what_the_script_makes_of_the_records() -> None:
 
 def test_floors_hold_what_they_promise() -> None:
     """By the raw counts: at the floor, and above it, no kind of question lost more than ten of a hundred."""
-    script, table = tool("guard"), load_floors()
+    script, table = generator("guard"), load_floors()
     raised = 0
     for name, judged in script.JUDGED.items():
         records = [one for one in read_records(script.RESULTS / name) if one["record"] == "result"]
@@ -57,7 +57,7 @@ def test_floors_hold_what_they_promise() -> None:
 
 
 def test_a_floor_is_that_of_the_stricter_model() -> None:
-    script, table = tool("guard"), load_floors()
+    script, table = generator("guard"), load_floors()
     alone = {one.model: Floors(script.table([one])) for one in script.records()}
     assert set(alone) == {"demo_vlm", "demo_smol"}
     for method in ("divprune", "dart", "fastv", "pool", "vscan"):
@@ -71,7 +71,7 @@ def test_a_floor_is_that_of_the_stricter_model() -> None:
 
 
 def test_a_method_that_was_not_measured_has_the_median() -> None:
-    script = tool("guard")
+    script = generator("guard")
     measured = [name for name in tokenprune.available_methods() if load_floors().get_loss(name, "text", 0.5)]
     for kind in KINDS:
         floors = sorted(load_floors().get_floor(name, kind) for name in measured)
@@ -99,7 +99,7 @@ def test_kinds_of_prompts() -> None:
     assert min(rates(TRIED)) > 0.95
     precision, recall = rates(FRESH)
     assert precision == 1.0 and 0.80 < recall < 0.85
-    judged = {one: kind for kind, kinds in tool("guard").JUDGED["bench.jsonl"].items() for one in kinds}
+    judged = {one: kind for kind, kinds in generator("guard").JUDGED["bench.jsonl"].items() for one in kinds}
     for example in load_heldout():
         assert KindReader().kinds(example.question) == ((judged[example.kind],) if example.kind in judged else ())
 
