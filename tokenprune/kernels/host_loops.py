@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops of greedy selections on the CPU, in NumPy.
+"""Loops and index computations of selections on the CPU, in NumPy.
 
-A step of such a loop makes a few small operations, and a call of NumPy takes a fraction of the time of a call of
+They consist of many small operations, and a call of NumPy takes a fraction of the time of a call of
 PyTorch. Elementwise operations have equal results in both. Matrix products and sums, whose rounding depends on their
 order, are PyTorch's. The arrays share memory with tensors.
 """
@@ -167,3 +167,56 @@ def pick_covering(coverage: HostCoverage, bar: Tensor, factor: Tensor | None, nu
         if step + 1 < num_picks:
             coverage.take(pick.tolist())
     return torch.from_numpy(taken)
+
+
+def take_in_turn(score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+    """Let pickers in turn select tokens. See `take.take_in_turn`.
+
+    Args:
+        score: Scores without NaN, float32 `[S, P, N]`.
+        mask: Candidates, bool `[S, N]`.
+        count: Number of tokens of each picker, long `[S, P]`.
+
+    Returns:
+        Selected tokens, bool `[S, N]`.
+    """
+    least, available, counts = -score.numpy(), mask.numpy(), count.tolist()
+    left = available.copy()
+    for segment, numbers in enumerate(counts):
+        row = left[segment]
+        for turn, num_tokens in enumerate(numbers):
+            # NaN sorts last, so that -inf is a valid score.
+            order = np.where(row, least[segment, turn], np.float32(np.nan)).argsort(kind="stable")
+            row[order[: max(0, num_tokens)]] = False
+    return torch.from_numpy(available ^ left)
+
+
+def find_destinations(
+    assign: Tensor, mask: Tensor, output_index: Tensor, weight: Tensor | None, num_outputs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do as `join.destinations` on the CPU."""
+    index, outputs = assign.numpy(), output_index.numpy()
+    weights = np.ones(outputs.shape, dtype=np.float32) if weight is None else weight.detach().float().numpy()
+    absorbed = mask.numpy() & (index >= 0)
+    itself = absorbed & (index == np.arange(outputs.shape[1]))
+    own_weight = np.zeros(num_outputs, dtype=np.float32)
+    own_weight[outputs[itself]] = weights[itself]
+    joined = np.take_along_axis(outputs, np.maximum(index, 0), axis=1)
+    target = np.where(absorbed & ~itself, joined, num_outputs)
+    return tuple(torch.from_numpy(array.reshape(-1)) for array in (own_weight, target, weights))  # type: ignore[return-value]
+
+
+def order_sources(source: Tensor, target: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Order sources by their target. See `join.join`.
+
+    Returns:
+        The order and the sources in this order, both `[r]`; the number of the target of each source, `[r]`; and the
+        target of each number, `[r]`, `count` for unused numbers. All long.
+    """
+    targets = target.numpy()
+    order = targets.argsort(kind="stable")
+    targets = targets[order]
+    slot = np.concatenate([np.zeros(1, dtype=np.int64), (np.diff(targets) != 0).cumsum()])[: len(targets)]
+    row = np.full_like(targets, count)
+    row[slot] = targets
+    return tuple(map(torch.from_numpy, (order, source.numpy()[order], slot, row)))  # type: ignore[return-value]
