@@ -93,6 +93,7 @@ class Coverage:
 
     def __init__(self, parts: Sequence[Relation], start: float = 0.0) -> None:
         self._parts, (segments, _, count), device = parts, parts[0].shape, parts[0].device
+        self.on_host: HostCoverage | None = None
         for part in parts:
             if part.fits_in_memory:
                 part.table  # noqa: B018 (builds the table, which later reads use)
@@ -111,7 +112,6 @@ class Coverage:
                     best = torch.maximum(part.rows(segment, index), before.unsqueeze(1))
                     self._gain[segment] += best.sum(0, dtype=torch.float64) - before.sum(dtype=torch.float64)
         self._least = self._gain * _NEGLIGIBLE
-        self.on_host: HostCoverage | None = None
         if device.type == "cpu":
             from tokenprune.kernels.host_loops import HostCoverage
 

@@ -2,8 +2,8 @@
 """Loops and index computations of selections on the CPU, in NumPy.
 
 They consist of many small operations, and a call of NumPy takes a fraction of the time of a call of
-PyTorch. Elementwise operations have equal results in both. Matrix products and sums, whose rounding depends on their
-order, are PyTorch's. The arrays share memory with tensors.
+PyTorch. Additions, products, quotients and comparisons have equal results in both. Matrix products,
+sums and roots, whose rounding differs, are PyTorch's. The arrays share memory with tensors.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class _Rows:
     def get(self, segment: int, pick: int, score: np.ndarray) -> np.ndarray:
         """Return the row of a pick, float32 `[N]`. `score` is `[N]`: the likeliest next picks are computed too."""
         if pick not in self._held[segment]:
-            count = min(MIN_ROWS, len(score)) - 1
-            likely = np.argpartition(score, -count)[-count:] if count else score[:0].astype(np.int64)
+            likely = torch.from_numpy(score).topk(min(MIN_ROWS, len(score)) - 1).indices.numpy()
             index = np.concatenate([[pick], likely])
             rows = self._products.rows(segment, torch.from_numpy(index)).detach().numpy()
             self._held[segment] = dict(zip(index.tolist(), rows, strict=True))
@@ -90,10 +89,13 @@ def pick_independent(
             continue  # rows of dependent tokens are 0
         row = np.stack([products_of.get(segment, index, score[segment]) for segment, index in enumerate(pick.tolist())])
         if step:
-            earlier = torch.from_numpy(factors[rows, :step, pick][:, None])
+            # Memory of PyTorch: BLAS rounds products of other alignments differently.
+            earlier = factor.new_empty(len(factor), 1, step)
+            earlier.numpy()[:, 0] = factors[rows, :step, pick]
             torch.bmm(earlier, factor[:, :step], out=product)
             row -= explained
-        row /= np.sqrt(np.maximum(left[rows, pick] + np.float32(ridge), tiny))[:, None]
+        variance = np.maximum(left[rows, pick] + np.float32(ridge), tiny)[:, None]
+        row /= torch.from_numpy(variance).sqrt_().numpy()  # PyTorch's root is not always the nearest float
         row[~has_new] = 0
         factors[:, step] = row
         left = np.maximum(left - np.square(row), 0)
@@ -220,3 +222,22 @@ def order_sources(source: Tensor, target: Tensor, count: int) -> tuple[Tensor, T
     row = np.full_like(targets, count)
     row[slot] = targets
     return tuple(map(torch.from_numpy, (order, source.numpy()[order], slot, row)))  # type: ignore[return-value]
+
+
+def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
+    """Do as `take.rank_in_group` on the CPU."""
+    groups, columns = group.numpy(), []
+    for key in keys:
+        values = (key.float() if key.dtype == torch.bfloat16 else key).detach().numpy()
+        if values.dtype.kind == "f":
+            has_value = ~np.isnan(values)
+            columns += [has_value, np.where(has_value, -values, 0)]  # NaN is largest
+        else:
+            columns.append(~values)  # the largest first, without overflow
+    order = np.lexsort((*columns[::-1], groups), axis=-1)
+    in_order, index = np.take_along_axis(groups, order, axis=1), np.arange(groups.shape[1])
+    is_first = np.concatenate([np.ones_like(in_order[:, :1], dtype=bool), np.diff(in_order, axis=1) != 0], axis=1)
+    start = np.maximum.accumulate(np.where(is_first[:, : len(index)], index, 0), axis=1)
+    ranks = np.empty(groups.shape, dtype=np.int64)
+    np.put_along_axis(ranks, order, index - start, axis=1)
+    return torch.from_numpy(ranks)

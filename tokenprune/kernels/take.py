@@ -105,6 +105,10 @@ def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
         >>> rank_in_group(torch.tensor([[0, 0, 1]]), torch.tensor([[0.1, 0.2, 0.3]])).tolist()
         [[1, 0, 0]]
     """
+    if group.device.type == "cpu":
+        from tokenprune.kernels import host_loops
+
+        return host_loops.rank_in_group(group, *keys)
     order = torch.arange(group.shape[1], device=group.device).expand_as(group)
     for key in reversed(keys):
         order = order.gather(1, key.gather(1, order).argsort(dim=1, descending=True, stable=True))
