@@ -189,7 +189,7 @@ def take_in_turn(score: Tensor, mask: Tensor, count: Tensor) -> Tensor:
         for turn, num_tokens in enumerate(numbers):
             # NaN sorts last, so that -inf is a valid score.
             order = np.where(row, least[segment, turn], np.float32(np.nan)).argsort(kind="stable")
-            row[order[: max(0, num_tokens)]] = False
+            row[order[: max(0, int(num_tokens))]] = False
     return torch.from_numpy(available ^ left)
 
 
