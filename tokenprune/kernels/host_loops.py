@@ -158,7 +158,8 @@ def pick_covering(coverage: HostCoverage, bar: Tensor, factor: Tensor | None, nu
     Returns:
         Selected candidates in order, long `[S, num_picks]`.
     """
-    bars, factors = bar.numpy(), None
+    bars = bar.numpy()
+    factors: np.ndarray | None = None
     if factor is not None:
         factors = (factor if factor.dtype == torch.float64 else factor.float()).detach().numpy()
     rows, taken = np.arange(len(bars)), np.zeros((len(bars), num_picks), dtype=np.int64)
@@ -226,7 +227,8 @@ def order_sources(source: Tensor, target: Tensor, count: int) -> tuple[Tensor, T
 
 def rank_in_group(group: Tensor, *keys: Tensor) -> Tensor:
     """Do as `take.rank_in_group` on the CPU."""
-    groups, columns = group.numpy(), []
+    groups = group.numpy()
+    columns: list[np.ndarray] = []
     for key in keys:
         values = (key.float() if key.dtype == torch.bfloat16 else key).detach().numpy()
         if values.dtype.kind == "f":
