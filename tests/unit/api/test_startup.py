@@ -167,7 +167,7 @@ ASIDE = (
     "tokenprune.integrations.hf.attention.",
     "tokenprune.integrations.hf.drafting",
     "tokenprune.integrations.hf.feature_cache.part",
-    "tokenprune.integrations.hf.graphs.prefill",
+    "tokenprune.integrations.hf.graphs.decoder",
     "tokenprune.integrations.hf.pixels",
     "tokenprune.integrations.hf.sessions",
     "tokenprune.integrations.vllm.gateway",

@@ -385,6 +385,9 @@ def test_graphs_beside_eager(script: Any, tmp_path: Path) -> None:
     given = ["--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", "prefill divprune", "prefill none"]
     assert module.main(given) == 0
     none, divprune = rows_of(tmp_path, "i_graphs")
+    assert module.main([*given[:-2], "64 tokens divprune", "auto divprune"]) == 0
+    for row in rows_of(tmp_path, "i_graphs")[2:]:
+        assert (row["step_hits"] > 0 and row["why_not"] == "") or "auto" in row["what"]
     for row in (none, divprune):
         assert row["hits"] == 3 and row["why_not"] == "" and row["gap"] < 1e-5 and row["graphs_bytes"] > 0
         assert row["times"] == pytest.approx(row["eager_ms"] / row["graphs_ms"])
@@ -467,7 +470,7 @@ def test_plan_and_rehearsal_are_of_these_files(script: Any) -> None:
     plan, rehearsal = (KIT / f"{name}.md" for name in ("plan", "rehearsal"))
     assert {name: float(n) for name, n in re.findall(r"\| `(\w+)` \| ([\d.]+) \|", plan.read_text())} == run.MINUTES
     steps = re.findall(r"^\| [^|]+ \| ([\d.]+) \| (.*) \|$", plan.read_text().partition("| file |")[0], re.M)
-    assert sum(float(minutes) for minutes, _ in steps) == pytest.approx(30)
+    assert sum(float(minutes) for minutes, _ in steps) == pytest.approx(45)
     seen = set()
     for minutes, what in steps:
         if named := re.search(r"run.py ([\w ]+?) --", what):
