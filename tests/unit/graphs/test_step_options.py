@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 import tokenprune
+from cached_runs import lossless
 from graphed_answers import STEPS, counts, generate, get_part, same
-from lossless_cache import lossless
 from oracle import close
 from tokenprune import OptionError
 from tokenprune.integrations.hf.cache.reduced_cache import Reduced
