@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 
 import rows
 from guard import LIMIT
+from tables import format_keeps, format_table
 
 from tokenprune.integrations.hf.guard.floors import load_floors
 from tokenprune_demo.drawn_documents import TEXT_KINDS
@@ -34,13 +35,13 @@ def pages() -> str:
         shares = [_share(right_by_setting[name, keep]) for keep in keeps if (name, keep) in right_by_setting]
         return -len(shares), -fmean(shares)
 
-    lines = [f"| method | {' | '.join(f'keep {keep:g}' for keep in keeps)} |", "|---" * (1 + len(keeps)) + "|"]
+    lines = []
     for name in sorted({name for name, _ in right_by_setting}, key=order):
         cells = []
         for keep in keeps:
             right = right_by_setting.get((name, keep))
             cells.append("" if right is None else f"{_cell(right, text)} {_beside(unpatched, right, size)}")
-        lines.append(f"| {_named(name)} | {' | '.join(cells)} |")
+        lines.append([_named(name), *cells])
     kept_shares = {record["keep"]: record.get("left", 1) for record in records if record.get("method") == "pixelprune"}
     lower = [keep for keep in keeps if kept_shares.get(keep, 1) < keep - 0.005]
     fewer = ", ".join(f"{100 * kept_shares[keep]:.0f} % at keep={keep:g}" for keep in lower)
@@ -55,7 +56,7 @@ def pages() -> str:
         f"[the guard's floor](docs/guides/guard.md): {', '.join(lost) or 'none'}. "
         f"By `python benchmarks/experiments/pages.py`; [raw data]({FILE.relative_to(ROOT)})."
     )
-    return "\n".join([about, "", *lines])
+    return f"{about}\n\n{format_table(['method', *format_keeps(keeps)], lines)}"
 
 
 def _below_floors(kinds: list[str], unpatched: str, right_by_setting: dict[tuple[str, float], str]) -> list[str]:

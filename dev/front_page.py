@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "benchmarks" / "experiments")]
 import gpu_page  # noqa: E402
 import rows  # noqa: E402
+from tables import format_table  # noqa: E402
 
 from tokenprune_bench.plan import BASELINES  # noqa: E402
 from tokenprune_bench.recommend import advice  # noqa: E402
@@ -49,7 +50,7 @@ def speed_and_accuracy() -> str:
     name, unpatched, ratio = _model(results), results.baseline, row.timing["ttft_ratio"]["p50"]
     return (
         f"On `{name}`, {ABOUT[name].partition(',')[0]}, `{row.method}` with {100 * row.keep:.0f} % of the visual "
-        f"tokens reduces the time to the first token {1 / ratio:.2f}x ({_threads(record)}, vision tower included) and "
+        f"tokens reaches the first token {1 / ratio:.2f}x faster ({_threads(record)}, vision tower included) and "
         f"answers {100 * row.overall.value:.1f} % of {unpatched.questions} held-out questions correctly, against "
         f"{100 * unpatched.overall.value:.1f} % with all tokens."
     )
@@ -67,10 +68,9 @@ def headline(up: str = "") -> str:
     """
     results, timed = measured()
     header = ("setting", "visual tokens", "correct answers", "time to first token", "KV cache", "peak memory")
-    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
     baseline = results.baseline
     unpatched = next(record for record in read_records(HEADLINE) if record.get("method") == UNPATCHED)
-    lines.append(_line("all tokens", baseline, unpatched, f"{results.unpatched_ms():.0f} ms"))
+    lines = [_line("all tokens", baseline, unpatched, f"{results.unpatched_ms():.0f} ms")]
     lines += [
         _line(f"`{row.method}` {row.keep:g}", row, record, f"{1 / row.ttft_ratio:.2f}x faster")
         for row, record in timed
@@ -85,27 +85,24 @@ def headline(up: str = "") -> str:
         f"[Limits of these numbers]({up}docs/results/trust.md); "
         f"[raw data]({up}{HEADLINE.relative_to(ROOT).as_posix()})."
     )
-    return "\n\n".join(["\n".join(lines), note, gpu_page.short(up)])
+    return "\n\n".join([format_table(header, lines, left=1), note, gpu_page.short(up)])
 
 
-def _line(title: str, row: Row, record: dict[str, Any], time: str) -> str:
+def _line(title: str, row: Row, record: dict[str, Any], time: str) -> list[str]:
     share, kv = row.overall, row.stats["kv_bytes"] / row.questions / 2**20
     right = f"{100 * share.value:.1f} % [{100 * share.low:.0f}–{100 * share.high:.0f}]"
-    cells = (
+    return [
         title,
         f"{row.tokens_average:.0f}",
         right,
         time,
         f"{kv:.1f} MiB",
         f"{record['peak_bytes'] / 2**20:.0f} MiB",
-    )
-    return "| " + " | ".join(cells) + " |"
+    ]
 
 
 def choice() -> str:
     """Return the advice for the five most common situations as a table."""
-    lines = ["| you have | take |", "|---|---|"]
-    known = advice.load_advice()
-    for item in (known[name] for name in COMMON):
-        lines.append(f"| {item.title} | [`{item.method}`](docs/methods/{item.method}.md), `keep={item.keep!r}` |")
-    return "\n".join(lines)
+    rows = (advice.load_advice()[name] for name in COMMON)
+    lines = [[row.title, f"[`{row.method}`](docs/methods/{row.method}.md), `keep={row.keep!r}`"] for row in rows]
+    return format_table(["you have", "take"], lines)

@@ -67,6 +67,8 @@ MADE: dict[str, Callable[[], str]] = {
     "house": lambda: house.table(house.in_numbers()),
 }
 MARKER = re.compile(r"^<!-- made: ([\w-]+) -->$", re.MULTILINE)
+INLINE_CODE = re.compile(r"<code>[^<\n]*--[^<\n]*</code>")
+OPTION = re.compile(r"--[a-z][\w-]{0,24}")
 FIGURE = "images/sites-methods.svg"  # of the index of methods
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:)([^)#\s]+)")
 
@@ -101,9 +103,15 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         lambda match: os.path.relpath(uri_of(targets[match[1]]), folder) if match[1] in targets else match[1], markdown
     )
     if name:
-        options = "{show_root_heading: false, show_root_toc_entry: false, heading_level: 3}"
+        options = "{show_root_heading: false, show_root_toc_entry: false, heading_level: 3, "
+        options += "show_docstring_parameters: false}"  # `docs.head` lists them
         markdown += f"\n\n## Reference\n\n::: {module_of(name)}\n    options: {options}\n"
     return fold.folded(markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark options in inline code, so that no line breaks after their dashes."""
+    return INLINE_CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
 
 
 def with_news(changelog: str) -> str:

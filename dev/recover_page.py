@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+import rows
+from tables import format_share, format_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results/recover.jsonl"
@@ -15,31 +17,29 @@ PRUNED, CONTROL = "pruning", "nothing"  # training conditions of benchmarks/expe
 
 def recover() -> str:
     """Return accuracy before and after training under pruning, with intervals of the paired differences."""
-    header, *records = (json.loads(line) for line in RESULTS.read_text().splitlines())
+    header, records = rows.read(RESULTS)
     tuned = {record["under"]: record for record in records if record["record"] == "tuned"}
     results = {
         (record["tuned"], record["method"], record["keep"]): record
         for record in records
         if record["record"] == "result"
     }
-    lines = [
-        "| answered with | before | trained with pruning | gain | trained without (control) | gain "
-        "| gain over the control |",
-        "|---" * 7 + "|",
-    ]
+    titles = ["answered with", "before", "trained with pruning", "gain", "trained without (control)", "gain"]
+    titles.append("gain over the control")
+    lines = []
     for method, keep in [setting[1:] for setting in results if setting[0] is None]:
         shipped, ours, control = (results[name, method, keep]["right"] for name in (None, PRUNED, CONTROL))
         tokens = f"{results[None, method, keep]['tokens']:.0f} tokens"
         name = f"all {tokens}" if method == CONTROL else f"`{method}`, keep {keep:g} ({tokens})"
         cells = [_share(shipped), _share(ours), _gain(ours, shipped), _share(control), _gain(control, shipped)]
-        lines.append(f"| {' | '.join([name, *cells, _gain(ours, control)])} |")
-    kinds = _kinds(header["kinds"], results)
-    return "\n\n".join([_setting(header, tuned), "\n".join(lines), kinds, _source(RESULTS)])
+        lines.append([name, *cells, _gain(ours, control)])
+    tables = [format_table(titles, lines), _kinds(header["kinds"], results)]
+    return "\n\n".join([_setting(header, tuned), *tables, _source(RESULTS)])
 
 
 def sft() -> str:
     """Return accuracy before and after supervised fine-tuning with TRL, with intervals of the paired differences."""
-    header, *records = (json.loads(line) for line in SFT.read_text().splitlines())
+    header, records = rows.read(SFT)
     (tuned,) = (record for record in records if record["record"] == "tuned")
     results = {
         (record["tuned"], record["method"], record["keep"]): record
@@ -50,13 +50,13 @@ def sft() -> str:
         f"{_name(header)}, {tuned['steps']} steps of {tuned['batch']} lessons, LoRA of rank {header['rank']} on the "
         f"decoder, learning rate {tuned['rate']:g}. Correct answers in %, of {header['questions']} held-out questions."
     )
-    lines = ["| answered with | before | after | gain |", "|---|---|---|---|"]
+    lines = []
     for name, method, keep in results:
         if name is None and ("sft", method, keep) in results:
             before, after = results[None, method, keep], results["sft", method, keep]["right"]
             cells = [_share(before["right"]), _share(after), _gain(after, before["right"])]
-            lines.append(f"| `{method}`, keep {keep:g} ({before['tokens']:.0f} tokens) | {' | '.join(cells)} |")
-    return "\n\n".join([said, "\n".join(lines), _source(SFT)])
+            lines.append([f"`{method}`, keep {keep:g} ({before['tokens']:.0f} tokens)", *cells])
+    return "\n\n".join([said, format_table(["answered with", "before", "after", "gain"], lines), _source(SFT)])
 
 
 def _name(header: dict[str, Any]) -> str:
@@ -92,18 +92,18 @@ def _kinds(kinds: list[str], results: dict[Any, dict[str, Any]]) -> str:
             None,
         )
 
-    lines = ["| gain by kind of question | trained with pruning | without (control) |", "|---|---|---|"]
+    lines = []
     for kind in dict.fromkeys(kinds):
         gains = [compare_paired(answers(tuned, kind), answers(None, kind)) for tuned in (PRUNED, CONTROL)]
-        lines.append(f"| `{kind}` | {' | '.join(map(_interval, gains))} |")
-    return "\n".join(lines)
+        lines.append([f"`{kind}`", *map(_interval, gains)])
+    return format_table(["gain by kind of question", "trained with pruning", "without (control)"], lines)
 
 
 def _share(right: str) -> str:
     from tokenprune_bench.significance import wilson
 
     low, high = wilson(right.count("1"), len(right))
-    return f"{100 * right.count('1') / len(right):.1f} [{100 * low:.0f}–{100 * high:.0f}]"
+    return f"{format_share(right)} [{100 * low:.0f}–{100 * high:.0f}]"
 
 
 def _gain(ours: str, theirs: str) -> str:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+
+import rows
+from tables import format_share, format_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -29,7 +31,7 @@ def gain() -> str:
 
 
 def _of(model: str, path: Path) -> str:
-    header, *records = (json.loads(line) for line in path.read_text().splitlines())
+    header, records = rows.read(path)
     by_setting: Answers = {(record["chooser"], record["keep"], record["way"]): record for record in records}
     sets, unpatched = header["questions"], by_setting["", 1.0, "unpatched"]
     pairs = {
@@ -38,23 +40,24 @@ def _of(model: str, path: Path) -> str:
     choosers = list(dict.fromkeys(chooser for chooser, *_ in by_setting if chooser))
     keeps = sorted({keep for _, keep in pairs}, reverse=True)
 
-    def row(title: str, names: list[str], set_names: list[str]) -> str:
-        cells = (
-            _cell(by_setting, [chooser for chooser in names if (chooser, keep) in pairs], keep, set_names)
-            for keep in keeps
-        )
-        return f"| {title} | {' | '.join(cells)} |"
+    def row(title: str, names: list[str], set_names: list[str]) -> list[str]:
+        return [
+            title,
+            *(
+                _cell(by_setting, [chooser for chooser in names if (chooser, keep) in pairs], keep, set_names)
+                for keep in keeps
+            ),
+        ]
 
     comparing = [chooser for chooser in choosers if chooser not in BASELINES]
     asked = ", ".join(
-        f"{count} about {set_name} (unpatched {_share(unpatched[set_name])} %)" for set_name, count in sets.items()
+        f"{count} about {set_name} (unpatched {format_share(unpatched[set_name])} %)"
+        for set_name, count in sets.items()
     )
-    return "\n".join([
-        f"{model}, [questions](../../benchmarks/results/{path.name}): {asked}.", "",
-        f"| chooser | {' | '.join(f'{keep:g}' for keep in keeps)} |", "|---" + "|---:" * len(keeps) + "|",
-        *(row(f"`{chooser}`", [chooser], list(sets)) for chooser in choosers if chooser in SHOWN),
-        *(row(f"mean of {len(comparing)} methods: {set_name}", comparing, [set_name]) for set_name in sets),
-    ])  # fmt: skip
+    lines = [row(f"`{chooser}`", [chooser], list(sets)) for chooser in choosers if chooser in SHOWN]
+    lines += [row(f"mean of {len(comparing)} methods: {set_name}", comparing, [set_name]) for set_name in sets]
+    table = format_table(["chooser", *(f"{keep:g}" for keep in keeps)], lines, left=1)
+    return f"{model}, [questions](../../benchmarks/results/{path.name}): {asked}.\n\n{table}"
 
 
 def _cell(by_setting: Answers, choosers: list[str], keep: float, sets: list[str]) -> str:
@@ -74,7 +77,3 @@ def _cell(by_setting: Answers, choosers: list[str], keep: float, sets: list[str]
         sure = abs(mean) > SURE * stdev(more) / sqrt(len(more))
         points.append(f"**{mean:+.1f}**" if sure else f"{mean:+.1f}")
     return f"{fmean(plain):.1f}; {'; '.join(points)}"
-
-
-def _share(right: str) -> str:
-    return f"{100 * right.count('1') / len(right):.1f}"

@@ -10,6 +10,7 @@ import numpy as np
 from accuracy_pages import RESULTS, link
 from all_methods import PUBLISHED, results_file
 from rank_agreement import agreement, answers, images_of, published_scores
+from tables import format_table
 
 from tokenprune_bench.results import Row, read_records
 from tokenprune_demo.heldout import SMOL, load_heldout
@@ -24,12 +25,12 @@ def kinds() -> str:
     results, timed = front_page.measured()
     rows = [results.baseline, *(row for row, _ in timed)]
     names = ["all tokens", *(f"`{row.method}` {row.keep:g}" for row in rows[1:])]
-    lines = ["| kind | questions | " + " | ".join(names) + " |", "|---|---:" + "|---:" * len(names) + "|"]
-    for kind in results.kinds:
-        asked = results.header["kind_of_question"].count(str(results.kinds.index(kind)))
-        lines.append(f"| {kind} | {asked} | " + " | ".join(_share(row, kind) for row in rows) + " |")
+    lines = []
+    for index, kind in enumerate(results.kinds):
+        asked = results.header["kind_of_question"].count(str(index))
+        lines.append([kind, str(asked), *(_share(row, kind) for row in rows)])
     note = f"Raw data: {link(front_page.HEADLINE, '../')}."
-    return "\n\n".join(["\n".join(lines), note])
+    return f"{format_table(['kind', 'questions', *names], lines, left=1)}\n\n{note}"
 
 
 def _share(row: Row, kind: str) -> str:

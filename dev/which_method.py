@@ -5,6 +5,8 @@ dev/readme.py writes them from the table of advice and its evidence."""
 
 from __future__ import annotations
 
+from tables import format_table
+
 from tokenprune_bench.recommend import advice
 from tokenprune_bench.recommend.advice import Advice, Evidence
 
@@ -19,32 +21,25 @@ def tables(up: str = UP) -> str:
     known = advice.load_advice()
     by_question = [known[name] for name in ASKED]
     by_place = [row for name, row in known.items() if name not in ASKED]
-    return "\n\n".join(
-        [
-            "### By question",
-            _table("you ask about", by_question, up),
-            "### By where it runs",
-            _table("you have", by_place, up),
-        ]
-    )
+    parts = {"question": ("you ask about", by_question), "where it runs": ("you have", by_place)}
+    return "\n\n".join(f"### By {title}\n\n{_table(*part, up)}" for title, part in parts.items())
 
 
 def _table(title: str, rows: list[Advice], up: str) -> str:
-    lines = [f"| {title} | take | why | `--task` |", "|---" * 4 + "|"]
+    lines = []
     for row in rows:
         call = f"[`{row.method}`]({up}docs/methods/{row.method}.md), `keep={row.keep!r}`"
         call += f", `{row.more}`" if row.more else ""
         why = f"{row.reason} ([more]({up}{row.reason_page}))"
-        lines.append(f"| {row.title} | {call} | {why} | `{row.situation}` |")
-    return "\n".join(lines)
+        lines.append([row.title, call, why, f"`{row.situation}`"])
+    return format_table([title, "take", "why", "`--task`"], lines)
 
 
 def served() -> str:
     """Return the advice for a vLLM server as a table."""
-    lines = ["| you serve | take |", "|---|---|"]
-    for row in (advice.load_advice()[name] for name in SERVED):
-        lines.append(f"| {row.title} | [`{row.method}`](methods/{row.method}.md), `keep={row.keep!r}` |")
-    return "\n".join(lines)
+    rows = (advice.load_advice()[name] for name in SERVED)
+    lines = [[row.title, f"[`{row.method}`](methods/{row.method}.md), `keep={row.keep!r}`"] for row in rows]
+    return format_table(["you serve", "take"], lines)
 
 
 def pieces() -> str:

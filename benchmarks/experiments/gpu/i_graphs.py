@@ -6,8 +6,9 @@ images. Eager and graph runs take turns. The length limits are the defaults, so 
 replayed (see the raw file). "first replay" is the call that captures, after one that records the layers. "gap" is the
 difference between the logits of both, relative to their norm. "GPU busy" is the kernel time of the eager run in the
 profiler. 64 tokens: `generate` from pixels on, with a dynamic cache, with `cache_implementation="static"` (whose steps
-transformers compiles on a GPU), with graphs, and with both. `none` is the unpatched model, with graphs by
-`tokenprune.graphs.graphed`.
+transformers compiles on a GPU), with graphs of prefill and steps, and with both. Its "first replay" is the sum of the
+first two answers, which record groups and capture graphs. "auto": the first four answers with `graphs="auto"`, and the
+peak memory with and without graphs. `none` is the unpatched model, with graphs by `tokenprune.graphs.graphed`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from prefills import NONE, model_of
 import tokenprune
 from tokenprune.integrations.hf.families import get_adapter
 from tokenprune.integrations.hf.graphs import Graphs
-from tokenprune.integrations.hf.graphs.prefill import GraphedPrefill, graphed_prefill
+from tokenprune.integrations.hf.graphs.decoder import GraphedDecoder, build_graphed_decoder
 from tokenprune.integrations.shared.attachment import get_attachment
 
 METHODS = ("random", "divprune", "visionzip", "cdpruner", "fastv", "dart")
@@ -51,14 +52,14 @@ class Ways:
         self.about = {"method": name, "batch": batch, "visual": visual, "keep": keep}
 
     @contextmanager
-    def patched(self, graphs: bool | Graphs) -> Iterator[GraphedPrefill | None]:
+    def patched(self, graphs: bool | str | Graphs) -> Iterator[GraphedDecoder | None]:
         """Patch the model and yield the part that replays its prefill."""
         if self.name != NONE:
             with tokenprune.patched(self.model, self.name, guard="off", graphs=graphs, **self.setting):
                 parts = get_attachment(self.model).engine.parts
-                yield next((part for part in parts if isinstance(part, GraphedPrefill)), None)
+                yield next((part for part in parts if isinstance(part, GraphedDecoder)), None)
             return
-        parts = graphed_prefill(get_adapter(self.model), graphs)
+        parts = build_graphed_decoder(get_adapter(self.model), graphs)
         for part in parts:
             part.attach()
         try:
@@ -115,11 +116,31 @@ def of_answer(sheet: Sheet, clocks: Clocks, model: Any, *which: Any) -> dict[str
     milliseconds: dict[bool, list[float]] = {}
     for graphs in (False, True):
         with ways.patched(graphs) as part:
-            ways.answer()
-            ways.answer()
+            first = 1000 * (clocks.clock(ways.answer)[0] + clocks.clock(ways.answer)[0])
             milliseconds[graphs] = ways.times(ways.answer)
             counts = counted(part) if part is not None else {}
-    return ways.about | counts | compared(milliseconds[False], milliseconds[True]) | {"what": what(ways)}
+    return (
+        ways.about
+        | counts
+        | compared(milliseconds[False], milliseconds[True])
+        | {"what": what(ways), "first_ms": first}
+    )
+
+
+def of_auto(sheet: Sheet, clocks: Clocks, model: Any, *which: Any) -> dict[str, Any]:
+    """Return the row of the first answers with `graphs="auto"`, and of peak memory."""
+    ways, peaks = Ways(sheet, model, *which), {}
+    milliseconds: list[float] = []
+    for graphs in (False, "auto"):
+        sheet.free()
+        if sheet.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        with ways.patched(graphs) as part:
+            milliseconds = [1000 * clocks.clock(ways.answer)[0] for _ in range(4)]
+            counts = counted(part) if part is not None else {}
+        peaks[graphs] = torch.cuda.max_memory_allocated() if sheet.device.type == "cuda" else 0
+    about = {"what": f"{what(ways)}, auto", "answers_ms": milliseconds, "graphs_ms": milliseconds[-1]}
+    return ways.about | counts | about | {"peak_bytes": peaks["auto"], "eager_peak_bytes": peaks[False]}
 
 
 def of_static(graphs: bool, sheet: Sheet, clocks: Clocks, model: Any, *which: Any) -> dict[str, Any]:
@@ -142,12 +163,16 @@ def what(ways: Ways) -> str:
     return f"{4 if ways.sheet.tiny else ANSWER} tokens"
 
 
-def counted(part: GraphedPrefill) -> dict[str, Any]:
+def counted(part: GraphedDecoder) -> dict[str, Any]:
     """Return the counts of the graphs: hits, reasons for misses except the first call, and bytes."""
     stats = SimpleNamespace()
     part.add_stats(stats)  # type: ignore[arg-type]  # the unpatched model lacks other statistics
-    misses = [reason for reason in stats.graphs.misses if not reason.startswith("the first prompt")]
-    return {"hits": stats.graphs.hits, "why_not": "; ".join(misses), "graphs_bytes": stats.graphs.bytes}
+    reasons = [*stats.graphs.misses, *stats.graphs.step_misses]
+    misses = [reason for reason in reasons if not reason.startswith(("the first prompt", "the first step"))]
+    return {
+        "hits": stats.graphs.hits, "step_hits": stats.graphs.step_hits, "captured": stats.graphs.captured,
+        "why_not": "; ".join(misses), "graphs_bytes": stats.graphs.bytes,
+    }  # fmt: skip
 
 
 def compared(eager: list[float], graphs: list[float]) -> dict[str, float]:
@@ -158,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sheet = Sheet("i_graphs", "Prefill as graphs", "LLaVA-1.5-7B's and LLaVA-NeXT-7B's decoder", COLUMNS, __doc__, argv)
     model, clocks = model_of(sheet), Clocks(sheet.device, sheet.tiny)
     prompts = ((576, (64,)),) if sheet.tiny else ((576, (64, 192)), (2880, (320,)))
-    answers = [(name, 576, 576 if name == NONE else 64, 1) for name in (NONE, "divprune")]
+    answers = [(name, 576, 576 if name == NONE else 64, 1) for name in (NONE, "divprune", "fastv")]
 
     def take(kind: str, run: Callable[..., Any], *which: Any, seconds: float | None = None) -> None:
         sheet.take((kind, *which), partial(run, sheet, clocks, model, *which), seconds)
@@ -168,13 +193,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for visual, keeps in prompts:
             for name, keep in [(NONE, visual), *((name, keep) for keep in keeps for name in METHODS)]:
                 take("prefill", of_prefill, name, visual, keep, batch)
+        for which in answers:
+            take("64 tokens", of_answer, *which[:-1], batch)
         if batch == 1:
-            for which in answers:
-                take("64 tokens", of_answer, *which)
+            for which in answers[:2]:
+                take("64 tokens, auto", of_auto, *which)
     # Last, because they compile. Graphs with compiled steps come after all others: a device error would end the
     # process.
     for kind, graphs in (("64 tokens, static cache", False), ("64 tokens, static cache, graphs", True)):
-        for which in answers:
+        for which in answers[:2]:
             take(kind, partial(of_static, graphs), *which, seconds=90.0)
     return sheet.end()
 

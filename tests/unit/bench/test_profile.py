@@ -160,7 +160,6 @@ def test_bars_and_table_show_the_same_numbers_in_the_same_order() -> None:
 
 
 def test_limits_are_those_of_the_closed_forms() -> None:
-    """By hand, from the FLOPs of the parts."""
     config = limits.SHAPES[0].build_config()
     model, prompt = CostModel.from_config(config), Load.from_config(config, text=10)
     whole = model.compute_cost(prompt)
@@ -181,7 +180,6 @@ def test_limits_are_those_of_the_closed_forms() -> None:
 
 
 def test_what_methods_cost_is_predicted_as_they_run(subject: Model) -> None:
-    """Of methods whose counts are known ahead, against the statistics of the run."""
     example = load_heldout(limit=1)[0]
     inputs = subject.inputs([example.image], [example.question])
     model = CostModel.from_config(subject.model.config)
@@ -223,7 +221,6 @@ def test_a_load_says_what_it_needs() -> None:
 
 
 def test_the_page_has_the_table_that_the_script_makes() -> None:
-    """And it says what the first look at these models said: towers of 5 to 80 per cent."""
     page = limits.PAGE.read_text()
     assert limits.table() in page
     share = {row["model"].split(",")[0]: round(100 * row["tower"]) for row in limits.rows()}
