@@ -168,7 +168,7 @@ def test_a_folder_without_results_is_an_error(papers: Any, call: Any, tmp_path: 
     code, _, error = call("table", tmp_path)
     assert code == 2 and "lacks the folders of" in error
     assert "Use .md or .html" in call("table", "--out", tmp_path / "table.pdf")[2]
-    assert "cannot write" in call("table", "--out", tmp_path / "absent/table.md")[2]
+    assert "Cannot write" in call("table", "--out", tmp_path / "absent/table.md")[2]
 
 
 def test_the_table_says_what_is_missing(papers: Any, call: Any, tmp_path: Path) -> None:
