@@ -7,10 +7,12 @@ import importlib
 import itertools
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import PIL
 import pytest
 
+from tokenprune_bench.demo import build_answer
 from tokenprune_bench.demo_package import get_default_images
 from tokenprune_bench.plan import DEFAULT_IMAGES
 from tokenprune_demo.backgrounds import PHOTOS
@@ -96,3 +98,9 @@ def test_the_first_images_are_drawn_again(script):
         wanted = [(one.kind, one.question, one.answer, one.boxes) for one in examples if one.index == number]
         assert [(one.kind, one.text, one.answer, one.boxes) for one in chosen] == wanted
         assert script.encoded(scene) == (SMOL / f"images/{number:03d}.jpg").read_bytes()
+
+
+def test_the_demo_takes_a_sentence_that_ends_with_the_answer() -> None:
+    example = SimpleNamespace(question="which digit is written?", answer="9")
+    shown = SimpleNamespace(before="the digit is 9", seen=[SimpleNamespace(answer="the digit is 8.")], pair=lambda _: None)
+    assert build_answer(example, shown).is_right == (True, False)
