@@ -102,5 +102,6 @@ def test_the_first_images_are_drawn_again(script):
 
 def test_the_demo_takes_a_sentence_that_ends_with_the_answer() -> None:
     example = SimpleNamespace(question="which digit is written?", answer="9")
-    shown = SimpleNamespace(before="the digit is 9", seen=[SimpleNamespace(answer="the digit is 8.")], pair=lambda _: None)
+    pruned = SimpleNamespace(answer="the digit is 8.")
+    shown = SimpleNamespace(before="the digit is 9", seen=[pruned], pair=lambda index: None)
     assert build_answer(example, shown).is_right == (True, False)
