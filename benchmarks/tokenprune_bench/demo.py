@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenprune.cli.table import Cell, Table
 from tokenprune.errors import require
+from tokenprune_bench.metrics import ending
 from tokenprune_bench.profiling.machine_load import format_busy_note, get_machine_load
 from tokenprune_bench.profiling.patched import UNPATCHED, patched
 
@@ -118,7 +119,8 @@ def run_demo(subject: Model, step: Progress = lambda label, done, total: None) -
 def build_answer(example: Any, shown: Shown) -> DemoAnswer:
     """Return the answers to one question, as `show` drew them."""
     unpruned, pruned = (answer.strip() for answer in (shown.before, shown.seen[0].answer))
-    is_right = (example.is_right(unpruned.rstrip(".")), example.is_right(pruned.rstrip(".")))
+    # demo_smol answers in a sentence that ends with the answer.
+    is_right = (bool(ending(unpruned, example.answer)), bool(ending(pruned, example.answer)))
     return DemoAnswer(example.question, example.answer, unpruned, pruned, is_right, shown.pair(0))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tokenprune_bench.metrics import exact
+from tokenprune_bench.metrics import ending, exact
 from tokenprune_bench.profiling.machine_load import is_busy
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def describe_answer(before: str, after: str, right: str | None) -> str:
         return "same answer"
     if right is None:
         return "answer changed"
-    if exact(before, right):
-        return "answer changed from right to wrong"
-    return "answer changed from wrong to right" if exact(after, right) else "answer changed, both wrong"
+    if ending(before, right):
+        return "both answers right" if ending(after, right) else "answer changed from right to wrong"
+    return "answer changed from wrong to right" if ending(after, right) else "answer changed, both wrong"
 
 
 def describe_speed(ttft: dict[str, Any], cores: int | None) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tokenprune_bench.app import link
 from tokenprune_bench.app.headline import WHY_SLOWER, format_ratio, headline, is_slower
-from tokenprune_bench.metrics import exact
+from tokenprune_bench.metrics import ending
 from tokenprune_bench.profiling.machine_load import format_busy_note, get_machine_load, is_busy
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _panel(alt: str, title: str, image: bytes, tokens: str, answer: str | None, 
 def _mark(answer: str, right: str | None) -> str:
     if right is None:
         return ""
-    return " <ins>✓ right</ins>" if exact(answer, right) else f" <del>✗ wrong</del> ({html.escape(right)})"
+    return " <ins>✓ right</ins>" if ending(answer, right) else f" <del>✗ wrong</del> ({html.escape(right)})"
 
 
 def details(comparison: Comparison) -> str:

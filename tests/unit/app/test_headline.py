@@ -81,6 +81,7 @@ def test_times_claim_no_more_than_was_measured(measured: dict[str, Any], said: s
         ("red", "blue", "red", "answer changed from right to wrong"),
         ("red", "blue", "Blue", "answer changed from wrong to right"),
         ("red", "blue", "green", "answer changed, both wrong"),
+        ("the star is red.", "it is red", "red", "both answers right"),  # sentences of demo_smol
     ],
 )
 def test_what_became_of_an_answer(before: str, after: str, right: str | None, said: str) -> None:

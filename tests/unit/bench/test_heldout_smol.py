@@ -7,10 +7,12 @@ import importlib
 import itertools
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import PIL
 import pytest
 
+from tokenprune_bench.demo import build_answer
 from tokenprune_bench.demo_package import get_default_images
 from tokenprune_bench.plan import DEFAULT_IMAGES
 from tokenprune_demo.backgrounds import PHOTOS
@@ -96,3 +98,10 @@ def test_the_first_images_are_drawn_again(script):
         wanted = [(one.kind, one.question, one.answer, one.boxes) for one in examples if one.index == number]
         assert [(one.kind, one.text, one.answer, one.boxes) for one in chosen] == wanted
         assert script.encoded(scene) == (SMOL / f"images/{number:03d}.jpg").read_bytes()
+
+
+def test_the_demo_takes_a_sentence_that_ends_with_the_answer() -> None:
+    example = SimpleNamespace(question="which digit is written?", answer="9")
+    pruned = SimpleNamespace(answer="the digit is 8.")
+    shown = SimpleNamespace(before="the digit is 9", seen=[pruned], pair=lambda index: None)
+    assert build_answer(example, shown).is_right == (True, False)
