@@ -6,6 +6,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -53,7 +54,7 @@ class StepWalk(Walk):
         """Return the mask of the keys of a step, shape (batch or 1, heads or 1, 1, keys), bool or additive."""
         mask = kwargs.get("attention_mask")
         if mask is None and self.groups.attention == "sdpa":
-            return hidden.new_ones((1, 1, 1, num_keys), dtype=bool)
+            return hidden.new_ones((1, 1, 1, num_keys), dtype=torch.bool)
         if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-2:] != (1, num_keys):
             raise NotGraphedError("the layers get masks of an unknown form")
         return mask
