@@ -92,7 +92,7 @@ class PatchLocations(Observable):
         return bool(select_observables(needs, ObservedAt.TOWER, ObservedAt.TOWER_BLOCK))
 
     def compute_per_patch(self, attention: ObservedAttention, protected: int) -> Tensor:
-        """Return values of shape (rows, H, patches). Only the number of patches is used."""
+        """Return a placeholder with the shape of values per patch, (rows, H, patches). Its values are not used."""
         return attention.key[:, :, protected:, 0]
 
     def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Patches:
