@@ -20,7 +20,7 @@ from tokenprune.kernels.picks import Picks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokenprune.kernels.host_loops import HostCoverage
+    from tokenprune.kernels.host_greedy import HostCoverage
 
 _MAX_ELEMENTS = 2**20  # entries of the table in memory at a time
 _NEGLIGIBLE = 2.0**-40  # share of its first gain below which a candidate's gain is rounding error
@@ -113,7 +113,7 @@ class Coverage:
                     self._gain[segment] += best.sum(0, dtype=torch.float64) - before.sum(dtype=torch.float64)
         self._least = self._gain * _NEGLIGIBLE
         if device.type == "cpu":
-            from tokenprune.kernels.host_loops import HostCoverage
+            from tokenprune.kernels.host_greedy import HostCoverage
 
             self.on_host = HostCoverage(parts, self.cover, self._gain, self._least, _MAX_ELEMENTS)
 
@@ -201,7 +201,7 @@ def greedy_cover(
 def _greedy(parts: Sequence[Relation], mask: Tensor, count: Tensor, max_count: int, factor: Tensor | None) -> Tensor:
     coverage, picks = Coverage(parts), Picks(mask)
     if coverage.on_host is not None:
-        from tokenprune.kernels.host_loops import pick_covering
+        from tokenprune.kernels.host_greedy import pick_covering
 
         return picks.first_picks(count, pick_covering(coverage.on_host, picks.bar, factor, max_count))
     for step in range(max_count):

@@ -70,7 +70,7 @@ def greedy_dpp(
     diagonal = (products.diagonal() if diagonal is None else diagonal).clamp(min=0)
     picks, last, least = Picks(mask), rank_dependent(diagonal), DEPENDENT * diagonal
     if diagonal.device.type == "cpu":
-        from tokenprune.kernels.host_loops import pick_independent
+        from tokenprune.kernels.host_greedy import pick_independent
 
         taken = pick_independent(products, picks.bar, diagonal, least, last, ridge, max_count)
         return picks.first_picks(count, taken)
