@@ -168,6 +168,7 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
             "hiprune",
             "hired",
             "holov",
+            "priortr",
             "random",
             "saint",
             "tome",
@@ -182,6 +183,7 @@ FLOORS: dict[str, Callable[[Sizes], list[Run]]] = {
     "apet": lambda s: [s.product(s.visual, 20), s.product(s.visual, s.kept), s.means(s.visual, s.kept)],
     "autoprune": _at_cuts(_words),
     "cdpruner": lambda s: [s.product(s.visual, s.text), *_determinant(s)],
+    "clse": _nothing,  # Fourier transforms of the features, which are not measured here
     "d2pruner": lambda s: [_pairs(s), s.steps(int(0.3 * s.kept), s.visual)],
     "dart": lambda s: [s.product(s.visual, 8), s.values(s.visual)],
     # Each pair is multiplied once.

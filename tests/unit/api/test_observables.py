@@ -76,7 +76,7 @@ def test_a_new_observable_is_one_class(family: Family, model) -> None:
             return source.attention_before.keys(source.width).float().norm(dim=-1)
 
     norms = reader(("key_norms",), lambda tokens: (tokens.key_norms, tokens.text.key_norms, tokens.text.mask))
-    with pytest.raises(OptionError, match="key_norms, but vLLM's layers provide only keys, last_row_attention,"):
+    with pytest.raises(OptionError, match="key_norms, but vLLM's layers provide only first_row_attention, keys,"):
         check_served(tokenprune.method("reader"), in_llm=True)
     inputs = family.make_inputs(images=(1, 2))
     with tokenprune.patched(model, "reader", keep=0.5):
