@@ -5,7 +5,7 @@ python dev/try_wheel.py                              # everything is made in a t
 python dev/try_wheel.py --out dist --extras app      # what .github/workflows/release.yml does
 python dev/try_wheel.py --out dist --tag v0.2.0      # ends with 1 where the wheel has another version than the tag
 
-With the core alone it tries the version, `methods`, what commands of the other packages say, and a package of
+With the core alone it tries the version, `methods`, `reduce`, what commands of the other packages say, and a package of
 `new-method` with its test; with all three `recommend`, `demo`, `show` and `bench`; then, with --extras app, whether
 `app` answers and compares. It needs hatchling, and an index; with twine it checks what the index would show.
 """
@@ -140,6 +140,13 @@ def try_lists(env: Environment) -> None:
     require("divprune" in env.run("tokenprune", "methods"), "`tokenprune methods` does not list divprune")
 
 
+def try_reduce(env: Environment) -> None:
+    """Check that features are reduced without transformers, and that `patch` names it."""
+    require(not env.has("transformers"), "the core brings transformers")
+    code = "import torch, tokenprune; print(len(tokenprune.reduce(torch.randn(64, 8), keep=0.25).kept))"
+    require(env.run("python", "-c", code).strip() == "16", "`tokenprune.reduce` does not keep a quarter")
+
+
 def try_alone(env: Environment) -> None:
     """Check that a missing package is named in one line."""
     for name in ("bench", "recommend", "demo", "show"):
@@ -259,7 +266,7 @@ def main() -> None:
             env.install(core)
             say("installed, the core alone")
             try_version(env, version)
-            for check in (try_lists, try_alone, try_new_method):
+            for check in (try_lists, try_reduce, try_alone, try_new_method):
                 check(env)
                 say(f"{check.__name__.removeprefix('try_')}: as it should be")
             env.install(demo, bench)

@@ -19,7 +19,7 @@ BATCH = dict(images=(1, 0, 2), video=(5, 5, False), padding="left")
 PRE_LLM = [
     name
     for name in METHODS
-    if (info := tokenprune.method_info(name)).site is Site.PRE_LLM and not info.needs and not info.query_aware
+    if (info := tokenprune.method_info(name)).site is Site.PRE_LLM and not info.observables and not info.query_aware
 ]
 
 
