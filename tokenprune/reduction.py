@@ -119,7 +119,7 @@ def reduce(
 
     Runs every method that acts before the decoder (site PRE_LLM). `method_info(name).needs` lists the inputs that a
     method needs. Inputs that it does not read are ignored. For several images, an argument is a list with one entry per
-    image, or one value for all of them.
+    image, or one value for all images.
 
     Args:
         features: Projected features of one image, `[N, D]`, or of the images of a prompt in order: a list of `[N, D]`,

@@ -22,8 +22,8 @@ pytest.importorskip("gguf", reason=REASON)
 
 from llama_cpp import Llama
 from llama_cpp.llama_chat_format import MTMDChatHandler
+from llama_cpp_export import load_reference, write_all
 
-from demo_gguf import load_reference, write_all
 from tokenprune_demo.heldout import load_heldout
 
 torch.set_num_threads(1)
@@ -32,7 +32,7 @@ F32 = 0  # GGML_TYPE_F32, of the KV cache
 
 @pytest.fixture(scope="session")
 def files(request: pytest.FixtureRequest) -> Path:
-    return write_all(Path(request.config.cache.mkdir("gguf")))
+    return write_all("demo_qwen", Path(request.config.cache.mkdir("gguf")))
 
 
 @pytest.fixture(scope="session")

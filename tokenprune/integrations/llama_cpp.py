@@ -73,7 +73,7 @@ def patch(
         The model.
 
     Raises:
-        UnsupportedModelError: If the model has no chat handler that reads images, or has recurrent layers.
+        UnsupportedModelError: If the model lacks a chat handler that reads images, or has recurrent layers.
         UnsupportedSetupError: If llama.cpp does not provide an input of the method, or the model does not support the
             positions.
         AlreadyPatchedError: If the model is patched and `replace` is False.
@@ -96,7 +96,7 @@ def patch(
             raise AlreadyPatchedError("The model is already patched. Call unpatch(llm) first, or pass replace=True.")
         unpatch(llm)
     if absent := [name for name in _REQUIRED if not hasattr(handler._mtmd_cpp, name)]:
-        raise UnsupportedSetupError(f"This llama-cpp-python has no {absent[0]}. Install version 0.3.36 or newer.")
+        raise UnsupportedSetupError(f"This llama-cpp-python lacks {absent[0]}. Install version 0.3.36 or newer.")
     handler._mtmd_cpp = _PrunedModule(handler._mtmd_cpp, llm, stage, budget, positions == "original")
     return llm
 
@@ -124,7 +124,7 @@ def _find_handler(llm: Any) -> Any:
     handler = getattr(llm, "chat_handler", None)
     if not hasattr(handler, "_mtmd_cpp"):
         raise UnsupportedModelError(
-            f"This {type(llm).__name__} has no chat handler that reads images. Pass "
+            f"This {type(llm).__name__} lacks a chat handler that reads images. Pass "
             "Llama(chat_handler=MTMDChatHandler(clip_model_path=...))."
         )
     return handler
