@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a shipped model as GGUF files for llama.cpp: its decoder and its vision tower (mmproj).
 
-    python benchmarks/experiments/llama_cpp_export.py demo_qwen FOLDER             # decoder.gguf, plain.gguf, mmproj.gguf
+    python benchmarks/experiments/llama_cpp_export.py demo_qwen FOLDER             # decoder, plain and mmproj.gguf
     python benchmarks/experiments/llama_cpp_export.py demo_smol FOLDER --quantize  # weights of the decoder in Q8_0
 
 `plain.gguf` is the decoder of demo_qwen without M-RoPE. llama.cpp fixes the window of this tower at 112 pixels, and

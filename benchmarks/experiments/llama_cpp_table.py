@@ -89,13 +89,8 @@ class Engine:
         text = question.lower() if self.name == "demo_qwen" else question
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
         begin, first, parts = time.perf_counter(), None, []
-        for chunk in self.llm.create_chat_completion(
-            [{"role": "user", "content": content}],
-            temperature=0,
-            max_tokens=max_tokens,
-            repeat_penalty=1.0,
-            stream=True,
-        ):
+        options = dict(temperature=0, max_tokens=max_tokens, repeat_penalty=1.0, stream=True)
+        for chunk in self.llm.create_chat_completion([{"role": "user", "content": content}], **options):
             if (part := chunk["choices"][0]["delta"].get("content")) is not None:
                 first = time.perf_counter() - begin if first is None else first
                 parts.append(part)
@@ -259,16 +254,23 @@ def page() -> None:
     """Write the tables into the page."""
     results = _load()
     lines = [
-        "Time to the first token, unpruned divided by pruned, one thread, in turn (in brackets: oracle without a selection):",
-        "", f"| model | keep {KEEPS[0]} | keep {KEEPS[1]} | load |", "|---|---:|---:|---:|",
-    ]  # fmt: skip
+        "Time to the first token, unpruned divided by pruned, on one thread, in turn. In brackets: an oracle without a "
+        "selection.",
+        "",
+        f"| model | keep {KEEPS[0]} | keep {KEEPS[1]} | load |",
+        "|---|---:|---:|---:|",
+    ]
     for kind in sorted(kind for kind in results if kind.startswith("times")):
         head, *rows = results[kind]
         lines.append(write_times(head, rows))
     if "answers" in results:
         head, *rows = results["answers"]
-        lines += ["", f"Right answers of `demo_qwen` in percent (in brackets: `divprune` minus this setting in points, with a 95 % "
-                  f"interval of paired differences). The same time needs a scale of {head['scale']} per side:", ""]  # fmt: skip
+        lines += [
+            "",
+            "Right answers of `demo_qwen` in percent. In brackets: `divprune` minus this column in points, with the 95 % "
+            f"interval of paired differences. The same time is reached at {head['scale']} of each side.",
+            "",
+        ]
         lines += write_answers(head, rows)
     fill_page(PAGE, BEGIN, END, "\n".join(lines))
 
