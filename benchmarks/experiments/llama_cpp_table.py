@@ -267,8 +267,8 @@ def page() -> None:
         head, *rows = results["answers"]
         lines += [
             "",
-            "Right answers of `demo_qwen` in percent. In brackets: `divprune` minus this column in points, with the 95 % "
-            f"interval of paired differences. The same time is reached at {head['scale']} of each side.",
+            "Right answers of `demo_qwen` in percent. In brackets: `divprune` minus this column in points, with the 95 "
+            f"% interval of paired differences. The same time is reached at {head['scale']} of each side.",
             "",
         ]
         lines += write_answers(head, rows)
