@@ -272,13 +272,15 @@ class Curious(Pruner):
         asked = tokens.attention_from(text / text.sum(1, keepdim=True)).mean(1)
         about = torch.einsum("shm,shmn->sn", tokens.text.attention.sum(2), tokens.text_attention)
         moved = (tokens.hidden - tokens.previous_hidden).float().norm(dim=-1)
-        return asked * 100 + about + tokens.values.float().norm(dim=-1) + moved
+        first = tokens.first_row_attention.mean(1)
+        return (asked + first) * 100 + about + tokens.values.float().norm(dim=-1) + moved
 
 
 class TestOthers:
     def test_text_attention_matches_transformers(self, start: Any, reference: Any) -> None:
         """Rows of text, values, and the input of the layer before, as in transformers."""
-        register = registry.register("curious", site=Site.IN_LLM, needs=("text_attention", "values", "previous_hidden"))
+        needs = ("text_attention", "first_row_attention", "values", "previous_hidden")
+        register = registry.register("curious", site=Site.IN_LLM, needs=needs)
         try:
             method = register(Curious)()
             whole = dict(enable_prefix_caching=False, enable_chunked_prefill=False, max_num_batched_tokens=512)

@@ -9,7 +9,7 @@ _REASONS_OF_CUTS = {
     "some layers select blocks of keys by cache slot, and dropped tokens would change the blocks; methods on pixels "
     "are supported": "minimax_m3_vl qwen4_exp glm5_next",
     "an indexer selects keys with a separate key cache, which tokenprune does not reduce; methods on pixels are "
-    "supported": "mistral_large4 dots3_note",
+    "supported": "mistral_large4 dots3_note hy_v4_vl",
 }
 
 # Model types of transformers where dropping tokens would have no effect or give wrong results.
@@ -25,7 +25,9 @@ _REASONS = _REASONS_OF_CUTS | {
     "the decoder inserts images and counts positions itself, and generate() calls it without the model's forward": (
         "kosmos-2 kosmos-2.5"
     ),
-    "attention uses distances between slots, and every layer convolves neighboring tokens": "inkling_mm_model inkling2",
+    "attention uses distances between slots, and every layer convolves neighboring tokens": (
+        "inkling_mm_model inkling2 inkling2_loop"
+    ),
     "the cache keeps the keys of the full prompt length plus a window, and would count the first generated tokens as "
     "prompt": "unlimited_ocr",
     "it generates text blocks by diffusion and does not cache the prompt": "diffusion_gemma",

@@ -274,6 +274,7 @@ _SPECIAL = (
     Family("kimi_k25", since="5.13", videos="whole", static_cache=False),
     _packs("qwen3_omni_moe_thinker", _DEEPSTACK, since="5.6", decoder_names=("language_model", "model")),
     _packs("exaone4_5", since="5.8"),
+    Family("apertus1p5", _VOCABULARY, since="5.24"),
     Family("emu3", _VOCABULARY, decoder_names=("text_model",)),
     Family("chameleon", _VOCABULARY, square="always", resizing=None, decoder_names=("model",)),
     Family("muse_glimmer", since="5.15", videos="frames"),

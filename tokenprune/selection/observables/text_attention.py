@@ -49,6 +49,38 @@ class NextTextAttention(AttentionFromText):
         return source.attention_after
 
 
+@register_observable("first_row_attention")
+class FirstRowAttention(AttentionFromText):
+    """Attention from the first text token after an image in the layer before the cut, shape (S, H, N), float32.
+
+    This token attends to the image and to the tokens before it, never to the question. 0 if no text follows the image.
+    """
+
+    where = ObservedAt.LAYER_BEFORE
+    axes = "SHN"
+    backends = frozenset({Backend.HF, Backend.VLLM_IN_LLM})
+    compute_text = Observable.compute_text  # not defined for text
+
+    def get_attention(self, source: TokenSource) -> ObservedAttention:
+        return source.attention_before
+
+    def compute_visual(self, source: TokenSource, segments: Segments, *layer: int | float) -> Tensor:
+        position, mask = source.find_text_after(segments)
+        has_text = mask.any(1, keepdim=True)
+        # A segment without text reads the row of its own first token, which is then replaced by 0.
+        first = torch.cat([position, segments.position[:, :1]], 1)
+        first = first.masked_fill(~torch.cat([mask, ~has_text], 1), torch.iinfo(first.dtype).max).amin(1, keepdim=True)
+        ((rows, _),) = self._rows(source, segments, first)
+        columns = source.find_slots(segments.position, segments)[:, None].expand(-1, rows.shape[1], -1)
+        return rows[:, :, 0].gather(2, columns).masked_fill(~(segments.mask & has_text)[:, None], 0)
+
+    def example(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        return uniform(sizes.segments, sizes.heads, sizes.tokens, generator=generator)
+
+    def text_example(self, sizes: Sizes, generator: torch.Generator) -> None:
+        return None
+
+
 @register_observable("head_maxima")
 class HeadMaxima(AttentionFromText):
     """Attention to each visual token, maximum over the heads, averaged over image and over text rows, (S, 2, N).

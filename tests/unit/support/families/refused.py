@@ -46,11 +46,13 @@ class Refused:
 
 _ALL_REFUSED = [
     Refused("blip"), *map(Refused, _BY_CLASS), Refused("dots3_note"), Refused("granite_docling"), Refused("inkling2"),
+    Refused("inkling2_loop"),
     Refused("mistral_large4"),
     Refused("unlimited_ocr"),
     Refused("diffusion_gemma", dict(text_config=dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
                                      vision_config=dict(model_type="gemma4_vision"))),
-    Refused("evolla"), Refused("florence2"), Refused("git"), Refused("glm5_next"), Refused("idefics"),
+    Refused("evolla"), Refused("florence2"), Refused("git"), Refused("glm5_next"), Refused("hy_v4_vl"),
+    Refused("idefics"),
     Refused("inkling_mm_model"), Refused("kosmos-2"),
     Refused("kosmos-2.5"), Refused("minimax_m3_vl"), Refused("mistral4"), Refused("mllama"), Refused("pi0"),
     Refused("pix2struct"), Refused("pp_formulanet"),

@@ -12,6 +12,7 @@ from transformers import (
 
 from families.mrope import THINKER, omni_video
 from families.special_inputs import (
+    apertus_image,
     chameleon_image,
     edge_video,
     emu_image,
@@ -349,6 +350,18 @@ def _families() -> list[Family]:
         vocabulary_map={"<image>": IMAGE, "<|extra_200|>": BREAK}
         | {f"<|visual token {code:06d}|>": 64 + code for code in range(64)},
     )  # fmt: skip
+    apertus = dict(
+        text_config={**TEXT, "hidden_act": "xielu"},
+        vision_config=dict(
+            codebook_size=32, embed_dim=4, latent_channels=4, base_channels=32, channel_multiplier=[1, 1, 1],
+            num_res_blocks=1, attn_resolutions=[],
+        ),
+        audio_config=dict(
+            model_type="wavtokenizer_encoder", num_filters=4, upsampling_ratios=[2, 2], num_lstm_layers=1,
+            hidden_size=8, codebook_size=32, codebook_dim=8,
+        ),
+        audio_token_id=TILE, image_token_offset=64, audio_token_offset=96,
+    )  # fmt: skip
     chameleon = dict(
         **TEXT,
         vq_config=dict(
@@ -397,6 +410,8 @@ def _families() -> list[Family]:
                types="mm_token_type_ids", mixes=False),
         Family("step3p7", step, step_image, (2, 0, 3)),
         Family("emu3", emu, emu_image, ((16, 24), (24, 16), (16, 16)), decoder="model.text_model"),
+        Family("apertus1p5", apertus, apertus_image, ((16, 24), (24, 16), (16, 16)),
+               eager=("vision_config", "audio_config")),
         Family("chameleon", chameleon, chameleon_image, (16,), decoder="model"),
         Family("chameleon_swin", {**chameleon, "swin_norm": True}, chameleon_image, (16,), decoder="model",
                model_type="chameleon"),

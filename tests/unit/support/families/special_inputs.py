@@ -128,6 +128,14 @@ def emu_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
     )
 
 
+def apertus_image(size: tuple[int, int], g: torch.Generator, _: int) -> InputImage:
+    h, w = size
+    pixels = torch.zeros(1, 3, 24, 24)
+    pixels[..., :h, :w] = noise(1, 3, h, w, g=g)
+    ids = [START, *[IMAGE] * (h // 4 * (w // 4)), END]
+    return InputImage(ids, {"pixel_values": pixels, "image_sizes": torch.tensor([size])})
+
+
 def chameleon_image(size: int, g: torch.Generator, _: int) -> InputImage:
     pixels = noise(1, 3, size // 4, size // 4, g=g).repeat_interleave(4, 2).repeat_interleave(4, 3)
     return InputImage([START, *[IMAGE] * (size // 4) ** 2, END], {"pixel_values": pixels})
